@@ -19,7 +19,7 @@ from rollcorr.config.presets import PRESETS
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS
 from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
-from rollcorr.simulation import read_simulation_file
+from rollcorr.simulation.simulation_file import read_simulation_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = {

@@ -150,6 +150,10 @@ for name, impl in ((name, impl) for name in ("seq_mean", "seq_max", "token") for
     value = {"seq_mean": 0.6, "seq_max": 1.25, "token": 2.6 / 5}[name]
     assert abs(found[f"rollout_rs_{name}_magnitude_mean"] - value) < 1e-6, name
 """
+    code += """
+from rollcorr.simulation.estimators import every_estimator, threshold_sweep
+assert "seq_max_magnitude" in every_estimator() and "seq_max_magnitude" in threshold_sweep()
+"""
     if built:
         code += "assert \"does not know the criterion 'token_magnitude'\" in refusal(config)\n"
     else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollcorr.simulation import KINDS
+from rollcorr.simulation.mismatches import KINDS
 from rollcorr.simulation.ranking import ranked_estimators
 from rollcorr.simulation.studies import REGIMES
 

@@ -49,8 +49,8 @@ from measured_rollouts import (  # noqa: E402
 )
 
 from rollcorr.run_directory.durable_files import write_text_durably  # noqa: E402
-from rollcorr.simulation import Cell, StudyResult, run_cells  # noqa: E402
-from rollcorr.simulation.study_run import cell_key  # noqa: E402
+from rollcorr.simulation.studies import Cell  # noqa: E402
+from rollcorr.simulation.study_run import StudyResult, cell_key, run_cells  # noqa: E402
 from rollcorr.train.grpo import load_policy  # noqa: E402
 
 SETTINGS = HERE / "measured.yaml"

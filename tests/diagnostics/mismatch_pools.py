@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from rollcorr.diagnostics import MismatchNull, MismatchProfile
-from rollcorr.simulation import pair_at_kl, sample_rows
+from rollcorr.simulation import sample_rows
+from rollcorr.simulation.mismatches import pair_at_kl
 
 SAMPLED_TOKENS = 1 << 17
 

@@ -6,20 +6,11 @@ import pytest
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.simulation import (
-    KINDS,
-    ORDER_CHECKS,
-    every_sequence,
-    fit_slope,
-    gradient_error,
-    gradient_sums,
-    growth_of_chi2,
-    longest_viable_length,
-    make_pair,
-    pair_at_kl,
-)
-from rollcorr.simulation.orders import coin_with_chi2
-from rollcorr.simulation.studies import PUBLISHED_LENGTHS, clamp
+from rollcorr.simulation import gradient_error, gradient_sums, make_pair
+from rollcorr.simulation.mismatches import KINDS, pair_at_kl
+from rollcorr.simulation.orders import ORDER_CHECKS, coin_with_chi2, fit_slope, log_law_of_chi2
+from rollcorr.simulation.sequence_rows import every_sequence
+from rollcorr.simulation.studies import CLAMP, PUBLISHED_LENGTHS, clamp
 
 
 def weights(level, ceiling=None):
@@ -27,18 +18,15 @@ def weights(level, ceiling=None):
 
 
 def test_a_power_law_is_fitted_exactly_and_a_bend_widens_the_error():
-    fit = fit_slope([1, 2, 4, 8], [3, 12, 48, 192])
-    assert (fit.slope, fit.error, fit.low, fit.high, fit.points) == (pytest.approx(2), pytest.approx(0), 1, 8, 4)
-    assert fit_slope([1, 2, 4, 8], [3, 12, 48, 100]).error > 0.1
-    with pytest.raises(ValueError, match="at least 3 pairs"):
-        fit_slope([1, 2], [1, 2])
-    with pytest.raises(ValueError, match="values above 0; got 0"):
-        fit_slope([1, 2, 3], [1, 0, 2])
+    assert fit_slope([1, 2, 4, 8], [3, 12, 48, 192]) == (pytest.approx(2), pytest.approx(0))
+    slope, error = fit_slope([1, 2, 4, 8], [3, 12, 48, 100])
+    assert slope < 2
+    assert error > 0.1
 
 
 @pytest.mark.parametrize("check", ORDER_CHECKS, ids=lambda check: f"{check.estimator}: {check.quantity}")
 def test_an_order_is_attained_or_lower_by_the_power_that_is_proved(check):
-    slope = fit_slope(*check.points()).slope
+    slope, _ = fit_slope(*check.points())
     if check.attained:
         assert slope == pytest.approx(check.published, abs=0.15)
     elif check.published > 0 and check.quantity.startswith("bias"):
@@ -94,27 +82,26 @@ def test_the_bias_of_truncated_sequence_weights_keeps_both_bounds(kind, ceiling)
 
 def test_the_law_of_chi2_holds_where_all_states_are_alike():
     for length in (1, 30, 1000):
-        law = growth_of_chi2(coin_with_chi2(0.01, length))
-        assert law.chi2 == pytest.approx(0.01)
-        assert law.exact == pytest.approx(law.law, rel=1e-9)
+        pair = coin_with_chi2(0.01, length)
+        assert pair.chi2 == pytest.approx(0.01)
+        assert pair.sequence_log_second_moment == pytest.approx(log_law_of_chi2(pair), rel=1e-9)
 
     # The document's examples: "20,000 ×", and 0.99^1000 = 0.00004.
-    assert math.expm1(law.exact) == pytest.approx(20_958, rel=1e-4)
+    assert math.expm1(pair.sequence_log_second_moment) == pytest.approx(20_958, rel=1e-4)
     assert pytest.approx(4.3e-5, rel=0.01) == 0.99**1000
 
 
 def test_states_that_differ_change_the_exponent_of_the_law():
     """Large weights lead to other states than μ visits, so the mean over μ's visits is not the rate of growth."""
-    law = growth_of_chi2(pair_at_kl("stale", 0.01, vocabulary=8, length=300, seed=2))
-    assert law.exact == pytest.approx(0.905 * law.law, rel=0.01)
-    law = growth_of_chi2(pair_at_kl("heavy_tailed", 0.01, vocabulary=8, length=300, seed=0))
-    assert law.exact == pytest.approx(1.02 * law.law, rel=0.01)
+    pair = pair_at_kl("stale", 0.01, vocabulary=8, length=300, seed=2)
+    assert pair.sequence_log_second_moment == pytest.approx(0.905 * log_law_of_chi2(pair), rel=0.01)
+    pair = pair_at_kl("heavy_tailed", 0.01, vocabulary=8, length=300, seed=0)
+    assert pair.sequence_log_second_moment == pytest.approx(1.02 * log_law_of_chi2(pair), rel=0.01)
 
 
 def test_the_published_lengths_are_the_clamp_over_kl():
     for kl, length in PUBLISHED_LENGTHS.items():
-        assert longest_viable_length(kl) == pytest.approx(length, rel=0.011)
-    assert longest_viable_length(0.0) == math.inf
+        assert CLAMP / kl == pytest.approx(length, rel=0.011)
 
 
 def test_at_the_longest_viable_length_half_of_the_weights_are_clamped_and_the_sample_size_is_long_gone():

@@ -7,21 +7,13 @@ from pathlib import Path
 import pytest
 
 from rollcorr.config import CRITERIA, PRESETS, InertOptionWarning, RolloutCorrectionConfig
-from rollcorr.simulation import (
-    KINDS,
-    Cell,
-    every_estimator,
-    laboratory_cells,
-    read_simulation_file,
-    run_cell,
-    run_cells,
-    threshold_sweep,
-)
+from rollcorr.simulation.estimators import every_estimator, threshold_sweep
+from rollcorr.simulation.mismatches import KINDS
 from rollcorr.simulation.ranking import ranked_estimators
 from rollcorr.simulation.simulation_figures import write_figures
-from rollcorr.simulation.simulation_file import chosen_estimators, run_file_cell
-from rollcorr.simulation.studies import APART, STUDIES
-from rollcorr.simulation.study_run import cell_key
+from rollcorr.simulation.simulation_file import chosen_estimators, read_simulation_file, run_file_cell
+from rollcorr.simulation.studies import APART, STUDIES, Cell, laboratory_cells, run_cell
+from rollcorr.simulation.study_run import cell_key, run_cells
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "laboratory"
 

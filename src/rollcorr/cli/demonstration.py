@@ -15,6 +15,6 @@ def demo() -> None:
     """
     from rich.console import Console
 
-    from rollcorr.demo import show_stories
+    from rollcorr.demo.demo_screen import show_stories
 
     show_stories(Console(highlight=False))

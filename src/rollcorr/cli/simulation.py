@@ -15,8 +15,8 @@ from rollcorr.cli.app import app, exit_on
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollcorr.simulation import Cell, StudyResult
-    from rollcorr.simulation.studies import ResultRow
+    from rollcorr.simulation.studies import Cell, ResultRow
+    from rollcorr.simulation.study_run import StudyResult
 
 
 @app.command()
@@ -56,9 +56,9 @@ def simulate(
     """
     from rich.console import Console
 
-    from rollcorr.simulation import laboratory_cells, read_simulation_file, run_cells
-    from rollcorr.simulation.simulation_file import run_file_cell
-    from rollcorr.simulation.studies import run_cell
+    from rollcorr.simulation.simulation_file import read_simulation_file, run_file_cell
+    from rollcorr.simulation.studies import laboratory_cells, run_cell
+    from rollcorr.simulation.study_run import run_cells
 
     console = Console(highlight=False)
     name = "laboratory" if file is None else file.stem

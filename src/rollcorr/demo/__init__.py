@@ -4,7 +4,3 @@ target_world   the task, the policy, and a training loop as a user would write i
 stories        a healthy run; a fault, found and fixed; a stale sampler with and without correction
 demo_screen    the stories on a terminal
 """
-
-from rollcorr.demo.demo_screen import show_stories
-
-__all__ = ["show_stories"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.correction import correct
-from rollcorr.demo.target_world import DemoStep, Sampler, TargetWorld, rewards_of, train
+from rollcorr.demo.target_world import DemoStep, Sampler, TargetWorld, train
 from rollcorr.diagnostics.provenance import Provenance, estimate_provenance
 
 TEMPERATURE = 0.7
@@ -108,7 +108,7 @@ def stale_story(on_step: OnStep = lambda: None, seeds: Sequence[int] = SEEDS) ->
             label=label,
             preset=preset,
             rewards=[
-                rewards_of(train(TargetWorld(seed=seed), preset, sync_every=SYNC_EVERY, on_step=on_step))
+                [s.reward for s in train(TargetWorld(seed=seed), preset, sync_every=SYNC_EVERY, on_step=on_step)]
                 for seed in seeds
             ],
         )

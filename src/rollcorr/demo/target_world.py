@@ -7,7 +7,7 @@ notice that its sampler is behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,8 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction import PolicyLogProbs, correct, policy_loss
-from rollcorr.simulation import PolicyPair, SequenceRows, make_pair, sample_rows
+from rollcorr.simulation.mismatches import PolicyPair, make_pair
+from rollcorr.simulation.sequence_rows import SequenceRows, sample_rows
 
 Sampler = Callable[[Tensor], Tensor]
 """The trainer's logits, (S, V) → those of the engine that samples."""
@@ -135,8 +136,3 @@ def train(
         optimizer.step()
         on_step()
     return done
-
-
-def rewards_of(steps: Sequence[DemoStep]) -> list[float]:
-    """The reward of each step."""
-    return [step.reward for step in steps]

@@ -14,7 +14,7 @@ from rollcorr.diffusion.batch_correction import (
     apply_rollout_correction_to_diffusion_batch,
 )
 from rollcorr.diffusion.denoising_loss import diffusion_loss
-from rollcorr.diffusion.reported_metrics import diffusion_metrics, loss_step_metrics
+from rollcorr.diffusion.reported_metrics import loss_step_metrics
 
 __all__ = [
     "DiffusionActorConfig",
@@ -23,6 +23,5 @@ __all__ = [
     "check_diffusion_batch",
     "check_schedule",
     "diffusion_loss",
-    "diffusion_metrics",
     "loss_step_metrics",
 ]

@@ -55,7 +55,10 @@ def every_estimator() -> Estimators:
     for name, (level, threshold) in _WEIGHTS.items():
         named[name] = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
     for name in CRITERIA:
-        named[name] = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=RECOMMENDED[name])
+        # A criterion without a recommendation starts in the middle of its sweep.
+        sweep = _thresholds(name)
+        threshold = RECOMMENDED.get(name, sweep[len(sweep) // 2])
+        named[name] = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
     return _once(named)
 
 
@@ -75,13 +78,19 @@ def threshold_sweep() -> dict[str, Estimators]:
     for name in CRITERIA:
         families[name] = {
             f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
-            for threshold in _THRESHOLDS[name.rpartition("_")[0], name.endswith("k1")]
+            for threshold in _thresholds(name)
         }
     families["veto"] = {
         f"{threshold:g}": RolloutCorrectionConfig(rollout_token_veto_threshold=threshold)
         for threshold in (0.9, 0.7, 0.5, 0.3, 0.1, 0.01)
     }
     return families
+
+
+def _thresholds(name: str) -> tuple[float, ...]:
+    """The thresholds of a criterion's sweep, by its scope and unit in `CRITERIA`."""
+    scope, divergence = CRITERIA[name]
+    return _THRESHOLDS[scope, divergence == "k1"]
 
 
 def _once(named: Estimators) -> Estimators:

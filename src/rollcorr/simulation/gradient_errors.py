@@ -126,26 +126,20 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
-            "divides by weights of the whole batch; measure it with batch_gradient"
+            "divides by weights of the whole batch; measure whole batches, with loss_coefficients.batch_gradient"
         )
     groups = 1 if rows.exact else min(GROUPS, len(rows))
-    size = rows.pair.trainer.logits.numel()
-    device = rows.tokens.device
-    sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
-    for name, width in (("first", size), ("second", size), ("factors", 2), ("tokens", 3)):
-        sums[name] = torch.zeros(groups, width, dtype=torch.float64, device=device)
-
-    step = max(1, CHUNK // max(rows.tokens.shape[1], size))
+    step = max(1, CHUNK // max(rows.tokens.shape[1], rows.pair.trainer.logits.numel()))
+    sums: dict[str, Tensor] = {}
     for start in range(0, len(rows), step):
-        part = rows.part(start, start + step)
-        if own is None:
-            used = loss_coefficients(part, config)
-        else:
-            used = LossCoefficients(*(one[start : start + step] for one in own))
-        group = torch.arange(start, start + len(part), device=device) * groups // len(rows)
+        chunk = slice(start, start + step)
+        part = rows.pick(chunk)
+        used = loss_coefficients(part, config) if own is None else LossCoefficients(*(one[chunk] for one in own))
+        group = torch.arange(start, start + len(part), device=rows.tokens.device) * groups // len(rows)
         for name, amount in _row_amounts(part, used).items():
             scaled = amount * part.probability.view(-1, *[1] * (amount.dim() - 1))
-            sums[name].index_add_(0, group, scaled)
+            total = sums.setdefault(name, scaled.new_zeros(groups, *scaled.shape[1:]))
+            total.index_add_(0, group, scaled)
     by_original = config is not None and config.normalizer == "original"
     return GradientSums(**sums, rows=None if rows.exact else len(rows), by_original=by_original)
 
@@ -188,33 +182,27 @@ def random_rejection(
         unfiltered: of the same configuration without its criteria and veto.
         rows: what both were measured on.
         unit: "sequence" or "token": what the filter rejects.
-
-    Raises:
-        ValueError: another unit.
     """
     if unit == "sequence":
         kept = filtered.kept_weight.sum() / filtered.weight.sum()
-        scaled = {name: getattr(unfiltered, name) * kept for name in _SUMS if name != "weight"}
+        kept_weight, second = kept * unfiltered.kept_weight, kept * unfiltered.second
+    else:
+        kept = filtered.tokens[:, 2].sum() / filtered.tokens[:, 1].sum()
+        kept_weight = unfiltered.weight * float(rows.probability @ (1 - (1 - kept) ** rows.mask.sum(-1)))
 
-        # Valid tokens stay valid when they are rejected.
-        scaled["tokens"] = torch.cat([unfiltered.tokens[:, :2], kept * unfiltered.tokens[:, 2:]], 1)
-        return replace(unfiltered, **scaled)
-    if unit != "token":
-        raise ValueError(f"unit must be 'sequence' or 'token'; got {unit!r}")
+        # `second` holds entries, and the added variance is known in sum: it is spread evenly. No number here sees that.
+        spread = (kept * (1 - kept) * unfiltered.token_second)[:, None] / unfiltered.second.shape[1]
+        second = kept.square() * unfiltered.second + spread
 
-    kept = filtered.tokens[:, 2].sum() / filtered.tokens[:, 1].sum()
-    lengths = rows.mask.sum(-1)
-    some_kept = float(rows.probability @ (1 - (1 - kept) ** lengths))
-
-    # `second` holds entries, and the added variance is known in sum: it is spread evenly, which no number here sees.
-    spread = (kept * (1 - kept) * unfiltered.token_second)[:, None] / unfiltered.second.shape[1]
+    # Valid tokens stay valid when they are rejected.
+    tokens = torch.cat([unfiltered.tokens[:, :2], kept * unfiltered.tokens[:, 2:]], 1)
     return replace(
         unfiltered,
-        kept_weight=unfiltered.weight * some_kept,
+        kept_weight=kept_weight,
         first=kept * unfiltered.first,
-        second=kept.square() * unfiltered.second + spread,
+        second=second,
         factors=kept * unfiltered.factors,
-        tokens=torch.cat([unfiltered.tokens[:, :2], kept * unfiltered.tokens[:, 2:]], 1),
+        tokens=tokens,
     )
 
 
@@ -231,11 +219,9 @@ def rejected_unit(config: RolloutCorrectionConfig) -> str | None:
 
 
 def inverse_kept(batch_size: int, kept: float) -> float:
-    """E[1{K > 0} / K] for K ~ Binomial(B, p)."""
+    """E[1{K > 0} / K] for K ~ Binomial(B, p), p > 0."""
     if kept >= 1:
         return 1 / batch_size
-    if kept <= 0:
-        return 0.0
     count = torch.arange(1, batch_size + 1, dtype=torch.float64, device="cpu")
     log_choose = math.lgamma(batch_size + 1) - torch.lgamma(count + 1) - torch.lgamma(batch_size - count + 1)
     log_probability = log_choose + count * math.log(kept) + (batch_size - count) * math.log1p(-kept)

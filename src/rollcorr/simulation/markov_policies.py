@@ -40,17 +40,11 @@ class MarkovPolicy:
             raise ValueError(
                 f"logits {tuple(self.logits.shape)} and next_state {tuple(self.next_state.shape)} must both be (S, V)"
             )
-        if self.logits.dtype != torch.float64 or self.next_state.dtype != torch.int64:
-            raise ValueError(
-                f"logits must be float64 and next_state int64; got {self.logits.dtype} and {self.next_state.dtype}"
-            )
         table = self.logits.detach()
         if not table.logsumexp(-1).isfinite().all() or table.isnan().any():
             raise ValueError("every row of logits needs a finite largest value; got NaN, inf, or a row of −inf")
         if self.next_state.min() < 0 or self.next_state.max() >= self.states:
             raise ValueError(f"next_state must be in 0 … {self.states - 1}; got {int(self.next_state.max())}")
-        if self.end_token is not None and not 0 <= self.end_token < self.vocabulary:
-            raise ValueError(f"end_token must be in 0 … {self.vocabulary - 1}; got {self.end_token}")
 
     @classmethod
     def random(
@@ -101,10 +95,21 @@ class MarkovPolicy:
 
     def continues(self) -> Tensor:
         """(V,) bool: the sequence goes on after this token."""
-        going_on = torch.ones(self.vocabulary, dtype=torch.bool, device=self.logits.device)
-        if self.end_token is not None:
-            going_on[self.end_token] = False
-        return going_on
+        end = -1 if self.end_token is None else self.end_token
+        return torch.arange(self.vocabulary, device=self.logits.device) != end
+
+    def start(self) -> Tensor:
+        """Probability 1 of state 0, (S,): where every sequence begins."""
+        return (torch.arange(self.states, device=self.logits.device) == 0).to(self.logits.dtype)
+
+    def move(self, flow: Tensor) -> Tensor:
+        """(S, V) mass on tokens → (S,) mass on the states after them; what ends is gone.
+
+        Args:
+            flow: mass on each (state, token).
+        """
+        alive = flow * self.continues()
+        return torch.zeros_like(flow[:, 0]).index_add(0, self.next_state.flatten(), alive.flatten())
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,16 +153,10 @@ def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tens
         rule: which sequences are rewarded, and how.
         length: T, tokens per sequence.
     """
-    step = _StepTable.of(policy)
-    if rule.goal is None:
-        reached = step.start
-        total = reached.new_zeros(())
-        for _ in range(length):
-            flow = reached[:, None] * step.probabilities
-            total = total + (flow * rule.points).sum()
-            reached = step.move(flow)
-        return total / length
-    return _probability_of_goal(step, rule.points.long(), rule.goal, length)
+    if rule.goal is not None:
+        return _probability_of_goal(policy, rule.points.long(), rule.goal, length)
+    visits = state_visits(policy, length)
+    return (visits[:, None] * policy.logits.softmax(-1) * rule.points).sum() / length
 
 
 def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
@@ -183,11 +182,11 @@ def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
         policy: whose visits.
         length: T, tokens per sequence.
     """
-    step = _StepTable.of(policy)
-    reached, visits = step.start, torch.zeros_like(step.start)
+    probabilities, reached = policy.logits.softmax(-1), policy.start()
+    visits = torch.zeros_like(reached)
     for _ in range(length):
         visits = visits + reached
-        reached = step.move(reached[:, None] * step.probabilities)
+        reached = policy.move(reached[:, None] * probabilities)
     return visits
 
 
@@ -201,13 +200,14 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
         log_factors: (S, V), nats.
         length: T, tokens per sequence.
     """
-    step = _StepTable.of(policy)
-    factors = step.probabilities * log_factors.exp().masked_fill(step.probabilities == 0, 0.0)
-    reached, ended, log_scale = step.start, step.start.new_zeros(()), step.start.new_zeros(())
+    probabilities, going_on = policy.logits.softmax(-1), policy.continues()
+    factors = probabilities * log_factors.exp().masked_fill(probabilities == 0, 0.0)
+    reached = policy.start()
+    ended = log_scale = reached.new_zeros(())
     for _ in range(length):
         flow = reached[:, None] * factors
-        ended = ended + flow[:, ~step.going_on].sum()
-        reached = step.move(flow)
+        ended = ended + flow[:, ~going_on].sum()
+        reached = policy.move(flow)
 
         # Products of many ratios leave float64's range, so the scale is kept in log space.
         scale = torch.maximum(reached.sum(), ended).clamp(min=1e-300)
@@ -215,48 +215,27 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
     return log_scale + (reached.sum() + ended).log()
 
 
-@dataclass(frozen=True, eq=False)
-class _StepTable:
-    """One token: the probabilities, and where each (state, token) leads."""
-
-    start: Tensor
-    probabilities: Tensor
-    next_state: Tensor
-    going_on: Tensor
-
-    @classmethod
-    def of(cls, policy: MarkovPolicy) -> _StepTable:
-        start = policy.logits.detach().new_zeros(policy.states)
-        start[0] = 1.0
-        return cls(start, policy.logits.softmax(-1), policy.next_state, policy.continues())
-
-    def move(self, flow: Tensor) -> Tensor:
-        """(S, V) mass on tokens → (S,) mass on the states after them; what ends is gone."""
-        alive = flow * self.going_on
-        return torch.zeros_like(self.start).index_add(0, self.next_state.flatten(), alive.flatten())
-
-
-def _probability_of_goal(step: _StepTable, points: Tensor, goal: float, length: int) -> Tensor:
+def _probability_of_goal(policy: MarkovPolicy, points: Tensor, goal: float, length: int) -> Tensor:
     """P(total ≥ goal): the mass of each (state, total so far) moves one token at a time."""
-    states = len(step.start)
+    probabilities, going_on = policy.logits.softmax(-1)[:, :, None], policy.continues()[:, None]
     lowest, highest = int(points.min()), int(points.max())
     width = length * (highest - lowest) + 1
     totals = torch.arange(width, device=points.device)
 
     # Totals are stored above the lowest that is possible after as many tokens, so they only rise.
     rises = (points - lowest)[:, :, None] + totals
-    target = step.next_state[:, :, None] * width + rises.clamp(max=width - 1)
-    reached = step.start[:, None] * (totals == 0)
-    successes = step.start.new_zeros(())
+    target = policy.next_state[:, :, None] * width + rises.clamp(max=width - 1)
+    reached = policy.start()[:, None] * (totals == 0)
+    successes = reached.new_zeros(())
     for t in range(length):
-        flow = reached[:, None, :] * step.probabilities[:, :, None]
+        flow = reached[:, None, :] * probabilities
 
         # A sequence that ends here keeps its total. It is above t + 1 tokens' lowest.
         ended_total = rises + (t + 1) * lowest
-        ended = flow * ~step.going_on[:, None] * (ended_total >= goal)
+        ended = flow * ~going_on * (ended_total >= goal)
         successes = successes + ended.sum()
 
-        alive = flow * step.going_on[:, None]
-        reached = reached.new_zeros(states * width).index_add(0, target.flatten(), alive.flatten())
-        reached = reached.view(states, width)
+        alive = flow * going_on
+        moved = reached.new_zeros(reached.numel()).index_add(0, target.flatten(), alive.flatten())
+        reached = moved.view_as(reached)
     return successes + (reached * (totals + length * lowest >= goal)).sum()

@@ -112,9 +112,7 @@ class PolicyPair:
     @property
     def sequence_kl(self) -> float:
         """KL(μ‖π) of whole sequences, nats: Σ_t E_μ[−d_t]."""
-        probability = self.rollout.log_probs.exp()
-        per_state = (probability * -self.log_ratios).masked_fill(probability == 0, 0.0).sum(-1)
-        return float((self.visits * per_state).sum())
+        return self._rollout_sum(self.rollout.log_probs.exp() * -self.log_ratios)
 
     @property
     def kl(self) -> float:
@@ -127,7 +125,8 @@ class PolicyPair:
 
         Where truncation took tokens away, E_μ[ρ] is below 1, and this may be negative: see `lost_mass`.
         """
-        return float((self.visits * self._second_moments).sum() / self.tokens) - 1
+        squares = self.trainer.log_probs.exp().square() / self.rollout.log_probs.exp()
+        return self._rollout_sum(squares) / self.tokens - 1
 
     @property
     def sequence_log_second_moment(self) -> float:
@@ -151,11 +150,10 @@ class PolicyPair:
         """The same policies and rule for another T. A goal stays the same number of points."""
         return replace(self, length=length)
 
-    @property
-    def _second_moments(self) -> Tensor:
-        probability = self.rollout.log_probs.exp()
-        squares = self.trainer.log_probs.exp().square() / probability
-        return squares.masked_fill(probability == 0, 0.0).sum(-1)
+    def _rollout_sum(self, values: Tensor) -> float:
+        """Σ of (S, V) values over the tokens that μ can sample, and over its visits to each state."""
+        per_state = values.masked_fill(self.rollout.log_probs.exp() == 0, 0.0).sum(-1)
+        return float((self.visits * per_state).sum())
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,6 @@ def make_pair(
         >>> pair.gradient.shape
         torch.Size([4, 4])
     """
-    check_choice("kind", kind, KINDS)
     severity = check_number("severity", severity)
     length = check_integer("length", length, at_least=1)
     trainer = MarkovPolicy.random(vocabulary, states=states, spread=spread, seed=seed, end=end)
@@ -315,7 +312,6 @@ def pair_at_kl(kind: str, kl: float, **options: object) -> PolicyPair:
     Raises:
         ValueError: `kl` is not above 0, or the kind cannot come that far.
     """
-    check_choice("kind", kind, KINDS)
     target = check_number("kl", kl, above=0)
 
     # One pair for all severities: its exact gradient is found once.

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from statistics import fmean, linear_regression
 
 import torch
 
@@ -34,42 +34,17 @@ from rollcorr.simulation.mismatches import PolicyPair
 from rollcorr.simulation.sequence_rows import every_count
 
 
-@dataclass(frozen=True)
-class FittedSlope:
-    """The exponent of y ∝ x^slope over a range.
+def fit_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Fit log y = a + slope · log x to values above 0, three or more.
 
-    Attributes:
-        slope: by least squares of log y on log x.
-        error: its standard error from the residuals; on exact numbers it measures curvature alone.
-        low: the smallest x.
-        high: the largest x.
-        points: how many.
+    Returns:
+        The slope, and its standard error from the residuals: on exact numbers it measures curvature alone.
     """
-
-    slope: float
-    error: float
-    low: float
-    high: float
-    points: int
-
-
-def fit_slope(x: Sequence[float], y: Sequence[float]) -> FittedSlope:
-    """Fit log y = a + slope · log x.
-
-    Raises:
-        ValueError: fewer than three points, lengths that differ, or a value that is not above 0.
-    """
-    if len(x) != len(y) or len(x) < 3:
-        raise ValueError(f"a slope needs at least 3 pairs; got {len(x)} and {len(y)} values")
-    if min(*x, *y) <= 0:
-        raise ValueError(f"a power law needs values above 0; got {min(*x, *y)}")
-    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
-    center_x, center_y = sum(log_x) / len(x), sum(log_y) / len(x)
-    square = sum((v - center_x) ** 2 for v in log_x)
-    slope = sum((v - center_x) * (w - center_y) for v, w in zip(log_x, log_y, strict=True)) / square
-    residuals = [w - center_y - slope * (v - center_x) for v, w in zip(log_x, log_y, strict=True)]
-    error = math.sqrt(sum(r * r for r in residuals) / (len(x) - 2) / square)
-    return FittedSlope(slope, error, min(x), max(x), len(x))
+    log_x, log_y = [math.log(value) for value in x], [math.log(value) for value in y]
+    slope, intercept = linear_regression(log_x, log_y)
+    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(log_x, log_y, strict=True))
+    center = fmean(log_x)
+    return slope, math.sqrt(residual / (len(x) - 2) / sum((a - center) ** 2 for a in log_x))
 
 
 @dataclass(frozen=True)
@@ -159,25 +134,15 @@ def absolute_error(pair: PolicyPair, level: str, ceiling: float | None) -> tuple
     return error.bias.value * scale, (error.deviation.value * scale) ** 2
 
 
-@lru_cache(maxsize=8)
-def _jump_error(length: int) -> tuple[float, float]:
-    """Two orders are fitted to the same numbers."""
-    return absolute_error(rare_jump(length), "sequence", 2.0)
-
-
 _LENGTHS = (8, 16, 32, 64, 128, 256)
 _CEILINGS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _MISTAKE = 1e-4
 
 
 def _over(
-    values: Sequence[float], measured: Callable[[float], tuple[float, float]], which: int, x: Callable[[float], float]
+    values: Sequence[float], measured: Callable[[float], tuple[float, float]], which: int
 ) -> tuple[list[float], list[float]]:
-    return [x(value) for value in values], [measured(value)[which] for value in values]
-
-
-def _same(value: float) -> float:
-    return value
+    return list(values), [measured(value)[which] for value in values]
 
 
 ORDER_CHECKS: tuple[OrderCheck, ...] = (
@@ -187,7 +152,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "one mistake, Δ = 1e-4",
         True,
-        lambda: _over(_LENGTHS, lambda T: absolute_error(one_mistake(_MISTAKE, 1e-4, int(T)), "token", 2.0), 0, _same),
+        lambda: _over(_LENGTHS, lambda T: absolute_error(one_mistake(_MISTAKE, 1e-4, int(T)), "token", 2.0), 0),
     ),
     OrderCheck(
         "token",
@@ -196,7 +161,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         "one mistake, T = 32",
         True,
         lambda: _over(
-            (1e-5, 3e-5, 1e-4, 3e-4), lambda d: absolute_error(one_mistake(_MISTAKE, d, 32), "token", 2.0), 0, _same
+            (1e-5, 3e-5, 1e-4, 3e-4), lambda d: absolute_error(one_mistake(_MISTAKE, d, 32), "token", 2.0), 0
         ),
     ),
     OrderCheck(
@@ -205,7 +170,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "coin, μ = 0.3, untruncated",
         False,
-        lambda: _over(_LENGTHS, lambda T: absolute_error(_level_coin(0.3, int(T)), "token", None), 1, _same),
+        lambda: _over(_LENGTHS, lambda T: absolute_error(_level_coin(0.3, int(T)), "token", None), 1),
     ),
     OrderCheck(
         "token",
@@ -213,7 +178,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "coin, μ = 0.3, C = 1",
         True,
-        lambda: _over((64, 128, 256, 512), lambda T: absolute_error(_level_coin(0.3, int(T)), "token", 1.0), 1, _same),
+        lambda: _over((64, 128, 256, 512), lambda T: absolute_error(_level_coin(0.3, int(T)), "token", 1.0), 1),
     ),
     OrderCheck(
         "token",
@@ -222,10 +187,9 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         "coin, T = 64, A = 1",
         True,
         lambda: _over(
-            (0.4, 0.3, 0.2, 0.1, 0.05, 0.02),
-            lambda q: absolute_error(_always_rewarded(q, 64), "token", None),
+            [1 / (4 * q * (1 - q)) for q in (0.4, 0.3, 0.2, 0.1, 0.05, 0.02)],
+            lambda growth: absolute_error(_always_rewarded(growth - 1, 64), "token", None),
             1,
-            lambda q: 1 + coin(q, 1).chi2,
         ),
     ),
     OrderCheck(
@@ -234,7 +198,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         -1.0,
         "Pareto ratios of index 2, T = 1",
         True,
-        lambda: _over(_CEILINGS, lambda c: absolute_error(pareto_ratios(2.0, 40), "sequence", c), 0, _same),
+        lambda: _over(_CEILINGS, lambda c: absolute_error(pareto_ratios(2.0, 40), "sequence", c), 0),
     ),
     OrderCheck(
         "sequence, truncated",
@@ -242,7 +206,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         1.0,
         "rare jump, C = 2",
         False,
-        lambda: _over((8, 16, 32, 64, 128), lambda T: _jump_error(int(T)), 0, _same),
+        lambda: _over((8, 16, 32, 64, 128), lambda T: absolute_error(rare_jump(int(T)), "sequence", 2.0), 0),
     ),
     OrderCheck(
         "sequence, truncated",
@@ -250,7 +214,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "rare jump, C = 2",
         False,
-        lambda: _over((8, 16, 32, 64, 128), lambda T: _jump_error(int(T)), 1, _same),
+        lambda: _over((8, 16, 32, 64, 128), lambda T: absolute_error(rare_jump(int(T)), "sequence", 2.0), 1),
     ),
     OrderCheck(
         "sequence, truncated",
@@ -259,11 +223,11 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         "Pareto ratios of index 1, T = 1",
         False,
         lambda: _over(
-            (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), lambda c: absolute_error(pareto_ratios(1.0, 24), "sequence", c), 1, _same
+            (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), lambda c: absolute_error(pareto_ratios(1.0, 24), "sequence", c), 1
         ),
     ),
 )
-"""Every order of the table that is a power. (1 + χ̄²)^T is no power of T: `growth_of_chi2` has it."""
+"""Every order of the table that is a power. (1 + χ̄²)^T is no power of T: `log_law_of_chi2` has it."""
 
 
 def _level_coin(second: float, length: int) -> PolicyPair:
@@ -271,45 +235,18 @@ def _level_coin(second: float, length: int) -> PolicyPair:
     return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil((1 - second) * length))
 
 
-def _always_rewarded(second: float, length: int) -> PolicyPair:
+def _always_rewarded(chi2: float, length: int) -> PolicyPair:
     """The coin with the reward 0 and the advantage 1, so that the variance is that of the weighted score alone."""
-    pair = independent_pair((0.5, 0.5), (1 - second, second), (1e-9, 0), length)
-    return PolicyPair(pair.trainer, pair.rollout, pair.rule, length, advantage_offset=1.0)
+    rule = RewardRule(torch.tensor([[1e-9, 0]], dtype=torch.float64, device="cpu"))
+    return replace(coin_with_chi2(chi2, length), rule=rule, advantage_offset=1.0)
 
 
-@dataclass(frozen=True)
-class ChiSquareGrowth:
-    """E_μ[ρ(y)²] of whole sequences beside (1 + χ̄²)^T.
-
-    Attributes:
-        length: T.
-        chi2: χ̄² per token, over μ's visits.
-        exact: log E_μ[ρ(y)²], nats.
-        law: T log(1 + χ̄²), nats.
-    """
-
-    length: int
-    chi2: float
-    exact: float
-    law: float
-
-
-def growth_of_chi2(pair: PolicyPair) -> ChiSquareGrowth:
-    """Both sides of the law E_μ[ρ²] = (1 + χ̄²)^T for one pair. They agree where every state has the same χ²."""
-    return ChiSquareGrowth(pair.length, pair.chi2, pair.sequence_log_second_moment, pair.tokens * math.log1p(pair.chi2))
+def log_law_of_chi2(pair: PolicyPair) -> float:
+    """T log(1 + χ̄²), nats: log E_μ[ρ(y)²] where every state has the same χ²."""
+    return pair.tokens * math.log1p(pair.chi2)
 
 
 def coin_with_chi2(chi2: float, length: int) -> PolicyPair:
     """A fair coin π and the μ for which χ² per token is exactly `chi2`: 1/(4q) + 1/(4(1 − q)) = 1 + χ²."""
     second = (1 - math.sqrt(1 - 1 / (1 + chi2))) / 2
     return coin(second, length)
-
-
-def longest_viable_length(kl: float, clamp: float = 20.0) -> float:
-    """T_max = clamp / KL: where the mean log weight of a sequence reaches the clamp.
-
-    Args:
-        kl: per token, nats. Infinite length at 0 and below.
-        clamp: largest log weight, nats.
-    """
-    return math.inf if kl <= 0 else clamp / kl

@@ -12,6 +12,7 @@ not the reward, not the score.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from rollcorr.simulation.mismatches import PolicyPair
 
 MOST_ROWS = 300_000
-"""More exact rows than this are refused: memory, and patience."""
+"""More rows than this are sampled and not summed over: memory, and patience."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +61,13 @@ class SequenceRows:
         """A = R − E_μ[R] + the pair's offset, (n,). The mean is exact, so it adds no noise of its own."""
         return self.rewards - self.pair.baseline + self.pair.advantage_offset
 
-    def part(self, start: int, stop: int) -> SequenceRows:
-        """Rows start … stop − 1. The probabilities keep their values, so they no longer sum to 1."""
-        return replace(self, **{name: getattr(self, name)[start:stop] for name in _TENSORS})
+    def pick(self, index: slice | Tensor) -> SequenceRows:
+        """Some of the rows. The probabilities keep their values, so they may no longer sum to 1.
+
+        Args:
+            index: which rows, and in which order: a slice, or 1-D int64 or bool.
+        """
+        return replace(self, **{name: getattr(self, name)[index] for name in _TENSORS})
 
     def score_sums(self, coefficients: Tensor) -> Tensor:
         """Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
@@ -118,87 +123,49 @@ def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> Seq
 
 
 def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> SequenceRows:
-    """Rows of a sampler that is `others`' for a share of its sequences: a mixture of two rollout policies.
+    """Sampled rows of which a share, in [0, 1], comes from another sampler of the same trainer: a mixture of policies.
 
-    Each sequence reports the log-probs of the policy that sampled it, as when some workers are broken or stale.
-
-    Args:
-        rows: of the usual sampler; its pair is the mixture's, so its baseline stays.
-        others: of the other sampler, with the same trainer; sampled if `rows` are.
-        share: of sequences that the other one samples, in [0, 1].
-
-    Raises:
-        ValueError: the trainers differ, one is exact and the other sampled, or `share` is outside [0, 1].
+    Each sequence reports the log-probs of the policy that sampled it, as when some workers are broken or stale. The
+    pair of `rows` is the mixture's, so its baseline stays.
     """
-    if not torch.equal(rows.pair.trainer.logits, others.pair.trainer.logits) or rows.exact != others.exact:
-        raise ValueError("both parts of a mixture need the same trainer, and both must be exact or both sampled")
-    if not 0 <= share <= 1:
-        raise ValueError(f"share must be in [0, 1]; got {share:g}")
-    if not rows.exact:
-        # A sample of the mixture: its first sequences become the other sampler's, so that all count the same.
-        count = round(share * len(rows))
-        if count > len(others):
-            raise ValueError(f"a share of {share:g} needs {count} sequences of the other sampler; got {len(others)}")
-        rows, others = rows.part(count, len(rows)), others.part(0, count)
-        total = len(rows) + len(others)
-        weights = torch.full((total,), 1 / total, dtype=torch.float64, device="cpu")
-    else:
-        weights = torch.cat([rows.probability * (1 - share), others.probability * share])
-    joined: dict[str, Any] = {name: torch.cat([getattr(rows, name), getattr(others, name)]) for name in _TENSORS}
-    mixture = replace(rows, **(joined | {"probability": weights}))
+    count = round(share * len(rows))
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(rows, name)[count:], getattr(others, name)[:count]]) for name in _TENSORS
+    }
 
     # A jackknife divides rows by their place, so both parts are spread over all places.
-    places = torch.randperm(len(mixture), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu")
-    return replace(mixture, **{name: getattr(mixture, name)[places] for name in _TENSORS})
+    places = torch.randperm(len(rows), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu")
+    return replace(rows, **joined).pick(places)
 
 
 def exact_rows(pair: PolicyPair) -> SequenceRows | None:
     """`every_count` or `every_sequence`, whichever fits into `MOST_ROWS`; None where neither does."""
-    if pair.trainer.states == 1 and pair.trainer.end_token is None and _count_vectors(pair) <= MOST_ROWS:
+    vocabulary = pair.trainer.vocabulary
+    count_vectors = math.comb(pair.length + vocabulary - 1, vocabulary - 1)
+    if pair.trainer.states == 1 and pair.trainer.end_token is None and count_vectors <= MOST_ROWS:
         return every_count(pair)
-    if pair.trainer.vocabulary**pair.length <= MOST_ROWS:
+    if vocabulary**pair.length <= MOST_ROWS:
         return every_sequence(pair)
     return None
 
 
 def every_sequence(pair: PolicyPair) -> SequenceRows:
-    """Each sequence that μ can sample, with μ(y).
-
-    Raises:
-        ValueError: V^T is above `MOST_ROWS`.
-    """
-    vocabulary, length = pair.trainer.vocabulary, pair.length
-    if vocabulary**length > MOST_ROWS:
-        raise ValueError(f"{vocabulary}^{length} sequences are more than {MOST_ROWS}; shorten them, or sample")
-
-    # Row n is n written in base V. After an end token only zeros follow, so that no sequence is listed twice.
-    digits = torch.arange(vocabulary**length, device="cpu")
-    places = vocabulary ** torch.arange(length - 1, -1, -1, device="cpu")
-    tokens = (digits[:, None] // places) % vocabulary
-    going_on = pair.trainer.continues()[tokens]
-    after_end = going_on.long().cumprod(-1).roll(1, -1) == 0
-    after_end[:, 0] = False
-    tokens = tokens[~((tokens != 0) & after_end).any(-1)]
-
+    """Each of the V^T sequences that μ can sample, with μ(y)."""
+    token = torch.arange(pair.trainer.vocabulary, device="cpu")
+    tokens = torch.cartesian_prod(*[token] * pair.length).view(-1, pair.length)
     rows = _rows(pair, tokens, torch.ones(len(tokens), dtype=torch.float64, device="cpu"), exact=True)
+
+    # Sequences that differ after their end token alone are one: the one with zeros there.
+    rows = rows.pick((rows.tokens == tokens).all(-1))
     log_probability = pair.rollout.log_probs[rows.states, rows.tokens].masked_fill(~rows.mask, 0.0).sum(-1)
-    return _sampled_at_all(replace(rows, probability=log_probability.exp()))
+    return _possible(replace(rows, probability=log_probability.exp()))
 
 
 def every_count(pair: PolicyPair) -> SequenceRows:
     """One sequence for each vector of token counts, with the probability of all its orders together.
 
-    Raises:
-        ValueError: the policies have several states or an end token, or there are too many vectors.
+    Counts decide only where tokens are independent: S = 1, and no end token.
     """
-    if pair.trainer.states != 1 or pair.trainer.end_token is not None:
-        raise ValueError(
-            f"counts decide only where tokens are independent; these policies have {pair.trainer.states} states, "
-            f"end_token={pair.trainer.end_token}; use every_sequence"
-        )
-    if _count_vectors(pair) > MOST_ROWS:
-        raise ValueError(f"{_count_vectors(pair)} count vectors are more than {MOST_ROWS}; shorten, or sample")
-
     counts = _compositions(pair.length, pair.trainer.vocabulary)
     log_mu = pair.rollout.log_probs[0]
     log_probability = (counts * log_mu).masked_fill(counts == 0, 0.0).sum(-1)
@@ -207,7 +174,7 @@ def every_count(pair: PolicyPair) -> SequenceRows:
     # The token at place t is the first whose cumulative count exceeds t.
     position = torch.arange(pair.length, device="cpu").expand(len(counts), -1).contiguous()
     tokens = torch.searchsorted(counts.cumsum(-1), position, right=True)
-    return _sampled_at_all(_rows(pair, tokens, log_probability.exp(), exact=True))
+    return _possible(_rows(pair, tokens, log_probability.exp(), exact=True))
 
 
 def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool) -> SequenceRows:
@@ -235,25 +202,15 @@ def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool)
     )
 
 
-def _sampled_at_all(rows: SequenceRows) -> SequenceRows:
-    """Without the rows of probability 0: their log μ is −inf, and no sampler reports that."""
-    possible = rows.probability > 0
-    return replace(rows, **{name: getattr(rows, name)[possible] for name in _TENSORS})
-
-
-def _count_vectors(pair: PolicyPair) -> int:
-    return math.comb(pair.length + pair.trainer.vocabulary - 1, pair.trainer.vocabulary - 1)
+def _possible(rows: SequenceRows) -> SequenceRows:
+    """Leave out rows of probability 0: their log μ is −inf, and no sampler reports that."""
+    return rows.pick(rows.probability > 0)
 
 
 def _compositions(total: int, parts: int) -> Tensor:
     """Every vector of `parts` counts ≥ 0 that sum to `total`, (n, parts) int64."""
-    heads = torch.zeros(1, 0, dtype=torch.int64, device="cpu")
-    left = torch.tensor([total], device="cpu")
-    for _ in range(parts - 1):
-        # Each head is repeated once for every count that its remainder allows.
-        choices = left + 1
-        row = torch.repeat_interleave(choices)
-        first = torch.cat([choices.new_zeros(1), choices.cumsum(0)[:-1]])
-        value = torch.arange(len(row), device="cpu") - first[row]
-        heads, left = torch.cat([heads[row], value[:, None]], 1), left[row] - value
-    return torch.cat([heads, left[:, None]], 1)
+    # Stars and bars: parts − 1 bars among total + parts − 1 places, and the counts are the stars between them.
+    places = total + parts - 1
+    bars = itertools.combinations(range(places), parts - 1)
+    edges = torch.tensor([(-1, *chosen, places) for chosen in bars], device="cpu")
+    return edges.diff(dim=1) - 1

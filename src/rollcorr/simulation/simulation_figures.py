@@ -64,62 +64,52 @@ def draw_regimes(rows: Rows) -> Figure:
     names = [entry.estimator for entry in ranked_estimators(rows, batch_size)]
     cells = {(r["estimator"], r["regime"], r["kind"]): r["direction"] for r in rows if r["batch_size"] == batch_size}
 
-    figure, panels = _figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), 1, len(regimes))
-    image = None
+    figure, panels = _figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), len(regimes))
     for axes, regime in zip(panels, regimes, strict=True):
         values = [[cells[name, regime, kind] for kind in kinds] for name in names]
-        image = axes.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis_r", aspect="auto")
+        axes.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis_r", aspect="auto")
         axes.set_title(f"T × KL = {regime:g}", fontsize=9, color=LIGHT.ink)
         axes.set_xticks(range(len(kinds)), kinds, rotation=90, fontsize=7)
         axes.set_yticks(range(len(names)), names if axes is panels[0] else [], fontsize=7)
         axes.tick_params(length=0, colors=LIGHT.ink)
-    if image is not None:
-        figure.colorbar(image, ax=panels, label="direction error: 0 exact, 1 noise or nothing", shrink=0.5)
+    figure.colorbar(panels[0].images[0], ax=panels, label="direction error: 0 exact, 1 noise or nothing", shrink=0.5)
     return figure
 
 
 def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
     """Bias, deviation, direction error and ESS of the main estimators against one column."""
-    kind, batch_size = rows[0]["kind"], 256
-    figure, panels = _figure(11.4, 3.4, 1, 4)
-    quantities = (("bias", "bias / |∇J|"), ("deviation", "deviation / |∇J|"), ("direction", "direction error"))
-    for axes, (name, title) in zip(panels, (*quantities, ("ess", "effective sample size")), strict=True):
-        for color, (estimator, shown) in zip(COLORS, SHOWN.items(), strict=True):
-            points = sorted(
-                (row[column], row[name])
-                for row in rows
-                if (row["kind"], row["estimator"], row["batch_size"]) == (kind, estimator, batch_size)
-            )
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker="o", markersize=3, label=shown)
-        axes.set_xscale("log")
-        if name in ("bias", "deviation"):
-            axes.set_yscale("symlog", linthresh=0.01)
-        _style(axes, title, label)
-        if column == "T":
-            lengths = sorted({int(row["T"]) for row in rows})
-            axes.set_xticks(lengths, [str(length) for length in lengths])
-    _legend(figure, panels[0])
-    return figure
+    found = [row for row in rows if row["kind"] == rows[0]["kind"] and row["batch_size"] == 256]
+    titles = {"bias": "bias / |∇J|", "deviation": "deviation / |∇J|", "direction": "direction error"}
+    titles["ess"] = "effective sample size"
+    return _curves(11.4, [(title, name, found) for name, title in titles.items()], column, label)
 
 
 def draw_batch_sizes(rows: Rows) -> Figure:
     """Root MSE against the batch size, at a short, a medium and a long length."""
-    kind = rows[0]["kind"]
+    found = [row | {"root_mse": math.sqrt(row["mse"])} for row in rows if row["kind"] == rows[0]["kind"]]
     lengths = sorted({row["T"] for row in rows})
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    figure, panels = _figure(10.4, 3.4, 1, len(chosen))
-    for axes, length in zip(panels, chosen, strict=True):
+    panels = [(f"√MSE / |∇J| at T = {T}", "root_mse", [row for row in found if row["T"] == T]) for T in chosen]
+    return _curves(10.4, panels, "batch_size", "batch size, sequences")
+
+
+def _curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label: str) -> Figure:
+    """Draw a curve for each estimator of `SHOWN` against the column `x`; a panel is a title, the column y, and rows."""
+    figure, row_of_axes = _figure(width, 3.4, len(panels))
+    for axes, (title, y, rows) in zip(row_of_axes, panels, strict=True):
         for color, (estimator, shown) in zip(COLORS, SHOWN.items(), strict=True):
-            points = sorted(
-                (row["batch_size"], math.sqrt(row["mse"]))
-                for row in rows
-                if (row["kind"], row["estimator"], row["T"]) == (kind, estimator, length)
-            )
+            points = sorted((row[x], row[y]) for row in rows if row["estimator"] == estimator)
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker="o", markersize=3, label=shown)
         axes.set_xscale("log")
-        axes.set_yscale("log")
-        _style(axes, f"√MSE / |∇J| at T = {length}", "batch size, sequences")
-    _legend(figure, panels[0])
+        if y == "root_mse":
+            axes.set_yscale("log")
+        elif y in ("bias", "deviation"):
+            axes.set_yscale("symlog", linthresh=0.01)
+        _style(axes, title, label)
+        if x == "T":
+            lengths = sorted({int(row["T"]) for row in rows})
+            axes.set_xticks(lengths, [str(length) for length in lengths])
+    _legend(figure, row_of_axes[0])
     return figure
 
 
@@ -127,11 +117,9 @@ def draw_thresholds(rows: Rows) -> Figure:
     """Direction error against the threshold, a panel per family; the matched random rejection is dashed."""
     families = list(dict.fromkeys(row["family"] for row in rows))
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    batch_size, columns = 1024, 6
-    figure, panels = _figure(
-        13.0, 2.1 * math.ceil(len(families) / columns), math.ceil(len(families) / columns), columns
-    )
-    for axes, family in zip(panels, families, strict=False):
+    batch_size = 1024
+    figure, panels = _figure(13.0, 2.1, len(families), columns=6)
+    for axes, family in zip(panels, families, strict=True):
         for color, kind in zip(COLORS[1:], kinds, strict=False):
             found = [r for r in rows if (r["family"], r["kind"], r["batch_size"]) == (family, kind, batch_size)]
             x = [row["threshold"] for row in found]
@@ -141,8 +129,6 @@ def draw_thresholds(rows: Rows) -> Figure:
         axes.set_xscale("log")
         axes.set_ylim(0.0, 1.02)
         _style(axes, family, "")
-    for axes in panels[len(families) :]:
-        axes.set_axis_off()
     _legend(figure, panels[0])
     return figure
 
@@ -152,8 +138,8 @@ def draw_orders(rows: Rows) -> Figure:
     checks: dict[tuple[str, str], list[ResultRow]] = {}
     for row in rows:
         checks.setdefault((row["estimator"], row["quantity"]), []).append(row)
-    figure, panels = _figure(11.4, 2.6 * math.ceil(len(checks) / 3), math.ceil(len(checks) / 3), 3)
-    for axes, ((estimator, quantity), found) in zip(panels, checks.items(), strict=False):
+    figure, panels = _figure(11.4, 2.6, len(checks), columns=3)
+    for axes, ((estimator, quantity), found) in zip(panels, checks.items(), strict=True):
         x, y = [row["x"] for row in found], [row["y"] for row in found]
         slope, published = found[0]["slope"], found[0]["published"]
         axes.loglog(x, y, "o", color=COLORS[1], markersize=4, label=f"measured, slope {slope:.2f}")
@@ -162,15 +148,13 @@ def draw_orders(rows: Rows) -> Figure:
         )
         axes.legend(fontsize=7, frameon=False)
         _style(axes, f"{estimator}: {quantity}", "")
-    for axes in panels[len(checks) :]:
-        axes.set_axis_off()
     return figure
 
 
 def draw_growth(rows: Rows) -> Figure:
     """χ² of whole sequences: exact, by (1 + χ̄²)^T, and as a batch of 1,024 sees it."""
     names = list(dict.fromkeys(row["pair"] for row in rows))
-    figure, panels = _figure(10.4, 3.2, 1, len(names))
+    figure, panels = _figure(10.4, 3.2, len(names))
     for axes, name in zip(panels, names, strict=True):
         found = [row for row in rows if row["pair"] == name]
         lengths = [row["T"] for row in found]
@@ -185,10 +169,16 @@ def draw_growth(rows: Rows) -> Figure:
     return figure
 
 
-def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.background)
+def _figure(width: float, row_height: float, count: int, *, columns: int | None = None) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels in rows of `columns`, or in one row."""
+    columns = count if columns is None else columns
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(width, row_height * rows), layout="constrained", facecolor=LIGHT.background)
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[count:]:
+        unused.set_axis_off()
+    return figure, panels[:count]
 
 
 def _style(axes: Axes, title: str, label: str) -> None:

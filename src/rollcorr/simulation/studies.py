@@ -16,6 +16,7 @@ A row is a flat dictionary; the rows of a study become one CSV file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from rollcorr.correction import correct
 from rollcorr.simulation.estimators import every_estimator, threshold_sweep
 from rollcorr.simulation.gradient_errors import (
     GradientError,
-    GradientSums,
     gradient_error,
     gradient_sums,
     random_rejection,
@@ -43,10 +43,9 @@ from rollcorr.simulation.orders import (
     ORDER_CHECKS,
     coin_with_chi2,
     fit_slope,
-    growth_of_chi2,
-    longest_viable_length,
+    log_law_of_chi2,
 )
-from rollcorr.simulation.sequence_rows import SequenceRows, every_sequence, exact_rows, mixed_rows, sample_rows
+from rollcorr.simulation.sequence_rows import SequenceRows, every_count, every_sequence, mixed_rows, sample_rows
 
 ResultRow = dict[str, Any]
 REGIMES = (0.1, 1.0, 10.0, 30.0)
@@ -55,6 +54,8 @@ APART = ("tempered, raw", "noise, garbage")
 """Kinds that are no mismatch of two policies alone: raw log-probs that hide it, and a share of broken sequences."""
 GARBAGE = 0.05
 """Share of the sequences that a broken worker samples, in the kind "noise, garbage"."""
+CLAMP = RolloutCorrectionConfig().safety_bound
+"""Largest log weight, nats. The mean log weight of a sequence reaches it at T_max = clamp / KL tokens."""
 PUBLISHED_LENGTHS = {
     0.0006: 33_000, 0.001: 20_000, 0.002: 10_000, 0.005: 4_000, 0.01: 2_000, 0.02: 1_000, 0.05: 400,
 }  # fmt: skip
@@ -103,13 +104,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
 
 
 def run_cell(cell: Cell) -> list[ResultRow]:
-    """Measure one cell: the same settings give the same rows.
-
-    Raises:
-        ValueError: no study has this name, or a setting is wrong.
-    """
-    if cell.study not in STUDIES:
-        raise ValueError(f"no study is named {cell.study!r}; known are {', '.join(STUDIES)}")
+    """Measure one cell: the same settings give the same rows."""
     return STUDIES[cell.study](**cell.settings)
 
 
@@ -132,33 +127,20 @@ def measure(
     found: list[ResultRow] = []
 
     # Many filters stand on the same weights, so what they are compared with is measured once.
-    unfiltered: dict[RolloutCorrectionConfig | None, GradientSums] = {}
-
-    def measured(config: RolloutCorrectionConfig | None) -> GradientSums:
-        if config not in unfiltered:
-            unfiltered[config] = gradient_sums(rows, config)
-        return unfiltered[config]
-
+    measured = functools.cache(functools.partial(gradient_sums, rows))
     for name, estimator in estimators.items():
-        unit, control = "", None
-        if estimator is None:
-            sums = measured(None)
-        elif isinstance(estimator, LossCoefficients):
-            sums = gradient_sums(rows, estimator)
-        elif (rejected := rejected_unit(estimator)) is None:
-            sums = measured(estimator)
-        else:
-            unit, sums = rejected, gradient_sums(rows, estimator)
-            control = random_rejection(sums, measured(without_rejection(estimator)), rows, unit=rejected)
+        sums, unit, control = measured(estimator), None, None
+        if isinstance(estimator, RolloutCorrectionConfig):
+            unit = rejected_unit(estimator)
+            if unit is not None:
+                control = random_rejection(sums, measured(without_rejection(estimator)), rows, unit=unit)
         for batch_size in batch_sizes:
             error = gradient_error(sums, pair.gradient, batch_size)
-            row = {**labels, **facts, "estimator": name, **_columns(error)}
             matched = None if control is None else gradient_error(control, pair.gradient, batch_size)
-            row["unit"] = unit
-            for column in ("bias", "deviation", "mse", "direction"):
-                row[f"random_{column}"] = "" if matched is None else getattr(matched, column).value
-                row[f"random_{column}_error"] = "" if matched is None else getattr(matched, column).error
-            found.append(row)
+            row = {**labels, **facts, "estimator": name, "batch_size": batch_size}
+            row |= _columns(error, *_RANDOM_TOO, "ess", "kept", "kept_sequences")
+            row |= {"exact": error.exact, "unit": unit or ""}
+            found.append(row | _columns(matched, *_RANDOM_TOO, prefix="random_"))
     return found
 
 
@@ -206,7 +188,9 @@ def regimes(kind: str, t_times_kl: float, length: int, samples: int, seed: int) 
 
 def swept(kind: str, length: int, kl: float) -> list[ResultRow]:
     """Every estimator on every sequence of three independent tokens, with an outcome reward."""
-    return measure(_exact(kind, length, kl), every_estimator(), BATCH_SIZES, kind=kind)
+    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
+    rows = every_count(pair_at_kl(kind, kl, **options, outcome=True))
+    return measure(rows, every_estimator(), BATCH_SIZES, kind=kind)
 
 
 def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
@@ -223,9 +207,9 @@ def orders(index: int) -> list[ResultRow]:
     """One published order: its fitted slope, and the points."""
     check = ORDER_CHECKS[index]
     x, y = check.points()
-    fit = fit_slope(x, y)
+    slope, error = fit_slope(x, y)
     shared: ResultRow = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
-    shared |= {"published": check.published, "slope": fit.slope, "error": fit.error, "attained": check.attained}
+    shared |= {"published": check.published, "slope": slope, "error": error, "attained": check.attained}
     return [shared | {"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
 
@@ -237,18 +221,18 @@ def growth(length: int) -> list[ResultRow]:
         ("one state, χ̄² = 0.01", coin_with_chi2(0.01, length)),
         ("8 states, one update behind", state_dependent),
     ):
-        law = growth_of_chi2(pair)
+        law = log_law_of_chi2(pair)
         rows = sample_rows(pair, 1024, torch.Generator(device="cpu").manual_seed(length))
         metrics = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_seq_is").metrics(prefix="")
         found.append(
             {
                 "pair": name,
                 "T": length,
-                "chi2": law.chi2,
-                "log_exact": law.exact,
-                "log_law": law.law,
+                "chi2": pair.chi2,
+                "log_exact": pair.sequence_log_second_moment,
+                "log_law": law,
                 "chi2_seq_exact": pair.sequence_chi2,
-                "chi2_seq_law": math.expm1(law.law),
+                "chi2_seq_law": math.expm1(law),
                 "chi2_seq_batch_of_1024": metrics["chi2_seq"],
             }
         )
@@ -257,7 +241,7 @@ def growth(length: int) -> list[ResultRow]:
 
 def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]:
     """Sequence weights at the longest viable length, and how much earlier their effective sample size is gone."""
-    limit = round(longest_viable_length(kl))
+    limit = round(CLAMP / kl)
     pair = pair_at_kl("noise", kl, vocabulary=8, states=1, length=1, spread=1.5, seed=seed).with_length(limit)
     generator = torch.Generator(device="cpu").manual_seed(seed)
 
@@ -273,7 +257,7 @@ def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]
         {
             "kl": pair.kl,
             "published": published,
-            "t_max": longest_viable_length(pair.kl),
+            "t_max": CLAMP / pair.kl,
             "metric_max_viable_length": metrics["max_viable_length"],
             "saturated_low": metrics["saturated_low_fraction"],
             "ess_at_t_max": metrics["rollout_is_eff_sample_size"],
@@ -297,7 +281,7 @@ def batch(length: int, kl: float, batch_size: int, batches: int, seed: int) -> l
         ):
             config = dataclasses.replace(base, **change)  # type: ignore[arg-type]
             gradients = torch.stack(
-                [batch_gradient(rows.part(i * batch_size, (i + 1) * batch_size), config) for i in range(batches)]
+                [batch_gradient(rows.pick(slice(i * batch_size, (i + 1) * batch_size)), config) for i in range(batches)]
             ).flatten(1)
             found.append(
                 {"level": level, "normalizer": name, "batch_size": batch_size, "T": length, "kl": pair.kl}
@@ -335,20 +319,17 @@ def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int)
     return mixed_rows(rows, sample_rows(broken, samples, generator), GARBAGE)
 
 
-def _exact(kind: str, length: int, kl: float) -> SequenceRows:
-    """Every sequence of three independent tokens; about half of the rollouts succeed."""
-    options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
-    rows = exact_rows(pair_at_kl(kind, kl, **options, outcome=True))
-    assert rows is not None
-    return rows
+_RANDOM_TOO = ("bias", "deviation", "mse", "direction")
+"""Numbers that the matched random rejection has too."""
 
 
-def _columns(error: GradientError) -> ResultRow:
-    columns: ResultRow = {"batch_size": error.batch_size}
-    for name in ("bias", "deviation", "mse", "direction", "ess", "kept", "kept_sequences"):
-        estimate = getattr(error, name)
-        columns |= {name: estimate.value, f"{name}_error": estimate.error}
-    return columns | {"exact": error.exact}
+def _columns(error: GradientError | None, *names: str, prefix: str = "") -> ResultRow:
+    """Some numbers, each followed by its standard error; empty where there is nothing to compare with."""
+    columns: ResultRow = {}
+    for name in names:
+        value, spread = ("", "") if error is None else getattr(error, name)
+        columns |= {prefix + name: value, f"{prefix}{name}_error": spread}
+    return columns
 
 
 def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,36 +76,29 @@ def run_cells(
     """
     folder = Path(folder)
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    finished: list[tuple[Cell, list[ResultRow], float]] = []
-    reused, interrupted = 0, False
+    by_study: dict[str, list[ResultRow]] = {}
+    done, reused, cpu_seconds, interrupted = 0, 0, 0.0, False
     start = time.perf_counter()
     try:
         for number, cell in enumerate(cells):
             if on_cell is not None:
                 on_cell(cell, number, len(cells))
             path = folder / "cells" / f"{cell_key(cell)}.json"
-            stored = _stored(path)
-            if stored is not None:
-                reused += 1
-                finished.append((cell, *stored))
-                continue
-            before = time.process_time()
-            rows = run(cell)
-            seconds = time.process_time() - before
-            record = {"study": cell.study, "settings": dict(cell.settings), "cpu_seconds": seconds, "rows": rows}
-            write_text_durably(path, json.dumps(record, ensure_ascii=False))
-            finished.append((cell, rows, seconds))
+            record = _stored(path)
+            reused += record is not None
+            if record is None:
+                before = time.process_time()
+                record = {"study": cell.study, "settings": dict(cell.settings), "rows": run(cell)}
+                record["cpu_seconds"] = time.process_time() - before
+                write_text_durably(path, json.dumps(record, ensure_ascii=False))
+            by_study.setdefault(cell.study, []).extend(record["rows"])
+            done, cpu_seconds = done + 1, cpu_seconds + record["cpu_seconds"]
     except KeyboardInterrupt:
         interrupted = True
 
-    by_study: dict[str, list[ResultRow]] = {}
-    for cell, rows, _ in finished:
-        by_study.setdefault(cell.study, []).extend(rows)
     for study, rows in by_study.items():
         write_text_durably(folder / f"{study}.csv", to_csv(rows))
-    result = StudyResult(
-        by_study, len(finished), len(cells), reused, sum(seconds for *_, seconds in finished), interrupted
-    )
+    result = StudyResult(by_study, done, len(cells), reused, cpu_seconds, interrupted)
     facts = _facts(command, result, time.perf_counter() - start) | {"seeds": _seeds(cells)}
     write_text_durably(folder / "run.json", json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
     return result
@@ -121,20 +115,16 @@ def to_csv(rows: Sequence[ResultRow]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _short(value) for name, value in row.items()} for row in rows)
+    for row in rows:
+        writer.writerow({name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()})
     return text.getvalue()
 
 
-def _short(value: object) -> object:
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _stored(path: Path) -> tuple[list[ResultRow], float] | None:
+def _stored(path: Path) -> dict[str, Any] | None:
     """Rows and seconds of a finished cell; None where there is no whole file."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record["rows"], float(record["cpu_seconds"])
-    except (OSError, ValueError, KeyError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
 
 
