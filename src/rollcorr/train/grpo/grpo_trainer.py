@@ -275,7 +275,7 @@ class GrpoTrainer:
 
         # A rank without rows runs one without tokens, so that it takes part in every exchange.
         own = own_rows(rows, self.group)
-        part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
+        part, batch = (own, batch) if len(own) else (rows[:1], self._without_tokens(batch))
 
         self.optimizer.zero_grad()
         outputs, measured, log_probs = [], [], []
@@ -301,6 +301,13 @@ class GrpoTrainer:
 
         statistics = gather_statistics(merge_statistics(measured), self.group)
         return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
+
+    def _without_tokens(self, batch: GrpoBatch) -> GrpoBatch:
+        """The same batch with an empty response mask."""
+        tokens = dataclasses.replace(batch.rollout.tokens, response_mask=torch.zeros_like(batch.response_mask))
+        return self._add_correction(
+            dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens))
+        )
 
     def _loss(self, batch: GrpoBatch, rows: Tensor, gradients: TrainingStep) -> tuple[PolicyLossOutput, ActorScores]:
         """The loss of a micro-batch, and the scores that it is of."""
@@ -342,14 +349,6 @@ SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 def _beside(batch: GrpoBatch, rows: Tensor) -> Tensor:
     """Row numbers on the batch's device, without waiting for it."""
     return rows.to(batch.group_ids.device, non_blocking=True)
-
-
-def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
-    """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
-    nothing = torch.zeros_like(batch.response_mask)
-    tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
-    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
-    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
 
 
 def _single(**values: Tensor) -> Statistics:
