@@ -123,7 +123,7 @@ class FlowGrpoRecipe(Recipe):
             ]
         if config.log.images:
             images, captions = zip(*shown[: config.log.images], strict=True)
-            save_grid(torch.stack(images), self.directory.picture(when), captions=captions)
+            save_grid(torch.stack(images), captions, self.directory.picture(when))
         return measured
 
     def _evaluated(self, source: PromptSource) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
