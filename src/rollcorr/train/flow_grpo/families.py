@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Flux and Qwen-Image pack 2 × 2 latent pixels into one token.
 PACKED = 2
-"""Flux and Qwen-Image pack 2 × 2 latent pixels into one token."""
 
 
 @dataclass(frozen=True, eq=False)
