@@ -182,7 +182,7 @@ def test_a_function_of_your_own_by_module_or_file(tmp_path, monkeypatch):
     sys.modules.pop("my_reward")
     for where, message in (
         ("bright", "must be package.module:name or file.py:name"),
-        (f"{tmp_path / 'none.py'}:bright", "no such file"),
+        (f"{tmp_path / 'none.py'}:bright", "No such file"),
         (f"{file}:dark", "cannot be loaded: .*dark"),
         ("no_such_package:f", "cannot be loaded"),
         (f"{file}:number", "is int, not a function"),
