@@ -279,8 +279,8 @@ class GrpoTrainer:
 
         self.optimizer.zero_grad()
         outputs, measured, log_probs = [], [], []
-        loss_config, group = self.config.algorithm.loss, self.group or "local"
-        with TrainingStep(self.model, config, loss=loss_config, group=group) as gradients:
+        loss_config = self.config.algorithm.loss
+        with TrainingStep(self.model, config, loss=loss_config, group=self.group or "local") as gradients:
             for micro_batch in part.split(self._micro_batch_size):
                 output, scores = self._loss(batch, micro_batch, gradients)
                 gradients.backward(output)
