@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollcorr.engines.vllm.weight_receiver import checkpoint_weights
+from rollcorr.engines.transport.weight_folder import checkpoint_weights
 
 
 class NaiveReloader:

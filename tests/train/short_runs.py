@@ -9,6 +9,7 @@ step; the gradient is never 0, whatever the random weights say.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 TINY_LANGUAGE_MODEL = {
@@ -52,7 +53,8 @@ def short_run(recipe: str, folder: Path) -> list[str]:
         own += ["log.null=2", "warm_up.steps=2", "warm_up.batch_size=2", "algorithm.loss.entropy_coef=0.01"]
         return ["recipe=grpo", *EVERY_RUN, *own]
 
-    from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+    from make_shapes_model import make_small_transformer, make_word_table, save_small_model
 
     model = folder / "tiny_diffusion_model"
     if not model.is_dir():

@@ -299,7 +299,8 @@ def make_the_small_models(folder: Path) -> None:
     grpo_trainer.hard_gated_reward = share_of_low_bytes
     child = os.fork()
     if child == 0:
-        from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from make_shapes_model import make_small_transformer, make_word_table, save_small_model
 
         sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "caption_projection_dim": 16}
         save_small_model(make_small_transformer(seed=3, **sizes), make_word_table(), folder / "model")

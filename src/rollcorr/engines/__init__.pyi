@@ -6,7 +6,6 @@ from .base import Rollout as Rollout
 from .base import TokenBatch as TokenBatch
 from .base import WeightSyncError as WeightSyncError
 from .base import check_weight_sync as check_weight_sync
-from .base import pad_prompts as pad_prompts
 from .completions import Completion as Completion
 from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
@@ -16,9 +15,7 @@ from .null_rollouts import measure_null as measure_null
 from .remote_engine import RemoteEngine as RemoteEngine
 from .remote_engine import RemoteOptions as RemoteOptions
 from .remote_engine import ServerOptions as ServerOptions
-from .response_scoring import ResponseScores as ResponseScores
 from .response_scoring import make_probe as make_probe
-from .response_scoring import response_logits as response_logits
 from .response_scoring import score_probe as score_probe
 from .response_scoring import score_responses as score_responses
 from .sglang import SglangEngine as SglangEngine

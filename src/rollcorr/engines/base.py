@@ -155,6 +155,9 @@ class Engine(Protocol):
             version: number of these weights, which rollouts will carry.
         """
 
+    def close(self) -> None:
+        """Release the process or the connections, if the engine has any. May be called twice."""
+
 
 def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:
     """Require max |engine log-prob − policy log-prob| ≤ tolerance on a probe batch.

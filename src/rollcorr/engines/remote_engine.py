@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Answer = TypeVar("Answer")
@@ -207,6 +210,18 @@ class RemoteEngine(Engine, abc.ABC):
 
     def _abandon(self) -> None:
         """Make sure that weights that may be mixed sample nothing, here or for others."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a server keeps running."""
+        self._unusable = "it was closed"
+        if self._server is not None:
+            self._server.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt: all of them, or an error and none.

@@ -8,7 +8,6 @@ from .grpo.grpo_trainer import GrpoTrainer as GrpoTrainer
 from .loop import Recipe as Recipe
 from .loop import Summary as Summary
 from .loop import run_recipe as run_recipe
-from .recipes import RECIPES as RECIPES
 from .recipes import load_config as load_config
 from .recipes import train as train
 from .run_config import RunConfig as RunConfig

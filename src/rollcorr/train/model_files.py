@@ -6,11 +6,11 @@ import os
 import re
 from pathlib import Path
 
+# `owner/name`, or `owner/name@revision` with a branch, a tag or a commit.
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-"""`owner/name`, or `owner/name@revision` with a branch, a tag or a commit."""
 
+# What a model and its tokenizer are made of. Other formats of the same weights are left where they are.
 NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What a model and its tokenizer are made of. Other formats of the same weights are left where they are."""
 
 
 def model_directory(path: str | os.PathLike[str]) -> Path:

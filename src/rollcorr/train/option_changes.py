@@ -32,6 +32,7 @@ class OptionRule(NamedTuple):
     reason: str = ""
 
 
+# The first rule whose name fits holds; an option that none fits is free.
 OPTION_RULES = (
     OptionRule("run_dir", "command"),
     OptionRule("resume", "command"),
@@ -48,7 +49,6 @@ OPTION_RULES = (
     OptionRule("rollout.prompts_per_step", "fixed", "the checkpoint has a place in the data, in steps of this size"),
     OptionRule("optim.betas", "fixed", "Adam's moments are averages with these decays"),
 )
-"""The first rule whose name fits holds; an option that none fits is free."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import nn
+
 from rollcorr.run_directory.durable_files import atomic_write
 from rollcorr.train.checkpoint import Checkpoint, file_sha256
 
+# Record of a checkpoint: SHA-256 of the reference policy, if the run keeps one.
 REFERENCE_RECORD = "reference.json"
-"""Record of a checkpoint: SHA-256 of the reference policy, if the run keeps one."""
 
 
 def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
@@ -55,6 +58,28 @@ def check_reference(folder: Path, checkpoint: Checkpoint) -> None:
             f"{folder} is not the policy that the run started from: a file in it was changed, lost or added; put the "
             "folder back as it was, or set algorithm.loss.kl_coef to 0"
         )
+
+
+def reference_model(
+    policy: nn.Module, folder: Path, checkpoint: Checkpoint | None, load: Callable[[Path], nn.Module]
+) -> nn.Module:
+    """Return the frozen policy that the run started from: a copy of `policy`, or RUN/reference in a resumed run.
+
+    Args:
+        policy: the model to train.
+        folder: RUN/reference.
+        checkpoint: where the run goes on from; None at its start.
+        load: reads the model in a folder.
+
+    Raises:
+        ValueError: as `check_reference`.
+    """
+    if checkpoint is None:
+        model = copy.deepcopy(policy)
+    else:
+        check_reference(folder, checkpoint)
+        model = load(folder)
+    return model.eval().requires_grad_(False)
 
 
 def folder_sha256(folder: Path) -> str:

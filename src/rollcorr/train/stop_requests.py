@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+# Signals that ask to stop, where the system has them.
 REQUESTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-"""Signals that ask to stop, where the system has them."""
 
 
 class StopNow(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from rollcorr.train import load_config
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-from rollcorr.train.flow_grpo.pretrain import make_small_transformer, make_word_table, save_small_model
 from rollcorr.train.flow_grpo.rewards import make_reward
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+from make_shapes_model import make_small_transformer, make_word_table, save_small_model
 
 MICRO = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "caption_projection_dim": 16}
 MICRO_RUN = (

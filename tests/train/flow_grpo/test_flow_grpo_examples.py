@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from make_shapes_model import flow_matching_loss, make_small_transformer, make_word_table, pretrain
 from rich.console import Console
 
 from rollcorr.run_directory import read_metrics
 from rollcorr.train import load_config, train
 from rollcorr.train.flow_grpo.diffusion_policy import load_policy
-from rollcorr.train.flow_grpo.pretrain import flow_matching_loss, make_small_transformer, make_word_table, pretrain
 from rollcorr.train.steps import derived_generator
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from rollcorr.train.flow_grpo import rewards
-from rollcorr.train.flow_grpo.images import image_grid, save_grid
+from rollcorr.train.flow_grpo.images import captioned_grid, save_grid
 from rollcorr.train.flow_grpo.rewards import edit_distance, make_reward, quoted_text, text_score
 from rollcorr.train.flow_grpo.shapes import (
     CLASSES,
@@ -182,7 +182,7 @@ def test_a_function_of_your_own_by_module_or_file(tmp_path, monkeypatch):
     sys.modules.pop("my_reward")
     for where, message in (
         ("bright", "must be package.module:name or file.py:name"),
-        (f"{tmp_path / 'none.py'}:bright", "no such file"),
+        (f"{tmp_path / 'none.py'}:bright", "No such file"),
         (f"{file}:dark", "cannot be loaded: .*dark"),
         ("no_such_package:f", "cannot be loaded"),
         (f"{file}:number", "is int, not a function"),
@@ -206,22 +206,22 @@ def test_a_reward_is_one_finite_number_a_picture(tmp_path, body, message):
 
 
 def test_a_grid_shows_pictures_row_by_row(tmp_path):
-    images = torch.stack([torch.full((3, 64, 64), value) for value in (0.0, 0.25, 0.5)])
-    grid = image_grid(images, columns=2)
-    assert grid.shape == (3, 2 * 68, 2 * 68)
-    assert [float(grid[0, y, x]) for y, x in ((30, 30), (30, 100), (100, 30), (100, 100))] == [0, 0.25, 0.5, 1]
-    assert image_grid(torch.zeros(1, 3, 16, 16)).shape == (3, 68, 68)  # small ones are enlarged
-    assert image_grid(torch.zeros(24, 3, 64, 64)).shape == (3, 6 * 68, 4 * 68)
-    assert image_grid(torch.zeros(7, 3, 64, 64)).shape == (3, 3 * 68, 3 * 68)
-    save_grid(images, tmp_path / "new" / "grid.png")
+    images = torch.stack([torch.full((3, 96, 96), value) for value in (0.0, 0.2, 0.4)])
+    save_grid(images, ["", "", ""], tmp_path / "new" / "grid.png")
     with Image.open(tmp_path / "new" / "grid.png") as saved:
-        assert saved.size == (136, 136)
+        assert saved.size == (2 * 100, 2 * 112)
+        assert [saved.getpixel(place)[0] for place in ((30, 30), (130, 30), (30, 142), (130, 142))] == [0, 51, 102, 255]
+
+
+@pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (7, 3, 3), (24, 4, 6)])
+def test_a_grid_is_about_square_and_enlarges_small_pictures(count, columns, rows):
+    assert captioned_grid(torch.zeros(count, 3, 16, 16), [""] * count).size == (columns * 100, rows * 112)
 
 
 def test_a_caption_stands_below_its_picture_and_is_cut_to_its_width(tmp_path):
     images = torch.zeros(2, 3, 16, 16)
-    save_grid(images, tmp_path / "plain.png", columns=2, captions=["", ""])
-    save_grid(images, tmp_path / "grid.png", columns=2, captions=["a red circle\nheld out", "a word " * 50])
+    save_grid(images, ["", ""], tmp_path / "plain.png")
+    save_grid(images, ["a red circle\nheld out", "a word " * 50], tmp_path / "grid.png")
     with Image.open(tmp_path / "plain.png") as plain, Image.open(tmp_path / "grid.png") as saved:
         assert plain.size == (200, 112)
         assert saved.size == (200, 124)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 
 # The clock of every wait, in seconds; a test replaces both.
@@ -27,43 +26,32 @@ FIRST_LINE = 5.0
 LATER_LINES = 60.0
 
 
-@dataclass(frozen=True)
-class Audience:
-    """Who hears of a wait, and who may end it.
-
-    Attributes:
-        say: shows a line.
-        stop_requested: whether the run was asked to stop; a wait then ends at once.
-    """
-
-    say: Callable[[str], None]
-    stop_requested: Callable[[], bool]
-
-
-# Outside a run, lines go where Python's warnings of the log go: to the standard error, unless logging is configured.
-_NOBODY = Audience(logging.getLogger("rollcorr.engines").warning, lambda: False)
-_audience = _NOBODY
+# Who shows a line, and whether the run was asked to stop. Outside a run, lines go where Python's warnings of the log
+# go: to the standard error, unless logging is configured.
+_say: Callable[[str], None] = logging.getLogger("rollcorr.engines").warning
+_stop_requested: Callable[[], bool] = lambda: False  # noqa: E731 (a default for a variable)
 
 
 @contextmanager
 def while_waiting(*, say: Callable[[str], None], stop_requested: Callable[[], bool]) -> Iterator[None]:
     """Inside the `with`, every wait for an engine tells `say`, and ends when `stop_requested()` is true."""
-    global _audience
-    before, _audience = _audience, Audience(say, stop_requested)
+    global _say, _stop_requested
+    before = _say, _stop_requested
+    _say, _stop_requested = say, stop_requested
     try:
         yield
     finally:
-        _audience = before
+        _say, _stop_requested = before
 
 
 def say(line: str) -> None:
     """Show a line to whoever watches the run."""
-    _audience.say(line)
+    _say(line)
 
 
 def stop_requested() -> bool:
     """Whether the run was asked to stop."""
-    return _audience.stop_requested()
+    return _stop_requested()
 
 
 class Absence:

@@ -34,11 +34,26 @@ def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  
         model.save_pretrained(folder, state_dict=weights)
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Names and tensors of the folder's safetensors files."""
-    from safetensors.torch import load_file
+def checkpoint_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of all safetensors files of a folder.
 
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    Raises:
+        FileNotFoundError: the folder has no such file.
+    """
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {str(folder)!r}; every process must see it under this path")
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                yield name, weights.get_tensor(name)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Names and tensors of the folder's safetensors files. Raises as `checkpoint_weights`."""
+    return dict(checkpoint_weights(folder))
 
 
 def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a transformers model)

@@ -116,15 +116,9 @@ class VllmEngine(VllmBase):
         self._worker: WorkerProcess | None = None
         self.update_weights(model, version=version)
 
-    def __enter__(self) -> VllmEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End vLLM and remove the folder with its weights. This also happens when the engine is collected."""
-        self._unusable = "it was closed"
+        super().close()
         self._abandon()
         self._checkpoint.cleanup()
 

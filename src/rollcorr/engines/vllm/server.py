@@ -84,17 +84,6 @@ class VllmServerEngine(VllmBase):
         self._hand_over(model, options.folder, version)
         self._check_log_probs()
 
-    def __enter__(self) -> VllmServerEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections. The server keeps running."""
-        self._unusable = "it was closed"
-        self._client.close()
-
     @property
     def _folder(self) -> Path:
         missing = [path for path in FOR_UPDATES if path not in self._paths]

@@ -11,12 +11,10 @@ GPU the head has no such copy, and there is nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from rollcorr.engines.transport.weight_folder import checkpoint_weights
 
 # What vLLM is told to mix into its workers.
 WORKER_EXTENSION = "rollcorr.engines.vllm.weight_receiver.WeightReloader"
@@ -29,23 +27,6 @@ class WeightReloader:
         """Load every weight in `folder`."""
         self.reload_weights(weights_iterator=checkpoint_weights(Path(folder)))  # type: ignore[attr-defined]
         repack_output_head(self.get_model())  # type: ignore[attr-defined]
-
-
-def checkpoint_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of all safetensors files of a folder.
-
-    Raises:
-        FileNotFoundError: the folder has no such file.
-    """
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {str(folder)!r}: this worker must see the folder under this path")
-    for file in files:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                yield name, weights.get_tensor(name)
 
 
 def repack_output_head(model: Any) -> None:  # noqa: ANN401 (a model of vLLM)

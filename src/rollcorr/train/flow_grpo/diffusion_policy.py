@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,9 +89,18 @@ class DiffusionPolicy:
         """Image tokens."""
         return self.family.sequence_length(config_of(self.transformer), *self.size)
 
-    def without_adapters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
         """Inside, the transformer is the model that the adapters sit on."""
-        return _adapters_off(self.transformer) if self.lora.rank else nullcontext()
+        if not self.lora.rank:
+            yield
+            return
+
+        self.transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            self.transformer.enable_adapters()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -132,7 +141,7 @@ def load_policy(
     path = os.fspath(path)
     directory = demo_model_directory(SMALL_MODEL) if path == SMALL_MODEL else model_directory(path)
 
-    base = _base_of(directory)
+    base = Path(_note_of(directory).get("path", directory))
     part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}
     class_name = _class_name(part["transformer"] / "config.json")
     family = family_of(class_name)
@@ -242,15 +251,6 @@ def _load_adapters(transformer: nn.Module, path: Path) -> None:
     set_peft_model_state_dict(transformer, weights)
 
 
-@contextmanager
-def _adapters_off(transformer: Any) -> Iterator[None]:  # noqa: ANN401
-    transformer.disable_adapters()
-    try:
-        yield
-    finally:
-        transformer.enable_adapters()
-
-
 def _load_encoder(base: Path, dtype: torch.dtype, device: str) -> PromptEncoder:
     if (base / WORD_TABLE).is_file():
         return WordTable.load(base).to(device)
@@ -299,11 +299,6 @@ def _downsampling(config: Mapping[str, Any]) -> int:
     if "block_out_channels" in config:
         return int(2 ** (len(config["block_out_channels"]) - 1))
     return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
-
-
-def _base_of(directory: Path) -> Path:
-    """Where frozen parts are: the directory itself, or what its base.json names."""
-    return Path(_note_of(directory).get("path", directory))
 
 
 def _note_of(directory: Path) -> dict[str, str]:

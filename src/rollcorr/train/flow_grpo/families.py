@@ -6,15 +6,16 @@ of the timestep and in how the prompt goes in; a `Family` is that difference and
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# Flux and Qwen-Image pack 2 × 2 latent pixels into one token.
 PACKED = 2
-"""Flux and Qwen-Image pack 2 × 2 latent pixels into one token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +47,28 @@ class Condition:
         return Condition(embeds, pooled, None if self.mask is None else self.mask.to(device=device))
 
 
-class Family(Protocol):
+class Family(abc.ABC):
     """What one kind of transformer needs. Heights and widths are in latent pixels.
+
+    Latents are packed, (N, 4 C): each token holds 2 × 2 latent pixels.
 
     Attributes:
         even_sigmas: the pipeline gives its scheduler σ = 1, 1 − 1/S, …, 1/S, instead of leaving the choice to it.
         guidance_keeps_norm: a guided velocity is scaled back to the norm of v(prompt), token by token.
     """
 
-    even_sigmas: bool
-    guidance_keeps_norm: bool
+    even_sigmas = True
+    guidance_keeps_norm = False
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
         """The shape of one latent."""
+        return self.sequence_length(config, height, width), config["in_channels"]
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
         """Image tokens, which dynamic shifting of the schedule depends on."""
+        return _patches(height, width, PACKED)
 
+    @abc.abstractmethod
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
@@ -70,17 +76,18 @@ class Family(Protocol):
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Latents as pictures, (B, C, height, width)."""
+        x = latents.unflatten(1, (height // PACKED, width // PACKED)).unflatten(-1, (-1, PACKED, PACKED))
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
 
 
-class StableDiffusion3:
-    """`SD3Transformer2DModel`: latents (C, H, W), timestep up to 1000, pooled vector."""
+class StableDiffusion3(Family):
+    """`SD3Transformer2DModel`: latents (C, H, W), which are pictures already; timestep up to 1000, pooled vector."""
 
     even_sigmas = False
-    guidance_keeps_norm = False
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
         """(C, H, W)."""
-        _check_divisible(height, width, config["patch_size"])
+        _patches(height, width, config["patch_size"])
         largest = config["pos_embed_max_size"] * config["patch_size"]
         if max(height, width) > largest:
             raise ValueError(
@@ -91,13 +98,12 @@ class StableDiffusion3:
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
         """Patches of the picture."""
-        return (height // config["patch_size"]) * (width // config["patch_size"])
+        return _patches(height, width, config["patch_size"])
 
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
         """As StableDiffusion3Pipeline calls it."""
-        del guidance, height, width
         return {
             "hidden_states": latents,
             "timestep": timestep,
@@ -106,34 +112,12 @@ class StableDiffusion3:
         }
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """They are pictures already."""
+        """Return the latents."""
         return latents
 
 
-class _Packed:
-    """Latents (N, 4 C): each token holds 2 × 2 latent pixels."""
-
-    even_sigmas = True
-
-    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
-        """(N, 4 C)."""
-        return self.sequence_length(config, height, width), config["in_channels"]
-
-    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
-        """Tokens of the picture."""
-        _check_divisible(height, width, PACKED)
-        return (height // PACKED) * (width // PACKED)
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """(B, N, 4 C) → (B, C, height, width)."""
-        x = latents.unflatten(1, (height // PACKED, width // PACKED)).unflatten(-1, (-1, PACKED, PACKED))
-        return x.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
-
-
-class Flux(_Packed):
+class Flux(Family):
     """`FluxTransformer2DModel`: packed latents, timestep up to 1, pooled vector, ids of text and image tokens."""
-
-    guidance_keeps_norm = False
 
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
@@ -152,7 +136,7 @@ class Flux(_Packed):
         }
 
 
-class QwenImage(_Packed):
+class QwenImage(Family):
     """`QwenImageTransformer2DModel`: packed latents, timestep up to 1, masked token embeddings."""
 
     guidance_keeps_norm = True
@@ -273,6 +257,8 @@ def stack_conditions(conditions: Sequence[Condition]) -> Condition:
     )
 
 
-def _check_divisible(height: int, width: int, patch: int) -> None:
+def _patches(height: int, width: int, patch: int) -> int:
+    """Patches of a picture, whose sides they must divide."""
     if height % patch or width % patch:
         raise ValueError(f"latents of {height} × {width} are not divisible by the patch size {patch}")
+    return (height // patch) * (width // patch)

@@ -6,11 +6,9 @@ name colored shapes, every step and both evaluations say how often a picture has
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
@@ -31,7 +29,7 @@ from rollcorr.train.flow_grpo.shapes import (
     recognized,
 )
 from rollcorr.train.loop import Evaluation, Recipe
-from rollcorr.train.reference_policy import check_reference
+from rollcorr.train.reference_policy import reference_model
 from rollcorr.train.steps import HELD_OUT
 
 
@@ -84,7 +82,16 @@ class FlowGrpoRecipe(Recipe):
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
         source = make_prompts(config)
         policy = make_policy(config, config.model.path if checkpoint is None else checkpoint.path)
-        reference = _reference(config, directory, policy, checkpoint)
+
+        # Adapters have the reference of a KL penalty below them.
+        reference = None
+        if config.algorithm.loss.kl_coef and not config.model.lora.rank:
+            reference = reference_model(
+                policy.transformer,
+                directory.reference,
+                checkpoint,
+                lambda folder: make_policy(config, folder).transformer,
+            )
         trainer = FlowGrpoTrainer(config, policy, source, reward, reference=reference)
         trainer.engine.weight_version = 0 if checkpoint is None else checkpoint.state.step
         return cls(trainer, directory, make_held_out(config))
@@ -123,7 +130,7 @@ class FlowGrpoRecipe(Recipe):
             ]
         if config.log.images:
             images, captions = zip(*shown[: config.log.images], strict=True)
-            save_grid(torch.stack(images), self.directory.picture(when), captions=captions)
+            save_grid(torch.stack(images), captions, self.directory.picture(when))
         return measured
 
     def _evaluated(self, source: PromptSource) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
@@ -206,17 +213,3 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     if model.gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
     return policy
-
-
-def _reference(
-    config: FlowGrpoConfig, directory: RunDirectory, policy: DiffusionPolicy, checkpoint: Checkpoint | None
-) -> nn.Module | None:
-    """The transformer that the run started from, when a KL penalty asks for it; adapters have it below them."""
-    if config.algorithm.loss.kl_coef == 0 or config.model.lora.rank:
-        return None
-    if checkpoint is None:
-        reference: nn.Module = copy.deepcopy(policy.transformer)
-    else:
-        check_reference(directory.reference, checkpoint)
-        reference = make_policy(config, directory.reference).transformer
-    return reference.eval().requires_grad_(False)

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollcorr.run_directory.durable_files import atomic_write, make_folder_durably
 
+# White pixels around a picture.
 GAP = 2
-LEAST = 64
-"""Smaller pictures are enlarged to this many pixels, without smoothing."""
-CAPTIONED = 96
-"""The same for those with a caption, which needs the width."""
+
+# Smaller pictures are enlarged to about this many pixels, without smoothing: a caption needs the width.
+SIDE = 96
+
+# Pixels from one line of a caption to the next.
 LINE = 12
-"""Pixels from one line of a caption to the next."""
 
 
 def to_pil(image: Tensor) -> Any:  # noqa: ANN401
@@ -29,36 +29,19 @@ def to_pil(image: Tensor) -> Any:  # noqa: ANN401
     return Image.fromarray((image.detach().float().cpu().permute(1, 2, 0) * 255).round().byte().numpy())
 
 
-def image_grid(images: Tensor, *, columns: int | None = None, least: int = LEAST) -> Tensor:
-    """Pictures (B, 3, H, W) side by side on white: (3, rows, columns), in [0, 1].
+def captioned_grid(images: Tensor, captions: Sequence[str]) -> Any:  # noqa: ANN401
+    """Pictures (B, 3, H, W) in [0, 1] side by side on white, each with its caption below it, as a Pillow image.
 
-    Args:
-        images: in [0, 1].
-        columns: of the grid; None makes it about square, and full where the number allows.
-        least: smaller pictures are enlarged to about this many pixels.
+    A caption has one line or several; long lines are cut.
     """
-    images = images.detach().float().cpu()
-    zoom = max(1, least // images.shape[-1])
-    images = images.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
-    columns = columns or _columns(len(images))
+    from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+    zoom = max(1, SIDE // images.shape[-1])
+    enlarged = [ImageOps.scale(to_pil(image), zoom, Image.Resampling.NEAREST) for image in images]
+    tiles = [ImageOps.expand(picture, GAP, "white") for picture in enlarged]
+
+    columns = _columns(len(images))
     rows = math.ceil(len(images) / columns)
-    blank = images.new_ones(rows * columns - len(images), *images.shape[1:])
-    framed = torch.nn.functional.pad(torch.cat([images, blank]), (GAP, GAP, GAP, GAP), value=1.0)
-    _, channels, height, width = framed.shape
-    return (
-        framed.view(rows, columns, channels, height, width)
-        .permute(2, 0, 3, 1, 4)
-        .reshape(channels, rows * height, columns * width)
-    )
-
-
-def captioned_grid(images: Tensor, captions: Sequence[str], *, columns: int | None = None) -> Any:  # noqa: ANN401
-    """The pictures of `image_grid`, each with its caption below it, as a Pillow image; long lines are cut."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    columns = columns or _columns(len(images))
-    rows = math.ceil(len(images) / columns)
-    tiles = [to_pil(image_grid(image[None], columns=1, least=CAPTIONED)) for image in images]
     width, height = tiles[0].size
     lines = max(caption.count("\n") + 1 for caption in captions)
     whole = Image.new("RGB", (columns * width, rows * (height + lines * LINE)), "white")
@@ -74,24 +57,19 @@ def captioned_grid(images: Tensor, captions: Sequence[str], *, columns: int | No
     return whole
 
 
-def save_grid(images: Tensor, path: Path, *, columns: int | None = None, captions: Sequence[str] | None = None) -> None:
+def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
     """Write a grid of pictures as PNG, whole or not at all; the folder is made when missing.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
+        captions: one for each picture.
         path: the file.
-        columns: of the grid; None makes it about square.
-        captions: one for each picture, of one line or several.
 
     Raises:
         OSError: the disk is full or cannot be written.
     """
     file = io.BytesIO()
-    if captions is None:
-        grid = to_pil(image_grid(images, columns=columns))
-    else:
-        grid = captioned_grid(images, captions, columns=columns)
-    grid.save(file, format="PNG")
+    captioned_grid(images, captions).save(file, format="PNG")
     content = file.getvalue()
     make_folder_durably(path.parent)
     with atomic_write(path, needed=len(content)) as partial:

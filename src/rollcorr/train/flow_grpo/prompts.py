@@ -7,15 +7,15 @@ word table of a small model, or the text encoders of a diffusers pipeline.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.families import Condition, stack_conditions
-from rollcorr.train.steps import derived_generator, shuffled_walk
+from rollcorr.train.steps import shuffled_walk
 
 WORD_TABLE = "word_table.safetensors"
 
@@ -77,12 +77,6 @@ class WordTable:
         self.words = {word: row for row, word in enumerate(words)}
         self.vectors = vectors
         self.length = length
-
-    @classmethod
-    def random(cls, words: Sequence[str], *, dim: int, length: int, seed: int) -> WordTable:
-        """Standard normal vectors, from a seed."""
-        vectors = torch.randn(len(words), dim, generator=derived_generator(seed, "word table"), device="cpu")
-        return cls(words, vectors, length=length)
 
     def encode(self, prompts: Sequence[str]) -> Condition:
         """Token embeddings (B, length, E) and their mean over the words (B, E).
@@ -152,7 +146,8 @@ class PipelineEncoder:
         from diffusers import DiffusionPipeline
 
         # The transformer and the VAE are loaded elsewhere, and are large.
-        left_out = {name: None for name in ("transformer", "vae") if name in _components(directory)}
+        parts = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
+        left_out = {name: None for name in ("transformer", "vae") if name in parts}
         try:
             self.pipeline = DiffusionPipeline.from_pretrained(directory, trust_remote_code=False, **left_out)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -180,10 +175,6 @@ class PipelineEncoder:
             return Condition(embeds.float(), pooled.float())
         embeds, mask = self.pipeline.encode_prompt([prompt], device=self.device)
         return Condition(embeds.float(), mask=mask)
-
-
-def _components(directory: Path) -> Mapping[str, Any]:
-    return json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
 
 
 def _prompt_of(line: str, where: str) -> str:

@@ -11,12 +11,11 @@ function                 your own: `package.module:name` or `file.py:name`
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import re
+import runpy
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -146,9 +145,8 @@ def load_function(where: str) -> RewardFunction:
     if not separator or not place:
         raise ValueError(f"reward.function={where!r} must be package.module:name or file.py:name")
     try:
-        module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        found = getattr(module, name)
-    except (ImportError, OSError, AttributeError) as error:
+        found = runpy.run_path(place)[name] if place.endswith(".py") else getattr(importlib.import_module(place), name)
+    except (ImportError, OSError, AttributeError, KeyError) as error:
         raise ValueError(f"reward.function={where!r} cannot be loaded: {error}") from error
     if not callable(found):
         raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
@@ -183,12 +181,3 @@ def _ocr_reader() -> Any:  # noqa: ANN401
 def _read_text(reader: Any, image: Tensor) -> str:  # noqa: ANN401
     lines, _ = reader(np.asarray(to_pil(image))[:, :, ::-1])
     return "".join(line[1] for line in lines or [])
-
-
-def _module_from_file(path: Path) -> Any:  # noqa: ANN401
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise OSError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -6,7 +6,6 @@ Its prompt says both: `a red circle`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -25,11 +24,14 @@ COLORS: dict[str, tuple[float, float, float]] = {
 SHAPES = ("circle", "square", "triangle", "cross")
 CLASSES: tuple[tuple[str, str], ...] = tuple((color, shape) for color in COLORS for shape in SHAPES)
 PROMPTS: tuple[str, ...] = tuple(f"a {color} {shape}" for color, shape in CLASSES)
+
+# Prompts that the demo never trains on: each color and each shape in them is trained in other prompts.
 HELD_OUT_PROMPTS = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
-"""Prompts that the demo never trains on: each color and each shape in them is trained in other prompts."""
+
 TRAINED_PROMPTS = tuple(prompt for prompt in PROMPTS if prompt not in HELD_OUT_PROMPTS)
+
+# Squared distance, in pixel values of [−1, 1], by which one shape must be nearer to be e times as likely.
 SHAPE_EVIDENCE = 8.0
-"""Squared distance, in pixel values of [−1, 1], by which one shape must be nearer to be e times as likely."""
 
 
 def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
@@ -134,11 +136,6 @@ def background_noise(images: Tensor) -> float:
     ring = torch.ones(SIZE, SIZE, dtype=torch.bool, device="cpu")
     ring[1:-1, 1:-1] = False
     return float((pictures[:, :, ring] - GROUND).double().square().mean().sqrt())
-
-
-def names_of(classes: Sequence[int]) -> list[str]:
-    """The prompts of some classes."""
-    return [PROMPTS[i] for i in classes]
 
 
 def _small(images: Tensor) -> Tensor:

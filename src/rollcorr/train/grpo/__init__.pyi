@@ -1,15 +1,12 @@
 from .engine_choice import make_engine as make_engine
 from .grpo_config import GrpoConfig as GrpoConfig
-from .grpo_recipe import GrpoRecipe as GrpoRecipe
 from .grpo_recipe import make_task as make_task
 from .grpo_trainer import GrpoTrainer as GrpoTrainer
-from .grpo_trainer import StepResult as StepResult
 from .policy import Policy as Policy
 from .policy import load_policy as load_policy
 from .policy import make_tiny_policy as make_tiny_policy
 from .policy import save_policy as save_policy
 from .tasks import ArithmeticTask as ArithmeticTask
-from .tasks import Gsm8kTask as Gsm8kTask
 from .tasks import ScratchpadTask as ScratchpadTask
 from .tasks import hard_gated_reward as hard_gated_reward
 from .warmup import evaluate as evaluate

@@ -15,6 +15,8 @@ from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
 from rollcorr.train.grpo.policy import Policy
 
+# Engine by name → module and class. All take the model, `settings` and `version`. The `rollout.engine_options` are the
+# fields of its `options`, or its further arguments if it has none.
 CLASSES = {
     "transformers": "rollcorr.engines.transformers:TransformersEngine",
     "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",
@@ -22,8 +24,6 @@ CLASSES = {
     "vllm_server": "rollcorr.engines.vllm.server:VllmServerEngine",
     "sglang": "rollcorr.engines.sglang:SglangEngine",
 }
-"""Engine by name → module and class. All take the model, `settings` and `version`. The `rollout.engine_options` are the
-fields of its `options`, or its further arguments if it has none."""
 
 
 def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engine:

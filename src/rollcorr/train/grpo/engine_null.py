@@ -10,13 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
-from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.base import Rollout
 from rollcorr.engines.transport.weight_folder import without_progress_bars
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
@@ -28,16 +29,20 @@ from rollcorr.train.steps import derived_seed
 if TYPE_CHECKING:
     from rollcorr.rollout_log import RolloutBatch
 
+# Which two log-probs an active null compares.
 SIDES: Mapping[str, str] = {
     "run": "what the engine reports while it samples, against the trainer's score: what a run shows",
     "engine": "what the engine reports while it samples, against its own score in one pass: prefill against decode",
     "trainer": "the trainer's score, against its score of the same tokens in other batches: the trainer alone",
 }
-"""Which two log-probs an active null compares."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Responses that are sampled at once.
 BLOCK = 64
-"""Responses that are sampled at once."""
+
+# Logits that may be in memory at once: half a gigabyte in float32.
 LOGITS = 1 << 27
-"""Logits that may be in memory at once: half a gigabyte in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +74,11 @@ class EngineNullConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("engine", CLASSES), ("sides", SIDES)):
+        choices = {"engine": CLASSES, "sides": SIDES, "dtype": DTYPES, "train_dtype": DTYPES}
+        for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
-                raise ValueError(f"--{name} {value!r} is none of {', '.join(known)}")
-        for name in ("dtype", "train_dtype"):
-            value = getattr(self, name)
-            if value not in ("bfloat16", "float16", "float32"):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {value!r} is none of bfloat16, float16, float32")
+                raise ValueError(f"--{name.replace('_', '-')} {value!r} is none of {', '.join(known)}")
         for name in ("rows", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
@@ -120,8 +121,11 @@ def engine_null_rollouts(
         )
     )
     engine = make_engine(run, policy)
-    trainer = _Trainer(policy.model.eval().to(getattr(torch, config.train_dtype)), config)
-    size = trainer.rows_at_once(longest=max(map(len, wanted)))
+    model = policy.model.eval().to(getattr(torch, config.train_dtype))
+
+    # Rows whose logits fit in memory, one at least.
+    longest = config.max_new_tokens + max(map(len, wanted))
+    size = max(1, min(BLOCK, LOGITS // (int(model.config.vocab_size) * longest)))
     block = min(BLOCK, size) if config.engine == "transformers" else BLOCK
     try:
         for first in range(0, len(wanted), block):
@@ -130,42 +134,26 @@ def engine_null_rollouts(
                 engine,
                 rows,
                 seed=derived_seed(config.seed, "null", first),
-                score=None if config.sides == "engine" else lambda rollout: trainer.score(rollout, size),
-                again=(lambda rollout: trainer.score(rollout, -(-size // 2))) if config.sides == "trainer" else None,
+                score=None if config.sides == "engine" else lambda rollout: _score(model, rollout, size),
+                again=(lambda rollout: _score(model, rollout, -(-size // 2))) if config.sides == "trainer" else None,
                 model=config.model,
             )
             on_rows(len(rows), len(wanted))
     finally:
-        _close(engine)
+        engine.close()
 
 
-class _Trainer:
-    """Scores rollouts as a training step does.
-
-    Args:
-        model: a causal language model, in the trainer's precision.
-        config: what is measured.
-    """
-
-    def __init__(self, model: nn.Module, config: EngineNullConfig) -> None:
-        self._model, self._config = model, config
-
-    def rows_at_once(self, *, longest: int) -> int:
-        """Rows whose logits fit in `LOGITS`, 1 at least; `longest` is the longest prompt."""
-        vocabulary = int(self._model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-        return max(1, min(BLOCK, LOGITS // (vocabulary * (self._config.max_new_tokens + longest))))
-
-    @torch.no_grad()
-    def score(self, rollout: Rollout, rows_at_once: int) -> Tensor:
-        """log π of the responses, of the distribution that they were sampled from, (B, T) nats."""
-        # What the engine recorded of a truncation is better than to do it anew from other logits.
-        if rollout.kept is not None:
-            spec = rollout.sampling.for_actor("replay")
-        else:
-            spec = rollout.sampling.for_actor("recompute" if rollout.log_kept_mass is None else "kept_mass")
-        actor = Actor.of(rollout, spec)
-        parts = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
-        return torch.cat([actor.score(self._model, rollout, rows).log_prob.float() for rows in parts])
+@torch.no_grad()
+def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
+    """log π of the responses as a training step scores them, of the distribution that was sampled from, (B, T) nats."""
+    # What the engine recorded of a truncation is better than to do it anew from other logits.
+    if rollout.kept is not None:
+        spec = rollout.sampling.for_actor("replay")
+    else:
+        spec = rollout.sampling.for_actor("recompute" if rollout.log_kept_mass is None else "kept_mass")
+    actor = Actor.of(rollout, spec)
+    parts = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
+    return torch.cat([actor.score(model, rollout, rows).log_prob.float() for rows in parts])
 
 
 def _load(config: EngineNullConfig, *, with_tokenizer: bool) -> Policy:
@@ -192,22 +180,11 @@ def _load(config: EngineNullConfig, *, with_tokenizer: bool) -> Policy:
                 f"--model {config.model}: no tokenizer there for prompts of text; save it beside the model, or give "
                 "a rollout log with prompt_ids as --prompts"
             ) from error
-    return Policy(model, _SpecialIds.of(model.config))
 
-
-@dataclass(frozen=True)
-class _SpecialIds:
-    """What a policy asks of its tokenizer when the prompts are ids."""
-
-    eos_token_id: int
-    pad_token_id: int | None
-
-    @classmethod
-    def of(cls, config: Any) -> _SpecialIds:  # noqa: ANN401 (a configuration of transformers)
-        """The special ids of a model's configuration."""
-        eos = config.eos_token_id
-        eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-        return cls(0 if eos is None else int(eos), config.pad_token_id)
+    # Prompts of ids need nothing of a tokenizer but the special ids.
+    eos = model.config.eos_token_id
+    eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+    return Policy(model, SimpleNamespace(eos_token_id=eos or 0, pad_token_id=model.config.pad_token_id))
 
 
 def read_prompts(path: Path) -> list[list[int] | str]:
@@ -240,10 +217,3 @@ def processed(sampling: SamplingSpec) -> SamplingSpec:
     """The settings with processed log-probs where raw ones would not be those of what was sampled."""
     changes = sampling.temperature != 1 or sampling.truncates
     return dataclasses.replace(sampling, logprobs="processed") if changes else sampling
-
-
-def _close(engine: Engine) -> None:
-    """Let an engine that holds a process or a connection go."""
-    close = getattr(engine, "close", None)
-    if close is not None:
-        close()

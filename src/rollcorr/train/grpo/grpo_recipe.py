@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
@@ -16,11 +13,11 @@ from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.grpo.engine_choice import engine_options, make_engine
 from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
 from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
-from rollcorr.train.grpo.policy import Policy, load_policy, save_policy
+from rollcorr.train.grpo.policy import load_policy, save_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask, Task
 from rollcorr.train.grpo.warmup import evaluate, warm_up
 from rollcorr.train.loop import Evaluation, Recipe
-from rollcorr.train.reference_policy import check_reference
+from rollcorr.train.reference_policy import reference_model
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics import MismatchNull
@@ -78,7 +75,14 @@ class GrpoRecipe(Recipe):
                 learning_rate=config.warm_up.lr,
                 seed=config.seed,
             )
-        reference = _reference(config, directory, policy, checkpoint)
+        reference = None
+        if config.algorithm.loss.kl_coef:
+            reference = reference_model(
+                policy.model,
+                directory.reference,
+                checkpoint,
+                lambda folder: load_policy(str(folder)).model.to(config.device),
+            )
         engine = make_engine(config, policy, version=0 if checkpoint is None else checkpoint.state.step)
         return cls(GrpoTrainer(config, policy, engine, task, reference=reference), directory)
 
@@ -130,10 +134,8 @@ class GrpoRecipe(Recipe):
             _write_rollouts(self.directory.rollout_log(step), step, self.newest, self.trainer.config)
 
     def close(self) -> None:
-        """Let an engine that holds a process or a connection go."""
-        close = getattr(self.trainer.engine, "close", None)
-        if close is not None:
-            close()
+        """Close the engine."""
+        self.trainer.engine.close()
 
 
 def make_task(config: TaskConfig) -> Task:
@@ -143,21 +145,6 @@ def make_task(config: TaskConfig) -> Task:
     if config.name == "scratchpad":
         return ScratchpadTask(additions=config.additions)
     return ArithmeticTask(max_operand=config.max_operand)
-
-
-def _reference(
-    config: GrpoConfig, directory: RunDirectory, policy: Policy, checkpoint: Checkpoint | None
-) -> nn.Module | None:
-    """The policy that the run started from, when a KL penalty asks for it."""
-    if config.algorithm.loss.kl_coef == 0:
-        return None
-    if checkpoint is None:
-        model = copy.deepcopy(policy.model)
-    else:
-        check_reference(directory.reference, checkpoint)
-        model = load_policy(str(directory.reference)).model.to(config.device)
-    reference: nn.Module = model.eval().requires_grad_(False)
-    return reference
 
 
 def _write_rollouts(path: Path, step: int, result: StepResult, config: GrpoConfig) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcorr.engines import Engine, TokenBatch, pad_prompts, score_responses
+from rollcorr.engines import Engine, TokenBatch, score_responses
+from rollcorr.engines.base import pad_prompts
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
 from rollcorr.train.steps import HELD_OUT, fit
