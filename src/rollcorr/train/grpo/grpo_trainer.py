@@ -14,22 +14,24 @@ Symbols: B responses, T padded response length; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.metric_registry import finalize
-from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput
-from rollcorr.correction.process_groups import gather_statistics, sum_over
+from rollcorr.correction.denominators import count_denominators, loss_denominators
+from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
+from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.correction.training_step import TrainingStep
 from rollcorr.engines.base import Engine, Rollout
-from rollcorr.train.grpo.actor import Actor, ActorScores
+from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward
@@ -269,27 +271,36 @@ class GrpoTrainer:
 
         If nothing was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
-        config: RolloutCorrectionConfig | Correction | None = self.correction_config
-        if batch.correction is not None:  # its counts are known, so KL and entropy need no second backward pass
-            config = batch.correction.mini_batch(_beside(batch, rows))
+        original = count_denominators(batch.response_mask[_beside(batch, rows)])
+        denominators = self._denominators(batch, rows)
 
         # A rank without rows runs one without tokens, so that it takes part in every exchange.
         own = own_rows(rows, self.group)
-        part, batch = (own, batch) if len(own) else (rows[:1], self._without_tokens(batch))
+        part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
 
+        # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
         self.optimizer.zero_grad()
-        outputs, measured, log_probs = [], [], []
-        loss_config = self.config.algorithm.loss
-        with TrainingStep(self.model, config, loss=loss_config, group=self.group or "local") as gradients:
+        outputs, log_probs, learned = [], [], []
+        bypass = self._bypass_step()
+        with bypass or nullcontext():
             for micro_batch in part.split(self._micro_batch_size):
-                output, scores = self._loss(batch, micro_batch, gradients)
-                gradients.backward(output)
+                output, log_prob = self._loss(batch, micro_batch, denominators, original, bypass)
                 outputs.append(output)
-                measured.append(
-                    output.statistics | scores.restriction(batch.response_mask[_beside(batch, micro_batch)])
-                )
-                log_probs.append(scores.log_prob.detach())
-            loss, _, _, skipped = gradients.finish()
+                log_probs.append(log_prob)
+                if bypass is not None:
+                    bypass.backward(output)
+                    continue
+                output.loss.backward()
+
+                # A KL or entropy term is learned from rejected tokens too.
+                mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
+                learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
+            if bypass is None:
+                sum_gradients(self.model.parameters(), self.group)
+                loss, tokens = sum_over(torch.stack(learned).sum(0), self.group)
+                skipped = tokens == 0
+            else:
+                loss, _, _, skipped = bypass.finish()
 
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
         is_usable = (loss + grad_norm).isfinite() & ~skipped
@@ -299,18 +310,34 @@ class GrpoTrainer:
             self.skipped_steps += 1
         self.optimizer.zero_grad()
 
-        statistics = gather_statistics(merge_statistics(measured), self.group)
+        statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
         return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
 
-    def _without_tokens(self, batch: GrpoBatch) -> GrpoBatch:
-        """The same batch with an empty response mask."""
-        tokens = dataclasses.replace(batch.rollout.tokens, response_mask=torch.zeros_like(batch.response_mask))
-        return self._add_correction(
-            dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens))
-        )
+    def _bypass_step(self) -> TrainingStep | None:
+        """An optimizer step in bypass mode, where the denominator is known at its end."""
+        if self.correction_config is None or not self.bypass:
+            return None
+        loss = self.config.algorithm.loss
+        return TrainingStep(self.model, self.correction_config, loss=loss, group=self.group or "local")
 
-    def _loss(self, batch: GrpoBatch, rows: Tensor, gradients: TrainingStep) -> tuple[PolicyLossOutput, ActorScores]:
-        """The loss of a micro-batch, and the scores that it is of."""
+    def _denominators(self, batch: GrpoBatch, rows: Tensor) -> Denominators:
+        """What the policy gradient of a whole mini-batch is divided by, where that is known before (decoupled mode)."""
+        rows = _beside(batch, rows)
+        mask, correction = batch.response_mask[rows], batch.correction
+        if self.correction_config is None or correction is None:
+            return count_denominators(mask)
+        weights = None if correction.loss_weights is None else correction.loss_weights[rows]
+        return loss_denominators(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
+
+    def _loss(
+        self,
+        batch: GrpoBatch,
+        rows: Tensor,
+        denominators: Denominators,
+        original: Denominators,
+        bypass: TrainingStep | None,
+    ) -> tuple[PolicyLossOutput, Tensor]:
+        """The loss of a micro-batch, and the log π_θ that it saw."""
         loss_config = self.config.algorithm.loss
         scores = batch.actor.score(
             self.model,
@@ -328,14 +355,24 @@ class GrpoTrainer:
             ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
             full_log_prob=scores.full_log_prob,
         )
-        output = gradients.policy_loss(
-            policies,
-            batch.advantages[rows],
-            batch.response_mask[rows],
-            correction=None if batch.correction is None else batch.correction[rows],
-            entropy=scores.entropy,
-        )
-        return output, scores
+        advantages, mask = batch.advantages[rows], batch.response_mask[rows]
+        if bypass is not None:
+            output = bypass.policy_loss(policies, advantages, mask, entropy=scores.entropy)
+        else:
+            output = policy_loss(
+                policies,
+                advantages,
+                mask,
+                config=self.correction_config,
+                loss=loss_config,
+                correction=None if batch.correction is None else batch.correction[rows],
+                denominators=denominators,
+                original_denominators=original,
+                entropy=scores.entropy,
+            )
+
+        statistics = output.statistics | scores.restriction(mask)
+        return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
 
     @property
     def _micro_batch_size(self) -> int:
@@ -349,6 +386,14 @@ SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 def _beside(batch: GrpoBatch, rows: Tensor) -> Tensor:
     """Row numbers on the batch's device, without waiting for it."""
     return rows.to(batch.group_ids.device, non_blocking=True)
+
+
+def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
+    """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
+    nothing = torch.zeros_like(batch.response_mask)
+    tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
+    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
+    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
 
 
 def _single(**values: Tensor) -> Statistics:
