@@ -12,7 +12,7 @@ import torch
 
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
 from rollcorr.config.secrets import secret_places
-from rollcorr.engines import TransformersEngine, VllmOptions
+from rollcorr.engines import Engine, TransformersEngine, VllmOptions
 from rollcorr.train import load_config
 from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
 from rollcorr.train.grpo.grpo_config import RolloutConfig
@@ -55,6 +55,10 @@ def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy
         make_engine(micro_config("rollout.engine=sglang"), micro_policy)
 
 
+class EngineInProcess(Engine):
+    """It has nothing to close."""
+
+
 def test_an_engine_with_a_process_is_let_go_even_after_a_failure():
     def recipe(engine):
         return GrpoRecipe(SimpleNamespace(engine=engine, reference=None), directory=None)
@@ -62,7 +66,7 @@ def test_an_engine_with_a_process_is_let_go_even_after_a_failure():
     closed = []
     with pytest.raises(RuntimeError, match="lost"), closing(recipe(SimpleNamespace(close=lambda: closed.append(1)))):
         raise RuntimeError("lost")
-    with closing(recipe(SimpleNamespace())):
+    with closing(recipe(EngineInProcess())):
         closed.append(2)
     assert closed == [1, 2]
 
