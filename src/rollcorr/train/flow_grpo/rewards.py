@@ -145,9 +145,12 @@ def load_function(where: str) -> RewardFunction:
     if not separator or not place:
         raise ValueError(f"reward.function={where!r} must be package.module:name or file.py:name")
     try:
-        found = runpy.run_path(place)[name] if place.endswith(".py") else getattr(importlib.import_module(place), name)
-    except (ImportError, OSError, AttributeError, KeyError) as error:
+        names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+    except (ImportError, OSError) as error:
         raise ValueError(f"reward.function={where!r} cannot be loaded: {error}") from error
+    if name not in names:
+        raise ValueError(f"reward.function={where!r} cannot be loaded: {place} defines no {name!r}")
+    found = names[name]
     if not callable(found):
         raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
     return cast("RewardFunction", found)
