@@ -30,8 +30,8 @@ from rollcorr.engines import (
     TransformersEngine,
     VllmEngine,
     VllmOptions,
-    response_logits,
 )
+from rollcorr.engines.response_scoring import response_logits
 from rollcorr.train import load_config, train
 from rollcorr.train.grpo import ArithmeticTask, Policy, load_policy
 

@@ -117,7 +117,7 @@ def test_2025_11_thresholds_default_to_the_weights_and_to_the_reciprocal(thresho
 
 def test_2025_11_rejection_may_be_null():
     with pytest.raises(
-        ValueError, match=r"rollout_rs must be one of .*'geometric' or None; got 'tokens'\. Did you mean"
+        ValueError, match=r"Did you mean 'token'\? rollout_rs must be one of .*'geometric' or None; got"
     ):
         convert({"rollout_rs": "tokens", "rollout_rs_threshold": 2.0}, schema="2025-11")
     conversion = convert({**SECOND, "rollout_rs": None, "rollout_rs_threshold": 2.0})

@@ -134,7 +134,7 @@ def test_the_lower_end_of_an_older_band_is_reciprocal_given_or_open():
         ),
         ("Seq-TIS", {}, ValueError, "Did you mean 'seq_tis'? "),
         ("k3", {}, ValueError, "'decoupled_k3_rs'"),
-        ("RS-k3", {}, ValueError, "Did you mean 'decoupled_k3_rs'? "),
+        ("RS-k3", {}, ValueError, "no preset is named 'RS-k3'; valid are decoupled_token_is, "),
         ("my_config", {}, ValueError, "no preset is named 'my_config'; valid are decoupled_token_is, "),
         ("xyzzy", {}, ValueError, "no preset is named 'xyzzy'; valid are decoupled_token_is, "),
         ("decoupled_token_is", {"treshold": 2.0}, TypeError, "Did you mean 'threshold'? preset"),

@@ -18,7 +18,7 @@ class InProcess:
     dies = 0
     started = 0
 
-    def __init__(self, command, *, env, name, folder):
+    def __init__(self, command, *, env, name):
         type(self).started += 1
         self.worker, self.alive = Worker(), True
 

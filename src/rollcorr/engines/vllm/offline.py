@@ -11,8 +11,10 @@ nats. Later the same fault might hide below the noise floor.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +114,8 @@ class VllmEngine(VllmBase):
         masked = bool(options.engine_args.get("return_sampling_mask"))
         super().__init__(model, settings, options, version=version, sampling_mask=masked)
 
-        self._checkpoint = tempfile.TemporaryDirectory(prefix="rollcorr-vllm-")
+        self._checkpoint = Path(tempfile.mkdtemp(prefix="rollcorr-vllm-"))
+        self._remove_checkpoint = weakref.finalize(self, shutil.rmtree, self._checkpoint, ignore_errors=True)
         self._worker: WorkerProcess | None = None
         self.update_weights(model, version=version)
 
@@ -120,7 +123,7 @@ class VllmEngine(VllmBase):
         """End vLLM and remove the folder with its weights. This also happens when the engine is collected."""
         super().close()
         self._abandon()
-        self._checkpoint.cleanup()
+        self._remove_checkpoint()
 
     def restart(self) -> None:
         """Start vLLM again with the weights that sample now, and verify them.
@@ -138,7 +141,7 @@ class VllmEngine(VllmBase):
 
     @property
     def _folder(self) -> Path:
-        return Path(self._checkpoint.name)
+        return self._checkpoint
 
     def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         question = {"prompts": prompts, "parameters": self._parameters, "seeds": seeds}

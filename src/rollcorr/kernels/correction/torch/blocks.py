@@ -175,15 +175,15 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
     if torch.compiler.is_compiling():
         size = max(1, mask.numel())
     size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
-    if cu_seqlens is None:
-        step = max(1, size // max(1, mask.shape[1]))
-    else:
-        step, offsets = size, cu_seqlens.to(torch.int64)
+    step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
+    offsets = None if cu_seqlens is None else cu_seqlens.to(torch.int64)
     total = mask.shape[0]
     for start in range(0, max(1, total), step):
         end = min(start + step, total)
-        lengths = None if cu_seqlens is None else (offsets - start).clamp(0, end - start).diff()
-        yield Block(slice(start, end), lengths)
+        own = offsets
+        if own is not None and end - start < total:
+            own = (own - start).clamp(0, end - start)
+        yield Block(slice(start, end), None if own is None else own.diff())
 
 
 def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:

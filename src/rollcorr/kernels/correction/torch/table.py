@@ -153,11 +153,15 @@ def merge_blocks(blocks: Sequence[BlockRows]) -> Computed:
     vectors = torch.stack([number for block in blocks for number in block.numbers()]).view(len(blocks), -1)
     names = blocks[0]
     sums, moments, extremes = vectors.split((len(names.sums), 3 * len(names.moments), 2 * len(names.extremes)), dim=1)
-    return Computed(
-        dict(zip(names.sums, merge_sums(sums).unbind(), strict=True)),
-        dict(zip(names.moments, merge_moments(moments.unflatten(1, (-1, 3))).unbind(), strict=True)),
-        dict(zip(names.extremes, merge_extremes(extremes.unflatten(1, (-1, 2))).unbind(), strict=True)),
-    )
+    values = (sums, moments.unflatten(1, (-1, 3)), extremes.unflatten(1, (-1, 2)))
+
+    # One block has nothing to merge, and each operation is a launch on a device.
+    merged = [value[0] for value in values]
+    if len(blocks) > 1:
+        merged = [
+            merge(value) for merge, value in zip((merge_sums, merge_moments, merge_extremes), values, strict=True)
+        ]
+    return Computed(*(dict(zip(rows, value.unbind(), strict=True)) for rows, value in zip(names, merged, strict=True)))
 
 
 Reduction = Callable[[SequenceTable, Statistics], Statistics]
