@@ -161,7 +161,8 @@ def merge_blocks(blocks: Sequence[BlockRows]) -> Computed:
         merged = [
             merge(value) for merge, value in zip((merge_sums, merge_moments, merge_extremes), values, strict=True)
         ]
-    return Computed(*(dict(zip(rows, value.unbind(), strict=True)) for rows, value in zip(names, merged, strict=True)))
+    keys = (names.sums.keys(), names.moments.keys(), names.extremes.keys())
+    return Computed(*(dict(zip(key, value.unbind(), strict=True)) for key, value in zip(keys, merged, strict=True)))
 
 
 Reduction = Callable[[SequenceTable, Statistics], Statistics]
