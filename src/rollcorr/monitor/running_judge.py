@@ -9,14 +9,14 @@ not sound at every crossing. Lasting rises of the mismatch are looked for over t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.correction.fingerprint import MISMATCH
-from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics, recent_medians
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import (
     EXIT_CODES,
     FIRST_STEPS,
@@ -42,6 +42,58 @@ class Changes(NamedTuple):
     passed: tuple[Finding, ...]
 
 
+class RecentSteps:
+    """The recent steps that measured a token, with the times that each metric was outside its range in them.
+
+    Attributes:
+        history: (step, metrics by bare name), the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
+        self._broken: deque[tuple[str, ...]] = deque()
+        self._times_broken: Counter[str] = Counter()
+
+    def add(self, step: int, bare: dict[str, float]) -> None:
+        """Take a step in, and let the oldest go."""
+        self.history.append((step, bare))
+        broken = tuple(name for name, value in bare.items() if is_broken(name, value))
+        self._broken.append(broken)
+        self._times_broken.update(broken)
+        if len(self._broken) > RECENT_STEPS:
+            self._times_broken.subtract(self._broken.popleft())
+
+    def broken(self) -> list[str]:
+        """The metrics that were outside their range in one of these steps; a median is so only where a value is."""
+        return [name for name, times in self._times_broken.items() if times]
+
+
+class RecentMedians(Mapping[str, float]):
+    """The median of each metric over the recent steps. Each is taken when it is asked for: rules ask for a few.
+
+    Args:
+        history: (step, metrics by bare name).
+    """
+
+    def __init__(self, history: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        self._steps = [metrics for _, metrics in history]
+
+    def __getitem__(self, name: str) -> float:
+        values = [metrics[name] for metrics in self._steps if name in metrics]
+        if not values:
+            raise KeyError(name)
+        return median(values)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in metrics for metrics in self._steps)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for metrics in self._steps for name in metrics))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class RunningJudge:
     """The verdict on a run so far.
 
@@ -49,14 +101,11 @@ class RunningJudge:
         null: the noise of two policies that are the same, from a null; None: the first steps serve as one.
 
     Attributes:
-        recent: (step, metrics by bare name) of the steps that it judges by, the oldest first.
+        recent: the steps that it judges by.
     """
 
     def __init__(self, null: Noise | None = None) -> None:
-        self.recent: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
-
-        # Of each of these steps, the metrics outside their range: a median is outside only where a value is.
-        self._broken: deque[list[str]] = deque(maxlen=RECENT_STEPS)
+        self.recent = RecentSteps()
         self._null = null
         self._watch = SeriesWatch()
         self._differed = False
@@ -80,7 +129,7 @@ class RunningJudge:
     @property
     def not_judged(self) -> tuple[str, ...]:
         """What could not be judged so far, and why: a sentence each."""
-        current = self.recent[-1][1] if self.recent else {}
+        current = self.recent.history[-1][1] if self.recent.history else {}
         evidence = Evidence(current=current, history=self._first, changes=self._watch.changes, noise=self._null)
         return unjudged(evidence, counted=self._counted)[1]
 
@@ -109,9 +158,9 @@ class RunningJudge:
         warnings = _foreign_rows(bare)
         if "token_count" in bare:
             self._take(step, bare)
-            history = list(self.recent)
+            history = list(self.recent.history)
             evidence = Evidence(
-                current=recent_medians(history),
+                current=RecentMedians(history),
                 history=history,
                 config=config,
                 changes=self._watch.changes,
@@ -119,7 +168,7 @@ class RunningJudge:
                 differed=self._differed,
                 first=self._first[0] if self._first else None,
             )
-            warnings += judge(evidence, broken=dict.fromkeys(chain(*self._broken))).warnings
+            warnings += judge(evidence, broken=self.recent.broken()).warnings
         elif not warnings:
             return Changes((), ())
         found = {(finding.code, finding.metric): finding for finding in warnings}
@@ -147,8 +196,7 @@ class RunningJudge:
 
     def _take(self, step: int, bare: dict[str, float]) -> None:
         if bare.get("token_count", 1.0) > 0:
-            self.recent.append((step, bare))
-            self._broken.append([name for name, value in bare.items() if is_broken(name, value)])
+            self.recent.add(step, bare)
             self._watch.add(step, bare)
             self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
             if len(self._first) < 2 * FIRST_STEPS:
