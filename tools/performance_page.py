@@ -106,9 +106,9 @@ it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or
 
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks, and runs no operation in threads of its own. Masks are float64 too, because eager torch sums numbers several
-times as fast as bools. A block takes some 50 operations and three exponentials, at 0.2 to 0.5 ns per token each. In
-host memory it collects the tokens that count, twice as many in a block. A block without missing, extreme or capped
-tokens then takes some 25 and two, most of them in numpy: Python's lock changes hands less often.
+times as fast as bools. A block takes some 60 operations and three exponentials, at 0.2 to 0.5 ns per token each. The
+torch rows above are of an earlier second path for host memory. The general one takes 2.0 to 3.2 times as long at 8 M
+tokens (`benchmarks/paired.py --cases torch --tokens 8388608`, 8 pairs), about 11 × verl.
 
 ## On a GPU
 

@@ -185,7 +185,7 @@ def test_a_loss_may_be_copied_before_backward():
         arguments, options = batch.arguments(model)
         output = step.policy_loss(*arguments, correction=batch.corrected(config), **options)
         step.backward(dataclasses.replace(output, statistics=output.statistics))
-        step.finish()
+        assert step.finish().kept == output.loss_mask.sum()
 
 
 def test_bypass_losses_name_the_whole_step():
