@@ -29,8 +29,10 @@ OLDEST_TESTS := tests/config tests/core tests/correction tests/diffusion tests/d
 BEHAVIOR := tests/correction/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
 	tests/correction/test_correction_out.py tests/kernels/test_detail.py
 
+##@ First steps
+
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
+	@awk -F ':.*## ' '/^##@/ {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-22s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # HASHES=1, as the workflows set it, installs everything but torch from requirements.lock first, in pip's hash-checking
 # mode. The later lines then find what they need. Without it, a build of torch from any place may be installed.
@@ -85,6 +87,12 @@ $(OLDEST_STAMP): pyproject.toml constraints.txt setup.py $(wildcard src/rollcorr
 
 install: $(STAMP) ## Create .venv with everything (torch is pinned by constraints.txt)
 
+clean: ## Remove what was built and run
+	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-release site build dist *.egg-info runs .coverage*
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+##@ Demonstrations
+
 demo: $(STAMP) ## Four short trainings, two at a time: a fault is found, a correction saves one; then a page (under 10 minutes on 2 cores)
 	$(BIN)/python experiments/demo/demo.py $(ARGS)
 
@@ -101,14 +109,18 @@ demo-diffusion-seeds: $(STAMP) ## That for three seeds in both modes, with rewar
 	rm -rf runs/flow-grpo-seeds
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/training_runs/flow_grpo_seeds.py
 
+##@ Tests
+
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
-test-oldest: $(OLDEST_STAMP) ## Test the correction with torch 2.6, without any extra (an environment of its own)
-	$(OLDEST_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(OLDEST_TESTS)
-
 coverage: $(STAMP) ## Run the tests and measure which lines they run, in all processes; fail below the floor (ARGS=TESTS for some)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term:skip-covered $(ARGS)
+
+##@ Tests in other environments and slower lanes
+
+test-oldest: $(OLDEST_STAMP) ## Test the correction with torch 2.6, without any extra (an environment of its own)
+	$(OLDEST_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(OLDEST_TESTS)
 
 test-anywhere: $(STAMP) ## Run the tests as a background job without a terminal, in foreign locales, in reverse order … (an hour)
 	PYTHON=$(BIN)/python tools/hostile_environment.sh $(ARGS)
@@ -172,9 +184,12 @@ test-frameworks: $(VERL_STAMP) $(TRL_STAMP) ## Both; SOURCES=DIR with checkouts 
 test-vllm: $(VLLM_STAMP) ## Test the vLLM engine with vLLM itself on the CPU (an environment of its own, 3.7 GB)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm_real.py -s
 
+##@ Checks, pages and releases
+
 check: $(STAMP) ## Lint, format and type checks, also of the code on the pages; generated pages are current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/style_faults.py
 	$(BIN)/mypy
 	$(BIN)/python tools/generate_docs.py --check
 	$(BIN)/python tools/docs_types.py
@@ -198,6 +213,8 @@ release-check: $(STAMP) ## Build what a release uploads, install each file into 
 wheels: $(STAMP) ## Build the wheels of a release with cibuildwheel, which needs Docker or Podman; see RELEASING.md
 	$(BIN)/pip install --quiet --disable-pip-version-check cibuildwheel
 	$(BIN)/python -m cibuildwheel --output-dir dist
+
+##@ Measurements
 
 bench: $(STAMP) ## Time the correction against verl 0.9.1, installed in an environment of its own
 	$(BIN)/python benchmarks/correction.py $(ARGS)
@@ -231,7 +248,3 @@ study-measured-quick: $(STAMP) ## A subset of that in two minutes, with asserted
 
 study-trained: $(STAMP) ## Train the cells of the published study that are left, two at a time, then write the page (hours; goes on)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/mismatch_in_practice/trained.py --jobs 2 $(ARGS)
-
-clean: ## Remove what was built and run
-	rm -rf $(VENV) $(VLLM_VENV) $(VERL_VENV) $(TRL_VENV) $(DOCS_VENV) $(OLDEST_VENV) .venv-release site build dist *.egg-info runs .coverage*
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

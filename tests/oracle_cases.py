@@ -106,12 +106,8 @@ def draw(seed: int, impl: str = "reference") -> Case:
 def draw_config(rng: random.Random, takes: Takes) -> RolloutCorrectionConfig:
     """Any level, any kind of bound, up to five criteria, any policy."""
     names = rng.sample(CRITERIA, rng.choice([0, 1, 2, 5]))
-    thresholds = [
-        rng.choice(["0.5_2.0", "0_1.5", "0.9_inf", "1.25_1.5", "1.001", "0.999_1.002"])
-        if name.endswith("k1")
-        else rng.choice(["0.3", "1e-6", "0.01", "50"])
-        for name in names
-    ]
+    k1_thresholds = ["0.5_2.0", "0_1.5", "0.9_inf", "1.25_1.5", "1.001", "0.999_1.002"]
+    thresholds = [rng.choice(k1_thresholds if name.endswith("k1") else ["0.3", "1e-6", "0.01", "50"]) for name in names]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InertOptionWarning)
         threshold, floor = rng.choice(WEIGHT_BOUNDS + (MORE_WEIGHT_BOUNDS if takes.every_weight_bound else []))

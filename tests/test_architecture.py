@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -81,6 +82,30 @@ def test_imports_point_down(path):
         other = module.split(".")[1]
         assert layer(other) <= layer(own), f"rollcorr.{own} must not import rollcorr.{other}"
         assert (own, other) not in APART, f"rollcorr.{own} must not import rollcorr.{other}"
+
+
+def module_name(path: Path) -> str:
+    """`rollcorr.core.weights` for its file, `rollcorr.core` for the `__init__` of a package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_files(path: Path) -> set[str]:
+    """The package's modules that a file imports, inside functions too; `from package import file` names the file."""
+    found = set(imports(path))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in found:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found & {module_name(file) for file in FILES} - {module_name(path)}
+
+
+def test_no_import_cycle_between_files():
+    """Counts imports inside functions. Front doors import whatever they open, so they are no part of a cycle."""
+    graph = {module_name(path): imported_files(path) for path in FILES if path.stem not in ENTRY_POINTS}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
 
 
 def test_files_of_neighboring_layers_have_names_of_their_own():

@@ -58,8 +58,10 @@ def _found(place: list[str], unit: str, content: dict[str, Any] | None) -> str:
         return "not measured"
     stage, name = place
     for row in content["stages"].get(stage, {"rows": []})["rows"]:
+        if row["name"] == name and "error" in row:
+            return row["error"]
         if row["name"] == name:
-            return row["error"] if "error" in row else _figure(row["median" if unit == "seconds" else "share"], unit)
+            return _figure(row["median" if unit == "seconds" else "share"], unit)
     return "not measured"
 
 

@@ -96,16 +96,16 @@ def _row(config: type, field: dataclasses.Field, prefix: str) -> tuple[str, str,
 
 
 def _default(field: dataclasses.Field) -> str:
-    value = (
-        field.default_factory()
-        if field.default is dataclasses.MISSING and callable(field.default_factory)
-        else field.default
-    )
+    value = field.default
+    if value is dataclasses.MISSING and callable(field.default_factory):
+        value = field.default_factory()
     if value is dataclasses.MISSING:
         return "–"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else "–"
+    if isinstance(value, tuple):
+        value = list(value)
+    return "–" if value == "" else f"`{value}`"
 
 
 def _nested(config: type, field: dataclasses.Field) -> type | None:

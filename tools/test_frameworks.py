@@ -95,11 +95,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
         cases = [(name, None) for name in pythons]
-        cases += (
-            [case for case in found(arguments.sources.absolute(), folder) if case[0] in pythons]
-            if arguments.sources
-            else []
-        )
+        if arguments.sources:
+            cases += [case for case in found(arguments.sources.absolute(), folder) if case[0] in pythons]
         if arguments.sources and len(cases) == len(pythons):
             parser.error(f"{arguments.sources} holds no sources and no wheel of {' or '.join(pythons)}")
         for name, root in cases:

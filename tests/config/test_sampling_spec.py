@@ -295,5 +295,6 @@ def test_the_page_shows_the_engines_as_they_are():
     for name, engine in ENGINES.items():
         order, joint, kinds = (cell.strip() for cell in rows[name].split("|"))
         assert order == (" → ".join(engine.order) or "not known")
-        assert joint == ("joint" if engine.joint else "–" if not engine.order else "renormalized")
+        separate = "renormalized" if engine.order else "–"
+        assert joint == ("joint" if engine.joint else separate)
         assert kinds == ", ".join(engine.logprobs)

@@ -128,7 +128,10 @@ def decisions(tokens: list[tuple[int, float, bool]], config: RolloutCorrectionCo
 
     def limit(verdict: bool | None, which: list[int]) -> None:
         for t in which:
-            kept[t] = False if kept[t] is False or verdict is False else None if verdict is None else kept[t]
+            if verdict is False:
+                kept[t] = False
+            elif verdict is None and kept[t] is not False:
+                kept[t] = None
 
     veto = config.rollout_token_veto_threshold
     if veto is not None and counted:

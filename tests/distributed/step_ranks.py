@@ -91,7 +91,9 @@ def step_of(
 ) -> dict[str, Tensor | None]:
     """One optimizer step of this rank's rows, in four micro-batches; those of the other rank are of other sizes."""
     world = dist.group.WORLD
-    correction = corrected(data, group=world if known else None) if mode == "decoupled" else None
+    correction = None
+    if mode == "decoupled":
+        correction = corrected(data, group=world if known else None)
     config = correction if known else CONFIGS[mode]
     model.zero_grad()
     with TrainingStep(model, config, loss=loss, group=world, accumulation=accelerator) as step:

@@ -376,7 +376,12 @@ WRONG = [None, True, 1.5, -3, 10**30, 1e300, math.nan, -math.inf, "x", "", [], [
 def places(value, path=()):
     """Every place in a JSON value."""
     yield path
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list):
+        inside = enumerate(value)
+
     for key, item in inside:
         yield from places(item, (*path, key))
 

@@ -6,6 +6,7 @@ gradient with respect to the log-probs of the tokens. tests/data/README.md says 
 
 import hashlib
 import json
+import math
 import sys
 import tempfile
 from importlib.metadata import version
@@ -28,7 +29,9 @@ def numbers(tensor):
     if tensor.dim():
         return [numbers(part) for part in tensor]
     value = tensor.item()
-    return value if isinstance(value, int) else None if value != value else float(f"{value:.9g}")
+    if isinstance(value, int):
+        return value
+    return None if math.isnan(value) else float(f"{value:.9g}")
 
 
 def loss_and_gradient(trainer, batch, log_prob):

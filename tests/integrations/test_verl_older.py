@@ -17,14 +17,17 @@ OCTOBER = [name for name in CASES if name.startswith("v20251028")]
 NOVEMBER = [name for name in CASES if name.startswith("v20251107")]
 
 
+def function_of(name):
+    """The function of a golden call: that of the October or that of the November interface."""
+    if name in OCTOBER:
+        return verl_2025_10.compute_rollout_importance_weights
+    return verl_2025_11.compute_rollout_correction_and_rejection_mask
+
+
 def run(name, **extra):
     """The function of that golden call, and its result: weights or None, mask, metrics without prefix."""
     data = arrays("legacy_inputs.npz")
-    function = (
-        verl_2025_10.compute_rollout_importance_weights
-        if name in OCTOBER
-        else verl_2025_11.compute_rollout_correction_and_rejection_mask
-    )
+    function = function_of(name)
     inputs = (data["old_log_prob"], data["rollout_log_prob"], data["response_mask"].float())
     weights, mask, metrics = function(*inputs, **CASES[name]["kwargs"], **extra)
     weights = None if weights is None else weights.batch["rollout_is_weights"]
@@ -62,11 +65,7 @@ def test_without_parity_empty_rows_count_in_no_metric(name):
     data = arrays("legacy_inputs.npz")
     kept = (data["response_mask"] != 0).any(-1)
     assert not kept.all()  # the golden batch has empty rows
-    function = (
-        verl_2025_10.compute_rollout_importance_weights
-        if name in OCTOBER
-        else verl_2025_11.compute_rollout_correction_and_rejection_mask
-    )
+    function = function_of(name)
     inputs = [data[key].float() for key in ("old_log_prob", "rollout_log_prob", "response_mask")]
     *_, whole = function(*inputs, **CASES[name]["kwargs"])
     *_, without = function(*(tensor[kept] for tensor in inputs), **CASES[name]["kwargs"])

@@ -57,7 +57,7 @@ def test_twin_equals_the_reference(seed, N, V, chunk, replayed, temperature, mas
         "mask": case.mask if masked else None,
         "entropy": some if entropy == "some" else entropy,
         "kept": case.kept if replayed else None,
-        "log_kept_mass": (some if entropy == "some" else True) if replayed else False,
+        "log_kept_mass": replayed and (some if entropy == "some" else True),
         "biased": biased,
     }
     actual = run(case, **options, chunk=chunk, compact=compact, impl="torch")

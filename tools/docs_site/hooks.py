@@ -93,7 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
 
     # A word is looked up to be explained; studies use all of them.
-    page.meta["search"] = {"boost": 4 if uri == "glossary.md" else 0.2 if uri.startswith(OUTSIDE) else 1}
+    boost = 0.2 if uri.startswith(OUTSIDE) else 1
+    page.meta["search"] = {"boost": 4 if uri == "glossary.md" else boost}
     if "/" not in uri and uri not in ("glossary.md", "references.md"):
         page.meta["hide"] = ["navigation"]  # it would hold this page alone
     return outside_fences(markdown, lambda text: _tables(_relinked(text, path, uri)))
