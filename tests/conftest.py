@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from implementations import IMPLEMENTATIONS, Runs, under_test
+from pairwise import parametrize_covering
 
 from rollcorr.config import secrets
 
@@ -96,6 +97,12 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
     assert runs.own or runs.others, "this test calls no correction, so it need not run once per implementation"
     for reason in runs.others:
         request.node.user_properties.append((RAN_ON_TORCH, f"{runs.name}: {reason}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Choose the cases of tests with the mark `covering`."""
+    parametrize_covering(metafunc)
 
 
 def pytest_configure(config: pytest.Config) -> None:

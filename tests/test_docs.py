@@ -122,14 +122,15 @@ def imported_modules(code):
     return {module for module in found if module.split(".")[0] == "rollcorr"}
 
 
-@pytest.mark.parametrize("page", TAUGHT)
-def test_a_page_imports_from_the_front_doors_alone(page):
-    """A front door is `rollcorr` itself or a package that lists its public names."""
-    for block in TAUGHT[page]:
-        for module in imported_modules(block):
-            origin = importlib.util.find_spec(module).origin
-            assert Path(origin).name == "__init__.py", f"{page} imports {module}: import the package that exports it"
-            assert importlib.import_module(module).__all__
+def test_pages_import_from_packages_only():
+    """A package lists its public names in `__all__`."""
+    imported = {
+        (page, module) for page, blocks in TAUGHT.items() for code in blocks for module in imported_modules(code)
+    }
+    for page, module in sorted(imported):
+        origin = importlib.util.find_spec(module).origin
+        assert Path(origin).name == "__init__.py", f"{page} imports {module}: import the package that exports it"
+        assert importlib.import_module(module).__all__
 
 
 def test_the_page_of_stable_names_lists_what_the_front_door_opens():
@@ -188,35 +189,40 @@ def test_the_estimator_table_names_presets_with_the_settings_of_their_row():
     }
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_leads_to_a_file_and_its_heading(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)):
-        if re.match(r"[a-z]+:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / path if path else ROOT / page
-        assert target.exists(), link
-        if anchor:
-            assert anchor in anchors(target.read_text(encoding="utf-8")), link
+def test_every_relative_link_leads_to_a_heading():
+    broken = []
+    for page, text in PAGES.items():
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+                broken.append(f"{page}: {link}")
+    assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_command_and_make_target_that_is_named_exists(page):
+def test_every_named_command_and_make_target_exists():
     commands = set(typer.main.get_command(app).commands)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    code = code_of(PAGES[page])
-    assert set(COMMAND.findall(code)) <= commands
-    assert set(TARGET.findall(code)) <= targets
+    unknown = {}
+    for page, text in PAGES.items():
+        code = code_of(text)
+        unknown[page] = set(COMMAND.findall(code)) - commands | set(TARGET.findall(code)) - targets
+    assert not any(unknown.values()), unknown
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_preset_and_metric_that_is_named_exists(page):
-    words = set(re.findall(r"`([a-z0-9_]+)`", PAGES[page]))
+def test_every_named_preset_and_metric_exists():
     fields = set(RolloutCorrectionConfig().to_dict())
-    presets = {word for word in words if re.match(r"(decoupled|bypass)_", word)} - fields
-    assert presets <= set(PRESETS) | {"bypass_old_logprob_for_rollout"}
-    every = set(METRICS).union(*(criterion_metrics(criterion) for criterion in CRITERIA))
-    assert {word for word in words if re.match(r"(log_ppl|log_ratio|chi2|prob_diff|saturated)_", word)} <= every
+    presets = set(PRESETS) | {"bypass_old_logprob_for_rollout"} | fields
+    metrics = set(METRICS).union(*(criterion_metrics(criterion) for criterion in CRITERIA))
+    unknown = {}
+    for page, text in PAGES.items():
+        words = set(re.findall(r"`([a-z0-9_]+)`", text))
+        unknown[page] = {word for word in words if re.match(r"(decoupled|bypass)_", word)} - presets
+        unknown[page] |= {w for w in words if re.match(r"(log_ppl|log_ratio|chi2|prob_diff|saturated)_", w)} - metrics
+    assert not any(unknown.values()), unknown
 
 
 def test_the_index_lists_every_page_once():
@@ -268,11 +274,11 @@ def test_the_hand_written_pages_can_be_read_in_an_afternoon():
     assert sum(counts.values()) <= 28_000, {page: counts[page] for page in longest}
 
 
-@pytest.mark.parametrize("page", [page for page in HAND_WRITTEN if page.startswith(READ_IN_ORDER)])
-def test_a_page_ends_with_where_to_go_next(page):
-    last = PAGES[page].rstrip().split("\n\n")[-1]
-    assert last.startswith("Where to go next:"), last
-    assert re.search(r"\]\([^)]+\)", last), "it links nowhere"
+def test_pages_end_with_where_to_go_next():
+    for page in HAND_WRITTEN:
+        last = PAGES[page].rstrip().split("\n\n")[-1]
+        if page.startswith(READ_IN_ORDER):
+            assert re.match(r"Where to go next:.*\]\([^)]+\)", last, re.DOTALL), f"{page}: {last}"
 
 
 def test_the_metrics_page_lists_every_metric_once():

@@ -209,6 +209,7 @@ def test_13_no_metric_depends_on_the_number_of_shards(impl, shards):
     assert merged == pytest.approx(expected, rel=last_digits(impl), abs=last_digits(impl))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("impl", ["torch"])
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

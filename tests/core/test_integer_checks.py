@@ -83,6 +83,7 @@ def on_a_device(monkeypatch):
         monkeypatch.setattr(module, "in_host_memory", lambda *_: False)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", BAD_IDS)
 @pytest.mark.parametrize("name", OF_IDS)
@@ -91,6 +92,7 @@ def test_token_ids_outside_the_vocabulary_raise(name, bad, dtype):
         OF_IDS[name](torch.tensor([1, 0, bad, 4]), sets(), dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [-100, -1, V, 2**31 - 1])
 @pytest.mark.parametrize("name", OF_SETS)
@@ -214,6 +216,7 @@ BAD_OFFSETS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BAD_OFFSETS)
 @pytest.mark.parametrize("name", OF_OFFSETS)
@@ -288,6 +291,7 @@ def test_counts_of_values_and_places_agree(values, dtype):
         KeptSets.of([[1]] * values).padded(mask)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bad", [-100, -1, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", SIGNED)
 @pytest.mark.parametrize("name", OF_MASKS)

@@ -163,6 +163,7 @@ def test_probability_zero_under_the_old_policy_adds_nothing_without_weights_too(
     assert means(statistics)["clip_fraction_high"] == 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("log_ratio", [-1e4, -200.0, 200.0, 1e4])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("clip_c", [None, 3.0])

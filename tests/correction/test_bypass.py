@@ -107,6 +107,7 @@ def assert_same_gradients(actual, expected):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering(2)
 @every_mode
 @pytest.mark.parametrize(
     ("loss_type", "normalizer"),

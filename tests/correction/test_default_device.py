@@ -75,6 +75,7 @@ def test_every_entry_point_gives_the_same_result(entry, elsewhere):
     assert_same(actual, tensors_of(ENTRIES[entry].call(**given)))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("config", [None, "disabled", DECOUPLED, EVERYTHING])

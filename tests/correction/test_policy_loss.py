@@ -430,6 +430,7 @@ def test_packed_equals_padded_and_padding_or_order_changes_nothing(mode, loss_ty
 # ── nothing to average, and the other terms ──────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.covering(2)
 @per_implementation
 @every_mode
 @every_normalizer

@@ -51,6 +51,7 @@ def test_a_correction_and_its_denominators_read_nothing(mode, packed, detail):
         correction.metrics()  # so a read would have been noticed
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("aggregation", LOSS_AGG_MODES)
 @pytest.mark.parametrize("mode", MODES)

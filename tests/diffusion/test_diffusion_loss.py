@@ -82,6 +82,7 @@ def assert_same(actual, expected):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering(2)
 @every_mode
 @every_denominator
 @pytest.mark.parametrize("loss_mode", ["flow_grpo", "grpo_guard", "flow_dppo"])

@@ -64,6 +64,7 @@ def test_uneven_and_empty_data_parallel_ranks_equal_one_process(results, data, s
         assert torch.equal(actual["sequence_kept"], whole["sequence_kept"][rows])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("split", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CONFIGS)

@@ -36,6 +36,7 @@ def needs(wrapper):
         pytest.skip("needs accelerate" if wrapper == "accelerate" else "FSDP2 needs torch 2.7 or newer on a CPU")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("mode", CONFIGS)
 @pytest.mark.parametrize("loss", [PLAIN, REGULARIZED], ids=["policy gradient", "KL and entropy"])

@@ -22,6 +22,7 @@ def results(tmp_path_factory):
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("size", [2, 4])

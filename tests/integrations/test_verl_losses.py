@@ -130,6 +130,7 @@ def test_bypass_reinforce_by_hand():
     assert metrics["actor/ppo_kl"] == pytest.approx(-math.log(4) / 2)
 
 
+@pytest.mark.covering(2)
 @per_implementation
 @pytest.mark.parametrize("counts", [{}, {"dp_size": 2, "batch_num_tokens": 8, "global_batch_size": 4}])
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])

@@ -97,6 +97,7 @@ def test_packed_equals_padded(level, batch, config, lengths):
     assert_same(cpu_correction(*packed, config, cu_seqlens=narrow, level=level), expected, rows, **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("T", [0, 1, 3, 15, 16, 17, 31, 511, 512, 513, 1025])
 @pytest.mark.parametrize("rollout_is", ["token", "sequence", None])
@@ -107,6 +108,7 @@ def test_any_length_gives_the_reference(level, T, rollout_is):
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("spread", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
 @pytest.mark.parametrize("rollout_is", ["token", "sequence", "geometric"])
@@ -149,6 +151,7 @@ def test_values_that_are_not_finite_may_stand_anywhere(level, config, where):
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("train", [-1000.0, 500.0, -1e9, -1e30, torch.finfo(torch.float32).min, 70.0, -0.5])
 @pytest.mark.parametrize("rollout", [-1000.0, 500.0, -1e30, 100.0, -0.75])
@@ -191,6 +194,7 @@ def test_rounding_of_a_log_ratio_is_corrected(level, rounded_off, rest):
     assert actual["chi2_token"] == pytest.approx((2 * exact).expm1().mean().item(), rel=5e-7)
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("bound", [1.0, 5.0, 30.0, 40.0])
 @pytest.mark.parametrize("threshold", [None, 2.0, 1e6, "0.5_2.0"])
@@ -202,6 +206,7 @@ def test_any_safety_bound_clamps_as_the_reference_does(level, bound, threshold):
     assert_same(actual._replace(weights=expected.weights), expected, rel=2e-5, abs=1e-5)
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32])
 @pytest.mark.parametrize("other", [torch.int16, torch.float64, torch.bfloat16])
@@ -274,6 +279,7 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
         assert a[name] == pytest.approx(b[name], rel=1e-12, abs=1e-12), name
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("rollout_is", ["token", "sequence", None])
 @pytest.mark.parametrize("spread", [0.02, 0.4])

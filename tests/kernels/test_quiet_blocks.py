@@ -37,6 +37,7 @@ def close_policies(B: int, T: int, spread: float = 0.02) -> tuple[torch.Tensor, 
     return rollout + spread * torch.randn(B, T, generator=generator), rollout, torch.ones(B, T, dtype=torch.bool)
 
 
+@pytest.mark.covering(2)
 @levels
 @configurations
 @pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["ordinary", "near certain"])
@@ -50,6 +51,7 @@ def test_one_token_on_either_side_of_a_limit(level, config, scale):
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @configurations
 @pytest.mark.parametrize("spread", [0.02, 0.15])
@@ -66,6 +68,7 @@ def test_one_odd_token_anywhere_in_a_long_block(level, config, spread, log_probs
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @configurations
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -200.0, -60.0, -15.1, -14.9, 0.0, 14.9, 15.1, 90.0])
@@ -77,6 +80,7 @@ def test_one_log_prob_on_either_side_of_what_is_ordinary(level, config, value):
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @configurations
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
@@ -93,6 +97,7 @@ def test_runs_of_the_mask_may_end_anywhere(level, config, dtype, log_probs):
     assert_same(cpu_correction(*batch, config, level=level), expected, **CLOSE)
 
 
+@pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("mean", [0.0, 1e-3, 0.3, -0.9])
 @pytest.mark.parametrize("spread", [1e-4, 1e-2])

@@ -49,6 +49,7 @@ def moments(values: Tensor) -> tuple[float, float, float]:
     return mean, values.std(correction=0).item(), mean * mean / square
 
 
+@pytest.mark.covering(2)
 @every_implementation
 @every_level
 @pytest.mark.parametrize("threshold", [None, 2.0, 1e10, "1e-10_2.0"])
