@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
-.PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-triton test-compile calibration test-ray test-arm test-verl
+.PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
 .PHONY: laboratory diagnosis diagnosis-vllm study-measured study-measured-quick study-trained clean
 
@@ -143,6 +143,9 @@ test-hostile: $(STAMP) ## Read 4,000 Parquet files with flipped bits (5 minutes)
 
 test-oracle: $(STAMP) ## Hold each implementation against float64: 200 random batches for each of ten seeds (5 minutes)
 	ROLLCORR_ORACLE_SEEDS=10 $(BIN)/python -m pytest tests/correction/test_oracle.py --numprocesses 2
+
+test-sanitizers: $(STAMP) ## Run the CPU kernel under the address and undefined-behavior sanitizers (needs gcc)
+	ROLLCORR_SANITIZERS=1 $(BIN)/python -m pytest tests/kernels/test_cpu_build.py -k out_of_bounds
 
 # The oldest version that is supported, that of torch 2.11, and the newest. Each has a folder of its own, which is put
 # before the environment. Up to 3.6, the interpreter needs a numpy that still turns arrays of one element into numbers.

@@ -162,6 +162,7 @@ def test_a_library_runs_where_torch_finds_its_instructions(capability, levels, m
 
 
 @needs_compiler
+@pytest.mark.skipif("ROLLCORR_SANITIZERS" not in os.environ, reason="10 seconds: make test-sanitizers")
 def test_no_batch_makes_it_read_or_write_out_of_bounds(tmp_path):
     """Under the address and undefined-behavior sanitizers, at the widest vectors that run here, called from Python."""
     flags = {"avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"], "avx2": ["-mavx2", "-mfma"]}
