@@ -10,25 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from written_parts import APART, LAYERS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rollcorr"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the bottom up: a room may import its own layer and those below it.
-LAYERS = [
-    {"config"},
-    {"core"},
-    {"kernels", "rollout_log", "run_directory"},
-    {"correction", "layouts"},
-    {"diffusion"},
-    {"diagnostics", "engines", "simulation"},
-    {"integrations", "monitor", "train"},
-    {"cli", "demo"},
-]
-TRAINING = ("train", "integrations", "monitor")
-APART = [(one, other) for one in TRAINING for other in TRAINING if one != other]
-APART += [("diagnostics", "engines"), ("engines", "diagnostics")]
 ENTRY_POINTS = {"__init__", "__main__"}  # of the package: they import whatever they open
 LIGHT = {"lazy_loader", "numpy", "rich", "torch", "typer", "yaml"} | set(sys.stdlib_module_names)
 

@@ -26,6 +26,7 @@ from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
 from references import linked, preset_source  # noqa: E402
 from rollout_log_pages import dumps_page, schema_page  # noqa: E402
+from written_parts import contributing_page, install_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402
@@ -347,12 +348,15 @@ PAGES: dict[str, Callable[[], str]] = {
     "src/rollcorr/config/option_types.pyi": option_types_stub,
 } | api_pages(GENERATED, _table)
 
+WRITTEN_PARTS = {"CONTRIBUTING.md": contributing_page, "docs/install.md": install_page}
+"""Pages that people write, of which a part is generated."""
+
 
 def outdated() -> list[str]:
     """Pages whose file differs from what the code says now."""
     return [
         path
-        for path, page in PAGES.items()
+        for path, page in (PAGES | WRITTEN_PARTS).items()
         if not (ROOT / path).is_file() or (ROOT / path).read_text(encoding="utf-8") != page()
     ]
 
@@ -366,7 +370,7 @@ def main() -> int:
     for path in stale:
         if not check:
             (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-            (ROOT / path).write_text(PAGES[path](), encoding="utf-8")
+            (ROOT / path).write_text((PAGES | WRITTEN_PARTS)[path](), encoding="utf-8")
         print(f"{path}: {'out of date; run python tools/generate_docs.py' if check else 'written'}")
     return 1 if check and stale else 0
 
