@@ -271,6 +271,16 @@ def test_the_hand_written_pages_can_be_read_in_an_afternoon():
     assert sum(counts.values()) <= 28_000, {page: counts[page] for page in longest}
 
 
+FIRST_PAGES = ["README.md", "docs/install.md", "docs/index.md", *(p for p in PAGES if p.startswith("docs/tutorials/"))]
+
+
+def test_first_pages_have_at_most_800_words():
+    """Counted as `wc -w` does: tables and code too."""
+    assert len(FIRST_PAGES) == 7
+    counts = {page: len(PAGES[page].split()) for page in FIRST_PAGES}
+    assert max(counts.values()) <= 800, counts
+
+
 def test_pages_end_with_where_to_go_next():
     for page in HAND_WRITTEN:
         last = PAGES[page].rstrip().split("\n\n")[-1]
