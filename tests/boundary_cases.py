@@ -1,4 +1,4 @@
-"""Every entry point that takes tensors, with right arguments: what the tests of the boundary spoil one by one."""
+"""Entry points with valid tensor arguments, which the boundary tests invalidate one by one."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Entry:
     """An entry point.
 
     Attributes:
-        call: takes the named tensors, and `cu_seqlens` when packed.
-        kinds: what each argument holds.
+        call: callback with the named tensors, and `cu_seqlens` when packed.
+        kinds: kind of each argument.
         packed: whether the arguments are packed.
-        explicit: an implementation that was named, which may refuse what "auto" takes.
+        explicit: name of an implementation, which may reject inputs that "auto" accepts.
     """
 
     call: Callable[..., Any]
@@ -104,7 +104,7 @@ def arguments(entry: Entry, **options: Any) -> dict[str, Tensor]:
 
 
 def tensors_of(result: Any) -> list[Tensor]:
-    """What a result holds that can be compared: tensors, in order, without statistics."""
+    """Return the comparable tensors of a result, in order, without statistics."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, Correction):

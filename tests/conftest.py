@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pairwise import parametrize_covering
 
 from rollcorr.config import secrets
 
-# What a terminal, a shell profile, a CI runner or a cluster's launcher sets changes what Rich, Typer and torch print or
+# Variables of a terminal, shell profile, CI runner or cluster launcher change what Rich, Typer and torch print or
 # do. Typer reads some of it when a test imports it; the programs that tests start inherit the rest.
 DISPLAY = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PY_COLORS", "TERMINAL_WIDTH")
 DISPLAY += ("GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "_TYPER_FORCE_DISABLE_TERMINAL")
@@ -34,7 +34,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# CTranslate2 multiplies int16 with Intel's MKL alone, which it uses on other makers' processors only when asked.
+# CTranslate2 multiplies int16 with Intel's MKL only, and needs this variable on other processors.
 os.environ.setdefault("CT2_USE_MKL", "1")
 
 # pyproject.toml puts src/ before everything else for this process. The programs that tests start must find this
@@ -53,7 +53,7 @@ settings.load_profile("rollcorr")
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """`threads(3)` gives torch three threads until the test ends."""
+    """Return a function that sets the number of torch threads until the test ends."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -71,7 +71,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch) -> None:
-    """What one test hides as a secret must not be hidden in the messages of another."""
+    """Forget the secrets of earlier tests."""
     monkeypatch.setattr(secrets, "_hidden_values", {})
 
 
@@ -83,7 +83,7 @@ def golden() -> dict:
 
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
 def ctrl_c_at_start(request):
-    """What Ctrl-C does before the test: a job that a script starts with & ignores it, and so do its children."""
+    """Restore the default Ctrl-C handler: background jobs and their children ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, request.param)
     yield request.param
     signal.signal(signal.SIGINT, before)
@@ -113,7 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where another implementation ran than the one that the test's id names."""
+    """Report tests that ran on a different implementation than their id names."""
     instead: Counter[str] = Counter()
     # pytest files the reports of successful teardowns under no category.
     for report in terminalreporter.stats.get("", []):

@@ -1,4 +1,4 @@
-"""Slices of sequences as context-parallel ranks hold them, corrected without any process group."""
+"""Correct the sequence slices of context-parallel ranks without a process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Slice(NamedTuple):
 
 
 def reduced(slices: list[Slice], config: RolloutCorrectionConfig) -> list[CorrectionOutput]:
-    """What each rank returns: a first round notes what the ranks would send, a second one merges it."""
+    """Return the result of each rank: round one records the messages of the ranks, round two merges them."""
     sent = []
 
     def note(table: SequenceTable, rows: Statistics) -> Statistics:

@@ -61,7 +61,7 @@ class _Ones(TorchDispatchMode):
 
 @contextmanager
 def _guard_of_a_device_that_is_not_there() -> Iterator[None]:
-    """Let the CPU's guard, which does nothing, be CUDA's for a while: indexing asks for one."""
+    """Register the CPU's no-op device guard for CUDA, because indexing needs a guard."""
     folder = Path(torch.__file__).parent / "lib"
     (library,) = (path for path in folder.glob("*c10.*") if path.suffix in (".so", ".dylib", ".dll"))
     guards = (ctypes.c_void_p * (CUDA + 1)).in_dll(ctypes.CDLL(str(library)), GUARDS)
@@ -73,7 +73,7 @@ def _guard_of_a_device_that_is_not_there() -> Iterator[None]:
 
 
 def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-    """What `loss.backward()` asks of the device, without autograd's engine: nodes are called one by one, in order."""
+    """Run the operations of `loss.backward()` without autograd's engine: call the nodes one by one, in order."""
     root = loss.grad_fn
     assert root is not None, "the loss carries no gradient"
     waiting = _users(root)
@@ -89,7 +89,7 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
                 if inputs:
                     leaf.grad = inputs[0] if leaf.grad is None else leaf.grad.add_(inputs[0])
                 continue
-            width = len(node._input_metadata)  # one for each output of what was computed, used or not
+            width = len(node._input_metadata)  # one for each output of the node, used or not
             call = node if callable(node) else node.apply  # a node of a function in Python is an object with `apply`
             outputs = call(*(inputs.get(i) for i in range(width))) if inputs else ()
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -105,14 +105,14 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
 
 
 def _as_expected(gradient: Tensor, value: Any) -> Tensor:
-    """The gradient in the shape and dtype of what it belongs to: what was broadcast is summed."""
+    """Return the gradient in the shape and dtype of its input; broadcast dimensions are summed."""
     shape = tuple(value.shape)
     gradient = gradient if tuple(gradient.shape) == shape else gradient.sum_to_size(shape)
     return gradient.to(value.dtype)
 
 
 def _users(root: object) -> dict[object, int]:
-    """How many edges of the graph lead to each node."""
+    """Count the incoming edges of each node of the graph."""
     count: dict[object, int] = defaultdict(int)
     seen, stack = {root}, [root]
     while stack:

@@ -21,7 +21,7 @@ class Faults:
     Args:
         number: of the error.
         first: the call with which it begins, counted from 1; 0 never.
-        count: how many calls fail.
+        count: number of calls that fail.
 
     Attributes:
         calls: so far, while `happen` was true.
@@ -69,7 +69,7 @@ class _File:
 
 @contextmanager
 def faulty_disk(root: Path, faults: Faults) -> Iterator[Faults]:
-    """Let calls on paths below `root` fail while `faults.happen`, also those of pyarrow."""
+    """Make calls on paths below `root` fail while `faults.happen`, including pyarrow's."""
 
     def checked(call: Callable[..., Any]) -> Callable[..., Any]:
         def with_check(path: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Which implementations of the correction the tests run here, and what each of them takes.
+"""Implementations of the correction under test, and the inputs that each accepts.
 
 Three ways to run a test once per implementation:
 
-    @per_implementation                       what the test calls with impl="auto" runs on the implementation that the
-    def test_…():                             test's id names: `correct`, and what calls it (losses, drop-in functions)
+    @per_implementation                       calls with impl="auto" run on the implementation that the
+    def test_…():                             test's id names: `correct` and its callers (losses, drop-in functions)
 
     @pytest.mark.parametrize("impl", IMPLEMENTATIONS)      the test names it itself: correct(…, impl=impl)
 
     with under_test(impl): …                  the same as the first, inside a hypothesis test
 
 Where the named implementation does not take a case, for instance float64 log-probs on "cpu", or slices of sequences,
-"torch" runs it. Every such run is counted, and pytest's summary says which implementation ran instead, and why.
+"torch" runs it. pytest's summary counts these runs and prints the reasons.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ per_implementation = pytest.mark.usefixtures("implementation")
 
 @dataclass(frozen=True)
 class Takes:
-    """What an implementation takes, and how it computes.
+    """Inputs that an implementation accepts, and its arithmetic.
 
     Attributes:
         dtypes: of log-probs.
@@ -66,7 +66,7 @@ TAKES = {
 
 @dataclass
 class Runs:
-    """Which implementation is under test, how often it ran, and why another one did."""
+    """The implementation under test, its number of runs, and the reasons of fallbacks."""
 
     name: str
     own: int = 0
@@ -82,20 +82,20 @@ def implementation_under_test() -> str | None:
 
 
 def widest_dtype() -> torch.dtype:
-    """float64, or float32 where the implementation under test takes no float64."""
+    """Return float64, or float32 if the implementation under test rejects float64."""
     name = implementation_under_test()
     return torch.float64 if name is None or torch.float64 in TAKES[name].dtypes else torch.float32
 
 
 def last_digits(name: str | None = None) -> float:
-    """How close two sums of the same values are, relatively: as in float64, or in float32 where that is what adds."""
+    """Return the relative tolerance between two sums of the same values: for float64, or float32 accumulators."""
     name = name or implementation_under_test()
     return 1e-6 if name is not None and TAKES[name].adds_in_float32 else 1e-12
 
 
 @contextmanager
 def under_test(name: str) -> Iterator[Runs]:
-    """Make `impl="auto"` mean this implementation wherever it takes the batch, and note where it does not."""
+    """Make `impl="auto"` select this implementation if it accepts the batch, and record fallbacks."""
     runs = Runs(name)
     fastest, original = kernels._fastest, kernels.torch_correction
 

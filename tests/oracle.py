@@ -12,7 +12,7 @@ A valid token is of one of three classes:
 
     measured   log π and log μ finite       d = log π − log μ
     zero       log π = −inf, log μ finite   ρ = 0, d = −inf: a fact. In every count, in no mean of logarithms.
-    missing    anything else                counted, and then as `nonfinite` says
+    missing    anything else                counted, then handled by `nonfinite`
 
 A token *counts* if it has a ratio: measured, zero, or missing under nonfinite="neutral" (ρ = 1, d = 0).
 
@@ -50,10 +50,10 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compute; the names of the package's configuration, its texts already read.
+    """Options of the correction, with the package's names and parsed thresholds.
 
     `lower` and `upper` bound the weights: as ends of the IcePop band if `band`, either of them open if None; else
-    `upper` is a ceiling and `floor` raises small weights. Without any of them the safety bound is alone.
+    `upper` is a ceiling and `floor` raises small weights. Without them only the safety bound applies.
     """
 
     level: str | None = None  # "token", "sequence", "geometric"; None computes no weights
@@ -105,7 +105,7 @@ class Token:
 
     Attributes:
         sequence, position: its place in the batch.
-        log_pi, log_mu: what the two policies gave it; meaningful where `measured`.
+        log_pi, log_mu: its log-probs under both policies; valid where `measured`.
         kind: "measured", "zero" or "missing".
         d: its log-ratio; −inf where zero, 0 where missing.
         counts: it has a ratio, be it a neutral one.
@@ -153,7 +153,7 @@ class Response:
 
 
 def exp(x: float) -> float:
-    """e^x, inf where a float holds no more."""
+    """Return e^x, inf on overflow."""
     try:
         return math.exp(x)
     except OverflowError:
@@ -161,7 +161,7 @@ def exp(x: float) -> float:
 
 
 def expm1(x: float) -> float:
-    """e^x − 1, inf where a float holds no more."""
+    """Return e^x − 1, inf on overflow."""
     try:
         return math.expm1(x)
     except OverflowError:
@@ -176,12 +176,12 @@ def total(values: Iterable[float]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """Return the mean; 0 if empty."""
     return total(values) / len(values) if values else 0.0
 
 
 def std(values: Sequence[float]) -> float:
-    """The population standard deviation: √(mean (x − mean)²); 0 of nothing."""
+    """Return the population standard deviation √(mean (x − mean)²); 0 if empty."""
     if not values:
         return 0.0
     center = mean(values)
@@ -189,12 +189,12 @@ def std(values: Sequence[float]) -> float:
 
 
 def share(flags: Sequence[bool]) -> float:
-    """How many of them are true; 0 of nothing."""
+    """Return the share of true values; 0 if empty."""
     return sum(flags) / len(flags) if flags else 0.0
 
 
 def ratio(part: float, whole: float) -> float:
-    """part / whole; 0 of nothing."""
+    """Return part / whole; 0 if whole is 0."""
     return part / whole if whole else 0.0
 
 
@@ -234,7 +234,7 @@ def log_weight_of(token: Token, sequence: Response, settings: Settings) -> float
 
 
 def weigh(sequences: list[Response], settings: Settings) -> None:
-    """Give each counting token its weight; the others keep 0."""
+    """Set the weight of each counting token; other tokens keep 0."""
     for sequence in sequences:
         for token in sequence.counting:
             log_weight = log_weight_of(token, sequence, settings)
@@ -245,9 +245,9 @@ def weigh(sequences: list[Response], settings: Settings) -> None:
 
 
 def normalization(sequences: list[Response], settings: Settings) -> float:
-    """What the weights are divided by: their mean over tokens (level "token") or over sequences (the other levels).
+    """Return the divisor of the weights: their mean over tokens (level "token") or sequences (other levels).
 
-    normalize_over="kept" takes the tokens that stay in the loss, or the sequences with such a token.
+    normalize_over="kept" averages over the tokens in the loss, or the sequences with such a token.
     """
     over_kept = settings.normalize_over == "kept"
     if settings.level == "token":
@@ -287,7 +287,7 @@ def divergence(kind: str, d: float) -> float:
 
 
 def statistic(criterion: Criterion, sequence: Response) -> float:
-    """What a sequence criterion judges: sum, mean or maximum of the divergence over the counting tokens."""
+    """Return the statistic of a sequence criterion: sum, mean or maximum of the divergence over counting tokens."""
     values = [divergence(criterion.kind, token.d) for token in sequence.counting]
     return {"token": mean, "seq_sum": total, "seq_mean": mean, "seq_max": max}[criterion.scope](values)
 
@@ -310,7 +310,7 @@ def rejects(criterion: Criterion, value: float) -> bool:
 
 
 def reject(sequences: list[Response], settings: Settings) -> None:
-    """Note on each token which filters reject it. Each judges the response mask alone, so order never matters."""
+    """Record which filters reject each token. Every filter sees only the response mask, so order never matters."""
     for sequence in sequences:
         missing = [token for token in sequence.tokens if token.kind == "missing"]
         if missing and settings.nonfinite == "reject_sequence":
@@ -409,7 +409,7 @@ def viable_length(kl: float, safety_bound: float, measured: list[Token]) -> floa
 
 
 def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, float]:
-    """What the weights look like: before normalization, over counting tokens or over sequences with one."""
+    """Compute metrics of the weights before normalization, over counting tokens or sequences with one."""
     counting = [sequence for sequence in sequences if sequence.counting]
     tokens = [token for sequence in counting for token in sequence.counting]
     weights, raw = [token.weight for token in tokens], [token.raw_weight for token in tokens]
@@ -474,7 +474,7 @@ def effective_sample_size(weights: Sequence[float]) -> float:
 
 
 def reported_band(settings: Settings) -> tuple[float | None, float | None] | None:
-    """The band that the fraction metrics report: [1/C or floor, C]; IcePop's; else that of the level's k1 criterion."""
+    """Return the band of the fraction metrics: [1/C or floor, C], IcePop's, or the band of the level's k1 criterion."""
     if settings.band:
         return settings.lower, settings.upper
     if settings.floor is not None:
@@ -489,7 +489,7 @@ def reported_band(settings: Settings) -> tuple[float | None, float | None] | Non
 
 
 def rejection_metrics(sequences: list[Response], settings: Settings) -> dict[str, float]:
-    """What all filters reject together. Shares are of all of V or R, missing tokens included."""
+    """Compute metrics of all filters together. Shares are of V or R, missing tokens included."""
     tokens = [token for sequence in sequences for token in sequence.tokens]
     metrics = {
         "rollout_rs_masked_fraction": share([bool(token.rejected_by) for token in tokens]),
@@ -513,7 +513,7 @@ def touching(sequence: Response) -> set[str]:
 
 
 def criterion_metrics(criterion: Criterion, sequences: list[Response]) -> dict[str, float]:
-    """The metrics of one criterion: of its statistic over its own unit, of the sequences' values, of what it rejects.
+    """Compute the metrics of one criterion: its statistic, the values of sequences, and the rejected shares.
 
     An infinite statistic (ρ = 0) counts as beyond a bound and stays out of means, deviations and extremes. Shares of
     tokens are of those that the criterion judged, neutral ones included; means of tokens leave every missing one out.

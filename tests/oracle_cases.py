@@ -1,4 +1,4 @@
-"""Random batches and configurations for the float64 oracle (tests/oracle.py), and what "equal to it" means.
+"""Random batches and configurations for the float64 oracle (tests/oracle.py), and the tolerances.
 
 A decision within rounding of a bound has no right answer: 0.99999999 and 1.00000001 may both be what an implementation
 sees. Batches in which any comparison is within 1e-5 of its bound are therefore drawn again, and `Case.redrawn` counts
@@ -59,7 +59,7 @@ MORE_WEIGHT_BOUNDS = [("0.6_inf", None), (2.0, 0.5), (3.0, 0.01), (None, 0.7), (
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, padded; `lengths` are those of its packed form, which leaves the columns beyond out."""
+    """A padded batch; `lengths` are the row lengths of its packed form, which drops the other columns."""
 
     train: torch.Tensor
     rollout: torch.Tensor
@@ -70,7 +70,7 @@ class Case:
     redrawn: int
 
     def run(self, impl: str, *, packed: bool) -> Correction:
-        """What the package answers; `packed` drops the padding."""
+        """Return the package's result; `packed` drops the padding."""
         if not packed:
             return correct(self.train, self.rollout, self.mask, self.config, impl=impl, densities=True)
         tokens = [x[self.inside] for x in (self.train, self.rollout, self.mask)]
@@ -88,14 +88,14 @@ class Case:
 def draw(seed: int, impl: str = "reference") -> Case:
     """The case of a seed: a configuration, and a batch in which no decision is within rounding of a bound.
 
-    Equal seeds give equal cases; each is one that the implementation takes.
+    Equal seeds return equal cases; the implementation accepts each of them.
     """
     takes = TAKES[impl]
     for redrawn in range(100):
         rng = random.Random(f"{seed}/{redrawn}")
         config = draw_config(rng, takes)
         train, rollout, mask, lengths = draw_batch(rng, takes)
-        # The oracle sees what the tensors hold, after rounding to their dtypes.
+        # The oracle reads the values after rounding to the dtypes of the tensors.
         rows = [x.double().tolist() for x in (train, rollout, mask)]
         settings = oracle.settings_of(config)
         if not any(is_close for is_close in close_comparisons(rows, settings)):
@@ -146,7 +146,7 @@ def draw_batch(rng: random.Random, takes: Takes) -> tuple[torch.Tensor, torch.Te
     lengths = [rng.choice([0, T, T, rng.randint(0, T)]) for _ in range(B)]
     mask &= np.arange(T) < np.array(lengths, dtype=int).reshape(B, 1)
 
-    # Accidents at valid tokens, and garbage wherever nothing may be read.
+    # Accidents at valid tokens, and garbage at masked ones.
     sentinel = max(LAST, -takes.largest_log_ratio)
     if rng.random() < 0.5:
         for _ in range(rng.randint(1, 4)):
@@ -247,7 +247,7 @@ def ulps(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def agree(name: str, actual: float, wanted: float, floors: dict[str, float], case: Case) -> bool:
-    """Whether a metric is what the oracle says: relatively, or within its floor."""
+    """Return whether a metric equals the oracle's, relatively or within its floor."""
     if math.isinf(wanted):
         return actual == wanted
     if name == "max_viable_length" and floors["kl"] > METRIC_TOLERANCE * abs(case.expected.metrics["kl"]):
@@ -260,13 +260,13 @@ def agree(name: str, actual: float, wanted: float, floors: dict[str, float], cas
 
 
 def absolute_floors(case: Case) -> dict[str, float]:
-    """What a metric may be off by whatever its size: where terms cancel, relative precision has no meaning.
+    """Return the absolute tolerance of a metric: where terms cancel, relative precision has no meaning.
 
-    An implementation may hold each value in float32, so each is off by some ROUNDING of itself. Then
+    An implementation may store each value in float32, so each is off by some ROUNDING of itself. Then
 
     - a mean of values of both signs is off by up to ROUNDING · mean |x|;
     - a standard deviation moves by no more than the values do: up to 3 ROUNDING · max |x| (k2 is a square);
-    - |q − 1| is off by what q is, which is near 1 wherever this matters.
+    - |q − 1| has the error of q, which is near 1 wherever this matters.
 
     k3 of a tiny log-ratio cancels in float64 itself.
     """

@@ -1,6 +1,6 @@
-"""Fewer cases of a test with many parameters: `@pytest.mark.covering(2)` above its `parametrize` marks.
+"""Run pairs of parameters, not their product: `@pytest.mark.covering(2)` above the `parametrize` marks.
 
-A full product of parameters runs a test hundreds of times and finds what the pairs of values find. `covering(2)` runs a
+A full product runs a test hundreds of times and finds hardly more bugs than pairs of values. `covering(2)` runs a
 set of cases in which every pair of values of two parameters occurs; `covering(1)`, one in which every value occurs.
 Fixtures, such as `per_implementation`, multiply these cases as before.
 """

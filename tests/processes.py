@@ -1,4 +1,4 @@
-"""What tests of real processes share: is a process still there, and a patient wait."""
+"""Helpers for tests of real processes: check whether a process runs, and wait for a condition."""
 
 import os
 import time
@@ -9,7 +9,7 @@ PATIENCE = 120.0
 
 
 def is_gone(pid):
-    """Whether a process has ended. One that nobody has asked for its exit code has ended too."""
+    """Return whether a process has ended; zombies have ended."""
     status = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
@@ -24,7 +24,7 @@ def is_gone(pid):
 
 
 def eventually(holds):
-    """Wait until something holds; the last answer."""
+    """Wait for a condition and return its last value."""
     limit = time.monotonic() + PATIENCE
     while not holds() and time.monotonic() < limit:
         time.sleep(0.02)

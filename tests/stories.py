@@ -14,7 +14,7 @@ WIDE_HEADS = Path(__file__).parents[1] / "experiments" / "diagnosis" / "wide_hea
 
 
 class StoriesTokenizer:
-    """What a policy asks of its tokenizer; the tests make prompts of token ids."""
+    """A tokenizer stub for policies; the tests pass prompts as token ids."""
 
     eos_token_id, pad_token_id = 2, 0
 
@@ -27,7 +27,7 @@ def load_stories() -> LlamaForCausalLM:
 
 
 def load_stories_with_wide_heads(head_dim: int = 32) -> LlamaForCausalLM:
-    """The model with its heads of 8 padded with zeros: vLLM's attention on the CPU takes heads of 32 or more."""
+    """Return the model with its heads of size 8 padded with zeros: vLLM on the CPU needs at least 32."""
     spec = importlib.util.spec_from_file_location("wide_heads", WIDE_HEADS)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

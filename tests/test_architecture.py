@@ -85,7 +85,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_files(path: Path) -> set[str]:
-    """The package's modules that a file imports, inside functions too; `from package import file` names the file."""
+    """Return the package's modules that a file imports; `from package import file` names the file."""
     found = set(imports(path))
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module in found:
@@ -145,7 +145,7 @@ def test_the_package_and_the_command_line_start_without_torch():
 
 
 def test_the_correction_needs_no_extra():
-    """What `pip install rollcorr` alone must be able to import."""
+    """Packages that `pip install rollcorr` must be able to import without extras."""
     light = {"config", "core", "kernels", "correction", "diffusion", "integrations"}
     for name in light:
         importlib.import_module(f"rollcorr.{name}")
@@ -193,7 +193,7 @@ FACTORIES = {
 
 
 def test_every_new_tensor_has_a_device():
-    """Without one it lands on torch's default device, which is the caller's: a GPU, say, while the batch is not."""
+    """The default device belongs to the caller: it may be a GPU while the batch is on the CPU."""
     faults = []
     for path in FILES:
         for call in filter(is_method_call, ast.walk(ast.parse(path.read_text(encoding="utf-8")))):

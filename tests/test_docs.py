@@ -1,4 +1,4 @@
-"""The README and docs/ stay true: code runs and prints what it says, YAML is read, links and names lead somewhere."""
+"""README and docs/ stay true: code runs and prints the shown output, YAML parses, links and names exist."""
 
 import ast
 import contextlib
@@ -31,7 +31,7 @@ OWN_TEST = {  # pages whose code runs in a test of their own
     "docs/guides/rollout_log.md": "rollout_log/test_rollout_log_docs.py",
     "docs/coming_from/verl.md": "integrations/test_verl_docs.py",
 }
-# Python, and the text right below it, which is its output. A fence marked `python no-run` is left out.
+# Python blocks and the output right below them. Fences marked `python no-run` are skipped.
 PYTHON = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"(?:^|[`$]\s?)rollcorr ([a-z][a-z-]*)", re.MULTILINE)
 TARGET = re.compile(r"(?:^|[`$]\s?)make ([a-z][a-z-]*)", re.MULTILINE)
@@ -49,7 +49,7 @@ def code_of(text):
 
 
 def anchors(text):
-    """The anchors that GitHub gives to the headings of a page, and those of the names that an API page describes."""
+    """Return GitHub's anchors for the headings of a page, and the anchors of names on an API page."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     described = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(described)
@@ -70,7 +70,7 @@ def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, tmp_path,
 
 
 def above_zero(names):
-    """The log-probs among these values, also those of a batch, that no probability can have."""
+    """Return the values, also nested, that cannot be log-probs of a probability."""
     batches = [value for value in names.values() if isinstance(value, dict) and "__name__" not in value]
     held = {name: value for values in (names, *batches) for name, value in values.items() if isinstance(name, str)}
     pattern = re.compile(r"(old|rollout|train)_log_?probs?|old_per_token_logps|sampling_per_token_logps|rollout|packed")
@@ -275,7 +275,7 @@ FIRST_PAGES = ["README.md", "docs/install.md", "docs/index.md", *(p for p in PAG
 
 
 def test_first_pages_have_at_most_800_words():
-    """Counted as `wc -w` does: tables and code too."""
+    """Count words like `wc -w`: tables and code included."""
     assert len(FIRST_PAGES) == 7
     counts = {page: len(PAGES[page].split()) for page in FIRST_PAGES}
     assert max(counts.values()) <= 800, counts

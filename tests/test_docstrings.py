@@ -1,4 +1,4 @@
-"""Docstrings of public names say what they take, in which shape and unit, how they fail, and whose formula it is."""
+"""Docstrings of public names contain arguments, shapes, units, errors and sources."""
 
 import importlib.util
 import sys

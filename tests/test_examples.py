@@ -1,4 +1,4 @@
-"""Every script of examples/ that stands for itself runs, quickly, and prints what it is there to show."""
+"""Every standalone script of examples/ runs quickly and prints its result."""
 
 import os
 import subprocess

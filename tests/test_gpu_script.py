@@ -1,4 +1,4 @@
-"""The script behind `make gpu`: its stages run without a GPU, leave what they found, and say what did not run."""
+"""The script of `make gpu`: its stages run without a GPU, write results, and report skipped stages."""
 
 from __future__ import annotations
 

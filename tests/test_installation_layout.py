@@ -1,4 +1,4 @@
-"""Where `import rollcorr` leads: a checkout tests itself, and a script beside a clone finds the installed package."""
+"""`import rollcorr` in a checkout finds the checkout; in a script next to a clone, the installed package."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def test_the_tests_and_the_programs_that_they_start_run_this_checkout():
 
 
 def test_a_script_in_the_folder_above_a_clone_imports_the_installed_package(tmp_path):
-    """There the clone's own folder, which is called rollcorr too, comes first on the path."""
+    """The clone's folder, also named rollcorr, comes first on the path."""
     pytest.importorskip("setuptools", minversion="77", reason="an installation builds with setuptools 77 or newer")
     clone = tmp_path / "rollcorr"
     compiled = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
@@ -31,7 +31,7 @@ def test_a_script_in_the_folder_above_a_clone_imports_the_installed_package(tmp_
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
 
-    # What `pip install --editable` does, without the network and without the compiler.
+    # An editable install without network and compiler.
     build = "from setuptools.build_meta import build_editable; print(build_editable('..'))"
     environment = {**os.environ, "CC": "false", "PYTHONPATH": ""}
     built = subprocess.run(

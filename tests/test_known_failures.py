@@ -27,16 +27,16 @@ from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, chec
 from rollcorr.kernels.correction.dispatch import correction_kernel
 
 NAN, INF = math.nan, math.inf
-correct = functools.partial(rollcorr.correct, densities=True)  # log-ratios by hand, beside log-probs of 0
+correct = functools.partial(rollcorr.correct, densities=True)  # log-ratios by hand, with log-probs of 0
 TOKEN_IS = RolloutCorrectionConfig(rollout_is="token")
 
 every_kernel = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 
 def pair(*log_ratios: float, rollout: float = -30.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(train, rollout, mask) of one sequence with these log-ratios, exactly representable beside `rollout`.
+    """Return (train, rollout, mask) of one sequence with these log-ratios, exact next to `rollout`.
 
-    In float64, or in float32 beside log-probs of 0 where the implementation under test takes no more.
+    In float64, or in float32 with log-probs of 0 if the implementation under test rejects float64.
     """
     dtype = widest_dtype()
     d = torch.tensor([log_ratios], dtype=dtype)
@@ -199,7 +199,7 @@ def test_12_effective_sample_size_is_at_most_one(level, shift):
 @pytest.mark.parametrize("shards", range(1, 9))
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_13_no_metric_depends_on_the_number_of_shards(impl, shards):
-    """Whole sequences, of uneven length, dealt to 1–8 ranks; the seventh and eighth have none."""
+    """Sequences of uneven length, dealt to 1–8 ranks; the seventh and eighth get no row."""
     whole, parts = batch_of(B=6, T=300 if impl != "triton" else 60), []
     for part in zip(*(x.tensor_split(shards) for x in whole), strict=True):
         parts.append(correct(*part, "decoupled_k3_rs_seq_tis", impl=impl).statistics)
@@ -215,9 +215,9 @@ def test_13_no_metric_depends_on_the_number_of_shards(impl, shards):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("split", ["zig-zag", "contiguous"])
 def test_14_cut_sequences_are_decided_and_measured_as_whole_ones(impl, split, packed, ranks):
-    """Slices are merged by 'torch' alone: the other implementations need whole sequences, and say so.
+    """Only 'torch' merges slices: the other implementations need complete sequences and raise.
 
-    As ring attention deals them: 2 k chunks, of which rank r holds chunks r and 2 k − 1 − r; or k chunks."""
+    As in ring attention: 2 k chunks, of which rank r has chunks r and 2 k − 1 − r; or k chunks."""
     whole = batch_of(B=6, T=300)
     config = RolloutCorrectionConfig.decoupled_k3_rs_seq_tis()
     chunks = 2 * ranks if split == "zig-zag" else ranks
@@ -397,7 +397,7 @@ def test_31_one_policy_for_missing_log_probs_on_every_path(policy, weights, kept
 
 @per_implementation
 def test_32_tool_and_observation_tokens_do_not_count():
-    """Holes in the mask: the numbers of the sampled tokens alone."""
+    """Holes in the mask do not change the metrics of the sampled tokens."""
     train, rollout, _ = pair(0.1, 9.0, -0.1, 9.0, 0.2)
     mask = torch.tensor([[1, 0, 1, 0, 1]])
     sampled = [x[:, ::2] for x in (train, rollout, mask)]
@@ -444,7 +444,7 @@ def test_37_the_order_of_criteria_does_not_matter():
 
 
 def test_39_a_schedule_off_by_one_step_is_found():
-    """One model and one step, scored a schedule entry later: the log-ratio is that of another distribution."""
+    """One model and step, scored one schedule entry later: the log-ratio compares different distributions."""
     sigmas = (1.0, 0.9, 0.75, 0.5, 0.25, 0.0)
     velocity, sample, noise = torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(0)).unbind(0)
     at = {"sigma_max": 0.9, "noise_level": 0.7}
@@ -462,7 +462,7 @@ def test_39_a_schedule_off_by_one_step_is_found():
 
 @per_implementation
 def test_40_steps_are_grouped_by_timestep_value_and_not_by_column():
-    """Windows start at random, so column 0 holds other timesteps in every sample; only t = 500 is off here."""
+    """Windows start at random, so column 0 has different timesteps per sample; only t = 500 is off here."""
     timesteps = torch.tensor([[900.0, 500.0], [500.0, 100.0], [900.0, 500.0]])
     rollout = torch.full((3, 2), -1.0)
     batch = {"rollout_log_probs": rollout, "old_log_probs": rollout + 0.25 * (timesteps == 500), "timesteps": timesteps}
@@ -528,7 +528,7 @@ def test_45_product_and_geometric_mean_have_two_names():
 
 @every_kernel
 def test_46_tiny_weights_keep_their_spread(impl):
-    """As many weights e⁻¹⁹ as e⁻²⁰; by their distance from 1 they are all the same."""
+    """Half of the weights are e⁻¹⁹, half e⁻²⁰; their distances from 1 are equal."""
     d = torch.tensor([-19.0, -20.0]).repeat(3, 350)
     metrics = bare(correct(d, torch.zeros_like(d), torch.ones_like(d), TOKEN_IS, impl=impl))
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx((1 + math.e) ** 2 / (2 + 2 * math.e**2), rel=1e-6)

@@ -1,4 +1,4 @@
-"""The gallery's figures of log-probs without logits are those of the committed results."""
+"""The gallery quotes the committed results of log-probs without logits."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ RESULTS = sorted((json.loads(path.read_text(encoding="utf-8")) for path in PATHS
 
 
 def cells(result, name):
-    """A contender's seconds, and the memory of what it makes."""
+    """Return a contender's seconds and peak memory."""
     megabytes = result["peak_bytes"][name] / 1e6
     size = f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.1f}"
     return f"{result['seconds'][name]['cpu']:.3g} | {size}"

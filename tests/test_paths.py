@@ -1,4 +1,4 @@
-"""Every public function that takes a path takes text, a Path and any other path-like object."""
+"""Public functions accept paths as text, Path and any path-like object."""
 
 import dataclasses
 import importlib
@@ -51,7 +51,7 @@ def public_functions():
 
 
 def test_no_public_function_asks_for_a_path_object():
-    """A dataclass may hold a Path, and a recipe of a trainer gets one; what a user calls takes a text too."""
+    """Dataclasses and recipes may require a Path; functions that users call also accept text."""
     asked = {
         f"{name}({parameter.name})"
         for name, function in public_functions()

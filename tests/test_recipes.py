@@ -1,6 +1,6 @@
-"""The recipes of CONTRIBUTING.md, carried out on a copy of the package: what they say is all that has to be done.
+"""Follow the recipes of CONTRIBUTING.md on a copy of the package, and use the result.
 
-A block marked `recipe=NAME` holds lines under headers that say where they go:
+A block marked `recipe=NAME` contains lines under headers that name their place:
 
     # FILE, in TABLE          at the end of the table or function TABLE
     # FILE, above NAME        in front of the definition of NAME
@@ -48,7 +48,7 @@ def refusal(config):
 
 
 def recipe(name: str, language: str = "py") -> list[tuple[str, str, str, str]]:
-    """The edits of a recipe: file, how, the name that says where, and the lines."""
+    """Return the edits of a recipe: file, kind of edit, name of the place, and lines."""
     blocks = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     (text,) = [body for found, of, body in blocks if (found, of) == (language, name)]
     parts = HEADER.split(text)

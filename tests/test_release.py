@@ -1,4 +1,4 @@
-"""What a release stands on: the lock file, extras, names of wheels, what may be uploaded, and jobs that are targets."""
+"""Release preconditions: lock file, extras, wheel names, uploaded files, and jobs that are make targets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def canonical(name):
 
 
 def own_requirements(extra):
-    """What an extra asks for, those of this package that it joins resolved."""
+    """Return the requirements of an extra, with its nested extras resolved."""
     found = {}
     for line in EXTRAS[extra]:
         requirement = packaging.Requirement(line)
@@ -108,7 +108,7 @@ def test_workflows_install_by_hash_and_name_actions_by_commit():
 
 
 def test_the_lock_names_everything_that_a_development_environment_holds():
-    """Walks from the requirements of [dev] over what is installed here."""
+    """Walks from the requirements of [dev] over the installed packages."""
     waiting = [packaging.Requirement(line) for line in PROJECT["dependencies"]] + [*own_requirements("dev").values()]
     walked = set()
     while waiting:
@@ -144,7 +144,7 @@ def test_the_lock_fits_the_ranges_of_the_package():
 
 @pytest.fixture
 def sources(tmp_path):
-    """What a build of the package reads."""
+    """Files that a build of the package reads."""
     pytest.importorskip("setuptools", minversion="77", reason="a wheel is built with setuptools 77 or newer")
     clone = tmp_path / "clone"
     left_out = shutil.ignore_patterns("*.so", "not_built.txt", "__pycache__", "*.egg-info", "*.safetensors")
