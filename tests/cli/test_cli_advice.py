@@ -1,4 +1,4 @@
-"""`rollcorr calibrate`, `rollcorr advise` and `rollcorr check --what-if`: what they print, and their exit codes."""
+"""`rollcorr calibrate`, `rollcorr advise` and `rollcorr check --what-if`: output and exit codes."""
 
 import json
 import re

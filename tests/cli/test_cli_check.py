@@ -1,4 +1,4 @@
-"""`rollcorr check LOG…`: what it prints, what it writes, and its exit codes."""
+"""`rollcorr check LOG…`: output, written files, and exit codes."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_null_of_few_tokens_is_written_and_says_how_many_it_needs_and_why(log,
     assert "640 tokens in 32 sequences are too few to judge weights by: the spread" in done.stderr
     assert "at least 1,000 tokens in 8 sequences, and better 10,000 tokens" in done.stderr
 
-    # A verdict with it says the same.
+    # A verdict with it is the same.
     judged = health({"token_count": 5000.0, "k3_kl": 1e-4}, null=noise_of(read_null(tmp_path / "null.json")))
     assert "null.json has too few tokens (640 in 32 sequences; at least 1,000 in 8 are needed)" in judged.not_judged[0]
 

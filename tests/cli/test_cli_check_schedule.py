@@ -1,4 +1,4 @@
-"""`rollcorr check-schedule`: files, logs, and what is neither."""
+"""`rollcorr check-schedule`: files, logs, and invalid input."""
 
 import json
 

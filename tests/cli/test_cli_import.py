@@ -1,4 +1,4 @@
-"""`rollcorr import SOURCE… -o TARGET`, and `rollcorr check` on files of others: what is printed, what is left."""
+"""`rollcorr import SOURCE… -o TARGET`, and `rollcorr check` on foreign files: output and remaining files."""
 
 import json
 import os

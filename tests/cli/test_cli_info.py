@@ -1,4 +1,4 @@
-"""`rollcorr info`, and the command as a module. tests/diagnostics/test_installation.py has what it reports."""
+"""`rollcorr info`, and the command as a module. tests/diagnostics/test_installation.py tests its report."""
 
 import json
 import re

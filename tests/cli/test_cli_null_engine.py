@@ -12,7 +12,7 @@ from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter, read_rollout_lo
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    """A rollout log with nothing but prompts."""
+    """A rollout log with prompts only."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     with RolloutLogWriter(path) as log:
         log.write(RolloutBatch.from_rows([{"prompt_ids": [1, 300 + i, 400 + i]} for i in range(20)]))

@@ -1,4 +1,4 @@
-"""`rollcorr report RUN`: what it writes, what it prints, and its exit codes."""
+"""`rollcorr report RUN`: written files, output, and exit codes."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A scheduler's signals end a command in order: what it has started and written for a while goes with it."""
+"""A scheduler's signals end a command in order: its processes and temporary files go with it."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""`rollcorr train`: what it says without training. tests/train/test_run.py trains through it."""
+"""`rollcorr train`: its output without training. tests/train/test_run.py trains through it."""
 
 from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""`rollcorr train` imports and starts what its command names, and what a file names only with --trust."""
+"""`rollcorr train` imports and starts programs that its command names; programs named in a file need --trust."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`rollcorr watch` and `rollcorr compare`, on runs that a Monitor left."""
+"""`rollcorr watch` and `rollcorr compare` on runs of a Monitor."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_watch_ends_by_ctrl_c_and_shows_steps_that_come_meanwhile(tmp_path, monk
     waits = []
 
     def sleep(seconds):
-        """The run takes its steps while the command waits."""
+        """The run adds steps while the command waits."""
         waits.append(seconds)
         if len(waits) == 1:
             leave_run(tmp_path, 0.01, steps=2)

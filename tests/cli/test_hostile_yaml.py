@@ -30,13 +30,13 @@ def merge_bomb(levels):
 
 
 def chain_of_depth(links):
-    """Each block is shallow, and holds the one before it twenty levels down."""
+    """Each block is shallow, and repeats the one before it twenty levels down."""
     lines = ["a0: &a0 [x]"]
     lines += [f"a{n}: &a{n} {'[' * 20}*a{n - 1}{']' * 20}" for n in range(1, links)]
     return "\n".join(lines)
 
 
-# (document, what the one line says)
+# (document, expected line)
 HOSTILE = {
     # Larger or deeper than it looks.
     "ten to the ninth by aliases": (alias_bomb(10, 10), "values, with aliases written out; the limit is 20,000"),
@@ -53,7 +53,7 @@ HOSTILE = {
     "a depth that aliases add up to": (chain_of_depth(40), "the limit is 64"),
     "more than a megabyte": ("# " + "x" * (1 << 20), "more than 1,048,576 bytes, the limit of a YAML file"),
     "21,000 values": ("steps: [" + "1," * 21_000 + "]", "the limit is 20,000"),
-    # Not what a document may be.
+    # Invalid documents.
     "a flipped byte": (b"steps: 1\noptim: {lr: \xff}\n", "line 2: byte 0xff is not UTF-8; save the file as UTF-8"),
     "a cut-off character": (b"run_dir: caf\xc3", "line 1: byte 0xc3 is not UTF-8"),
     "UTF-16": ("steps: 1\n".encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
@@ -110,7 +110,7 @@ HOSTILE = {
         "algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: .inf}}",
         "must be a finite number, got inf",
     ),
-    # What is still to be filled in.
+    # Placeholders to fill in.
     "a missing value": ("steps: ???", "steps is ???, which means that it is still to be given; give it: steps=VALUE"),
     "a missing recipe": ("recipe: ???", "recipe is ???"),
     "a missing value in a free block": (
@@ -147,7 +147,7 @@ HOSTILE = {
 
 @pytest.fixture
 def command(monkeypatch):
-    """Run a command in this process; the exception that left it, if any, is the test's."""
+    """Run a command in this process; an exception that it raises is the test's."""
 
     def no_training(*_, **__):
         raise AssertionError("the configuration was accepted")
@@ -197,7 +197,7 @@ def test_convert_config_converts_a_hostile_file_or_answers_with_one_line(tmp_pat
 
 
 def message_of(function, *arguments, **options):
-    """What a function says when it refuses its input; None when it does not."""
+    """Return the error of a function that rejects its input; None if it accepts."""
     try:
         function(*arguments, **options)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Configurations: defaults and parsing by hand, then every error and warning, then properties of the whole."""
+"""Configurations: defaults and parsing by hand, then every error and warning, then properties."""
 
 import dataclasses
 import json

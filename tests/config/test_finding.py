@@ -1,4 +1,4 @@
-"""A finding by hand: its text, its place, what merges, and what is sorted by severity."""
+"""A finding by hand: its text, its place, merging, and sorting by severity."""
 
 from rollcorr.config import Finding
 from rollcorr.config.finding import merge_findings

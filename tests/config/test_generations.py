@@ -1,4 +1,4 @@
-"""What each old field becomes, generation by generation, and what the report and the notes say of it."""
+"""Conversion of each old field, generation by generation, with its report and notes."""
 
 import pytest
 

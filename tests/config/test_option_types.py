@@ -1,4 +1,4 @@
-"""The stub of presets and options, which type checkers read, has what the configuration has."""
+"""The stub of presets and options, which type checkers read, equals the configuration."""
 
 import ast
 import dataclasses

@@ -92,7 +92,7 @@ def test_every_cell_has_the_verdict_that_the_exact_sums_give(logprobs, temperatu
         ("raw", {"temperature": 0.7}, "full", "different", "temperature 0.7, which raw log-probs leave out"),
         ("processed", {}, "full", "same", ""),
         ("processed", {"temperature": 0.7}, "full", "same", ""),
-        # Truncation; the actor takes the whole softmax.
+        # Truncation; the actor uses the full softmax.
         ("raw", {"top_p": 0.9}, "full", "different", "top_p 0.9, which raw log-probs leave out"),
         (
             "processed",
@@ -141,7 +141,7 @@ def test_raw_against_tempered_biases_the_mean_ratio_by_chi_squared():
 
 
 def test_raw_log_probs_of_a_truncated_sampler_look_right_and_weigh_wrongly():
-    """ρ = 1 on every token, so nothing shows; yet E_ν[ρ f] is an average over K, not over the policy."""
+    """ρ = 1 on every token hides it; yet E_ν[ρ f] is an average over K, not over the policy."""
     rollout, trainer = cell("raw", 1.0, "top_k", "full")
     support, sampled, reported = engine_side(rollout)
     ratio = (trainer_side(trainer, support) - reported)[support]

@@ -1,4 +1,4 @@
-"""Finding the options and their generation, whole files, errors; every example file; the migration page."""
+"""Find the options and their generation; full files, errors, every example file, the migration page."""
 
 import re
 from pathlib import Path

@@ -218,7 +218,7 @@ def test_headers_come_from_the_options_and_from_the_environment(monkeypatch):
     assert header_values({"X-Trace": "on"}, {"X-API-Key": "MY_KEY"}) == {"X-Trace": "on", "X-API-Key": SECRET}
     assert redact_text(f"refused {SECRET}") == "refused ***"
 
-    # A variable holds a secret, however short and whatever the header is called.
+    # A variable contains a secret, however short and whatever the header's name.
     monkeypatch.setenv("TRACE", "k7Qz9w")
     header_values(None, {"X-Trace": "TRACE"})
     assert redact_text("refused k7Qz9w") == "refused ***"

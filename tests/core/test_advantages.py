@@ -131,7 +131,7 @@ def test_epsilon_must_be_positive(epsilon):
 
 
 def test_terminal_rewards_by_hand_skip_empty_responses():
-    """A zero-length response must not write to index −1, which is another token (padded) or another row (packed)."""
+    """A zero-length response must not write to index −1, a different token (padded) or row (packed)."""
     rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
     expected = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 3], [0, 0, 0, 0]])

@@ -1,4 +1,4 @@
-"""Aggregation by hand, then: any split equals the whole, packed equals padded, padding changes nothing."""
+"""Aggregation by hand, then: a split equals the batch, packed equals padded, padding has no effect."""
 
 import math
 

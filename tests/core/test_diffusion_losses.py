@@ -1,4 +1,4 @@
-"""Losses of denoising steps: by hand, with rejected steps that hold anything, and under mismatch."""
+"""Losses of denoising steps: by hand, with arbitrary values in rejected steps, and under mismatch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def steps(rows: int = 4, window: int = 2, dimensions: int = 6, seed: int = 0):
 
 
 def losses(seed: int = 0):
-    """Each loss as a function of (mean, spoil): `spoil` replaces step (1, 0) of every input and takes it out."""
+    """Each loss as a function of (mean, spoil): `spoil` overwrites step (1, 0) of every input and masks it."""
     log_prob, mean, old_mean, std, dt, advantages, keep = steps(seed=seed)
 
     def inputs(m, garbage):

@@ -36,7 +36,7 @@ def test_k3_is_positive_and_accurate_at_every_scale(size, dtype):
 
 
 def test_the_series_of_k3_rounds_like_one_operation():
-    """Its longest powers are about 1e-16 of the sum: one too many or too few shows as 1e-15."""
+    """The highest powers are about 1e-16 of the sum: an error of one power shows as 1e-15."""
     d = torch.linspace(0.025, 0.0299, 50, dtype=torch.float64)
     d = torch.cat([d, -d])
     exact = [float(sum(Fraction(x) ** n / math.factorial(n) for n in range(2, 14))) for x in d.tolist()]

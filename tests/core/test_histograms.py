@@ -28,7 +28,7 @@ def test_bins_by_hand():
     assert len(counts) == BINS
     assert sum(counts) == 8
     assert sorted(count for count in counts if count) == [1, 1, 1, 1, 2, 2]
-    assert counts[BINS // 2] == 2  # 0 and what is below 2⁻²⁴
+    assert counts[BINS // 2] == 2  # 0 and values below 2⁻²⁴
     assert counts[-1] == 1
 
 

@@ -167,7 +167,7 @@ def test_any_integers_name_a_group():
 
 
 class TwoRanks:
-    """A group whose other rank holds rows 5 … 10 of the head."""
+    """A group whose second rank has rows 5 … 10 of the head."""
 
     def size(self):
         return 2

@@ -1,4 +1,4 @@
-"""Log-probs against float64 formulas: values, gradients, layouts, and what is never read."""
+"""Log-probs against float64 formulas: values, gradients, layouts, and masked values."""
 
 import math
 
@@ -30,7 +30,7 @@ def case(seed, tokens=6, dtype=torch.float64, spread=3.0):
 
 
 def dense_kept(logits, ids, support, temperature):
-    """The formula with a dense mask, in the dtype given: what the sparse form must equal."""
+    """Compute the formula with a dense mask in the given dtype, as reference of the sparse form."""
     support = support.clone()
     support[torch.arange(len(ids)), ids] = True
     log_p = (logits / temperature).masked_fill(~support, -math.inf).log_softmax(-1)
@@ -83,7 +83,7 @@ def test_kept_sets_equal_the_dense_formula(seed, temperature):
 @pytest.mark.parametrize("name", ["whole", "supported", "kept", "mass", "entropy", "kept_entropy"])
 def test_gradients_are_those_of_the_formula(name):
     logits, ids, support = case(3, tokens=4)
-    support[0] = False  # an empty set: the token alone
+    support[0] = False  # an empty set: only the token
     sets = kept_sets_of_support(support)
     functions = {
         "whole": lambda z: token_log_prob(z, ids, temperature=0.7),
@@ -162,7 +162,7 @@ def test_an_empty_batch_has_empty_log_probs():
 
 
 def test_the_reference_policy_is_scored_over_the_whole_vocabulary():
-    """A filtered reference gives −inf, and an infinite KL, for a token that only the actor kept."""
+    """A filtered reference returns −inf, and an infinite KL, for a token that only the actor kept."""
     actor, reference = torch.tensor([[3.0, 1.0, -4.0]]), torch.tensor([[3.0, -4.0, 1.0]])
     token, sets = torch.tensor([1]), KeptSets.of([[0, 1]])
     filtered = reference.masked_fill(~top_k_support(reference, 2), -math.inf).log_softmax(-1)[0, 1]

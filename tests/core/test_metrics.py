@@ -1,4 +1,4 @@
-"""The registry is complete, consistent, and says what it computes."""
+"""The registry is complete and consistent, and describes its computations."""
 
 from __future__ import annotations
 

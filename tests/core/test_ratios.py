@@ -35,7 +35,7 @@ def test_sequence_and_geometric_ratio_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_widened_before_the_subtraction(dtype):
-    """−0.0703125 − (−5.03125) = 4.9609375 needs 10 bits; bfloat16 has 8 and would say 4.96875."""
+    """−0.0703125 − (−5.03125) = 4.9609375 needs 10 bits; bfloat16 has 8 and would return 4.96875."""
     train, rollout = torch.tensor([-0.0703125], dtype=dtype), torch.tensor([-5.03125], dtype=dtype)
     ratio = token_log_ratio(train, rollout, torch.tensor([True]))
     assert ratio.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Merging is exact: any split of a sample gives the numbers of the whole."""
+"""Merging is exact: any split of a sample has the statistics of the sample."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_any_split_merges_to_the_whole(values, cuts):
 
 
 def test_a_large_mean_cancels_nothing():
-    """E[x²] − E[x]² in float32 gives 0 here, and in float64 loses half of the digits."""
+    """In float32, E[x²] − E[x]² is 0 here; in float64 it loses half of the digits."""
     values = 1e4 + 1e-3 * torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(50)
     parts = merge_statistics(of(part) for part in values.split(7))
     assert parts.read().moments["x"].std == pytest.approx(1e-3, rel=1e-7)

@@ -1,4 +1,4 @@
-"""The worst entries are those of a full sort, whatever the ties and however the whole was cut."""
+"""The worst entries equal a full sort for any ties and any split."""
 
 from __future__ import annotations
 

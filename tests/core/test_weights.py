@@ -1,4 +1,4 @@
-"""Importance weights by hand, then what holds for any input, then errors."""
+"""Importance weights by hand, then properties of any input, then errors."""
 
 import math
 

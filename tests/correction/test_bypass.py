@@ -1,4 +1,4 @@
-"""Micro-batches in bypass mode: gradients rescaled once at the end equal those of one big batch."""
+"""Micro-batches in bypass mode: gradients rescaled once at the end equal the gradients of one big batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torch.compile takes the correction and every policy loss as one graph, and gives what eager torch gives.
+"""torch.compile captures the correction and every policy loss as one graph, with the results of eager torch.
 
 Here dynamo traces and eager torch runs the graph, which costs seconds. `make test-compile` also compiles forward and
 backward passes with inductor, for every level and criterion. That needs a C++ compiler, and minutes.
@@ -36,7 +36,7 @@ MODES = {
 pytestmark = [
     pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace tuples with properties"),
     pytest.mark.filterwarnings("ignore::rollcorr.config.InertOptionWarning"),
-    # Inductor's own imports use what Python has deprecated.
+    # Inductor's own imports use deprecated parts of Python.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -71,7 +71,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], backend: str) -> Calla
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], backend: str) -> None:
     assert len(actual) == len(expected) > 0
     for one, other in zip(actual, expected, strict=True):
-        if backend == "inductor":  # which adds in another order
+        if backend == "inductor":  # which adds in a different order
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
         else:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -113,7 +113,7 @@ def test_a_correction_with_its_loss_is_one_graph(mode, packed, backend):
     run, gradients, results = compiled(step, backend), [], []
     for call in (run, step):
         leaf = tensors["log_prob"].clone().requires_grad_()
-        # What is compiled is the torch path: its own eager form is what it must equal.
+        # Compile the torch path: it must equal its own eager form.
         with under_test("torch") if call is step else nullcontext():
             found = call(**tensors | {"log_prob": leaf}, cu_seqlens=cu_seqlens)
         found[0].backward()

@@ -1,4 +1,4 @@
-"""correct(): what an engineer with three tensors gets from one call."""
+"""correct(): the result of one call with three tensors."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_per_sequence_shares_are_of_the_weights_after_the_safety_bound(level):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_an_empty_batch_may_have_any_strides(impl):
-    """NumPy gives empty arrays strides of 0."""
+    """NumPy's empty arrays have strides of 0."""
     empty = torch.empty(0).as_strided((0, 5), (0, 0))
     assert correct(empty, empty, empty, "decoupled_token_is", impl=impl).loss_mask.shape == (0, 5)
 
@@ -251,7 +251,7 @@ def test_denominators_follow_the_normalizer():
 @per_implementation
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_normalized_weights_are_summed_as_applied(level):
-    """The statistics hold Σ w before batch normalization; the loss divides by the sum after it."""
+    """The statistics contain Σ w before batch normalization; the loss divides by the sum after it."""
     normalized = {"rollout_is_batch_normalize": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.7"}
     correction = correct(*batch(), config(rollout_is=level, **normalized))
     applied = count_denominators(correction.loss_mask, weights=correction.weights)

@@ -30,7 +30,7 @@ NONFINITE = {"nan_at_valid_token", "posinf_at_valid_token", "neginf_at_valid_tok
 def shared_metrics(case: dict, train: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> set[str]:
     """The metrics that both sides define alike on this batch.
 
-    verl averages sequence metrics over empty rows too, counts a sequence-level effective sample size in tokens, and
+    verl averages sequence metrics over empty rows, counts a sequence-level effective sample size in tokens, and
     does not cap k3.
     """
     shared = set(TOKEN_METRICS)

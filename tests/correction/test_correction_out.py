@@ -60,7 +60,7 @@ def test_no_correction_copies_the_mask():
 
 
 class _Allocations(TorchDispatchMode):
-    """The largest tensor that torch is asked to make."""
+    """Return the size of the largest tensor that torch allocates."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class _Allocations(TorchDispatchMode):
 
 @pytest.mark.skipif("cpu" not in IMPLEMENTATIONS, reason="the compiled kernel was not built")
 def test_reused_buffers_leave_only_small_change_to_allocate():
-    """Beside the outputs, one set of 273 numbers for each 32,768 tokens: 1.3 % of the outputs."""
+    """Besides the outputs, one row of 273 numbers per 32,768 tokens: 1.3 % of the outputs."""
     train = torch.zeros(64, 4096)
     mask, out = train == 0, (torch.empty(64, 4096), torch.empty(64, 4096, dtype=torch.bool))
     correct(train, train, mask, CONFIG)

@@ -1,6 +1,6 @@
-"""On CUDA tensors nothing between the log-probs and the gradient waits: no value is read, and none of the host is sent.
+"""CUDA tensors: no step between the log-probs and the gradient waits, reads a value, or copies from the host.
 
-There is no GPU here: the tensors are fake (`tests/fake_cuda.py`), and what torch is asked to do is counted.
+There is no GPU here: the tensors are fake (`tests/fake_cuda.py`), and the tests count the calls to torch.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_metrics_are_one_transfer():
     assert counts.transfers == 1
 
 
-# --- Losses ---------------------------------------------------------------------------------------------------------
+# --- Losses --------------------------------------------------------------------------------------------------------
 
 MODES = {
     "plain": None,
@@ -205,7 +205,7 @@ def test_a_step_in_bypass_mode_waits_for_nothing(aggregation, empty):
     assert_no_wait(counts)
 
 
-# --- Log-probs and advantages ---------------------------------------------------------------------------------------
+# --- Log-probs and advantages --------------------------------------------------------------------------------------
 
 
 def test_log_probs_and_their_gradients_wait_for_nothing():
@@ -234,7 +234,7 @@ def test_advantages_wait_for_nothing(packed):
     assert_no_wait(counts)
 
 
-# --- verl's functions, denoising steps, and mixed devices -------------------------------------------------------------
+# --- verl's functions, denoising steps, and mixed devices ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -245,12 +245,12 @@ def read_as_one():
 
 
 def of_device(counts: Counts) -> list[str]:
-    """What waited for the device, by kind."""
+    """Count the waits for the device, by kind."""
     return [culprit.split(":")[0] for culprit in counts.culprits if "(cpu)" not in culprit]
 
 
 def actor(correction: dict | None) -> SimpleNamespace:
-    """What verl's losses read of the actor's configuration."""
+    """The fields of the actor's configuration that verl's losses read."""
     return SimpleNamespace(
         clip_ratio=0.2,
         clip_ratio_low=None,
@@ -311,7 +311,7 @@ OTHER_FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", OTHER_FUNCTIONS)
 def test_what_else_verl_calls_waits_once_where_it_returns_numbers(name, read_as_one):
-    """verl's own form of the numbers is floats; a loss that returns tensors waits for nothing."""
+    """verl returns metrics as floats; a loss that returns tensors never waits."""
     parameter, mask = tensor().requires_grad_(), tensor(B, T, dtype=torch.bool)
     with Counts() as counts:
         found = OTHER_FUNCTIONS[name](tensor(B, T) + parameter, mask)
@@ -371,7 +371,7 @@ def test_a_loss_on_two_devices_is_refused_by_name():
         policy_loss(policies, log_prob, mask, correction=correction)
 
 
-# --- How much is asked ------------------------------------------------------------------------------------------------
+# --- Allocations and launches -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_loss_on_two_devices_is_refused_by_name():
 def test_a_micro_batch_is_few_launches(options, packed, launches):
     """At most 200, half of the 400 that it once was. verl 0.9.1 asks for 308 with one criterion, and waits 49 times.
 
-    Memory is asked for no more often than work: what a launch writes is new, or it is there.
+    Count allocations like launches: a launch writes to new or existing memory.
     """
     train, rollout, mask, cu_seqlens = batch(packed)
     standard = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}

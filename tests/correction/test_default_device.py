@@ -50,7 +50,7 @@ def by_setting():
 
 @pytest.fixture(params=[by_context, by_setting], ids=["context", "setting"])
 def elsewhere(request):
-    """Runs something under another default device, with nothing remembered from before."""
+    """Run a function under a different default device, with empty caches."""
     kernel._layout.cache_clear()
 
     def run(call):

@@ -18,7 +18,7 @@ PRESET = "decoupled_token_is"
 
 
 class Rollouts:
-    """Four full sequences of six tokens, so that nothing but the values tells the rows apart; float32."""
+    """Four full sequences of six tokens: rows differ only by their values; float32."""
 
     def __init__(self, seed=0, *, dtype=torch.float32, noise=0.3):
         generator = torch.Generator().manual_seed(seed)
@@ -87,7 +87,7 @@ def _overwritten():
 
 
 def _packed(corrected, given):
-    """A loss of packed sequences in one order, with the correction of another order. All have six tokens."""
+    """Packed sequences in one order, with the correction of a different order. All have six tokens."""
     offsets = torch.arange(5) * 6
     mask = B.mask.flatten()
     correction = correct(B.old[corrected].flatten(), B.rollout[corrected].flatten(), mask, PRESET, cu_seqlens=offsets)
@@ -187,7 +187,7 @@ def test_a_swap_before_a_conversion_is_found():
 
 @pytest.mark.parametrize("changed", ["old_log_prob", "rollout_log_prob"])
 def test_either_policy_shows_other_rows_beside_missing_tokens(changed):
-    """A missing token in every row is left out of the sums, which are compared all the same."""
+    """The sums skip a missing token in every row and are still compared."""
     rollout = B.rollout.index_fill(1, torch.tensor([2]), float("nan"))
     correction = correct(B.old, rollout, B.mask, PRESET)
     given = {"old_log_prob": B.old, "rollout_log_prob": rollout}
@@ -227,7 +227,7 @@ def test_the_error_names_the_first_row_and_both_sums():
 
 
 def test_another_number_of_tokens_is_found_on_devices(device):
-    """There masks are not compared, and a sequence with another number of measured tokens has no sums to compare."""
+    """Masks are not compared there, and sequences with different numbers of measured tokens have no comparable sums."""
     mask = B.mask.clone()
     mask[1, 3:] = False
     policies = PolicyLogProbs(log_prob=B.now, old_log_prob=B.old, rollout_log_prob=B.rollout)
@@ -257,7 +257,7 @@ def test_kernels_sum_the_policies_alike(impl, mask_share):
     sums, expected = (correction_kernel(train, rollout, mask, config, impl=x).policy_sums for x in (impl, "reference"))
     largest = torch.stack([mask.sum(-1) * x.nan_to_num(0, 0, 0).abs().amax(-1) for x in (train, rollout)])
     assert torch.equal(sums[:2], expected[:2])
-    assert ((sums - expected)[2:].abs() <= 0.2 * 2**-23 * largest).all()  # a tenth of what a loss allows
+    assert ((sums - expected)[2:].abs() <= 0.2 * 2**-23 * largest).all()  # a tenth of the loss's tolerance
 
 
 @pytest.mark.filterwarnings("ignore:old_log_prob equals log_prob")

@@ -1,4 +1,4 @@
-"""From hidden states an actor's log-probs are what they are from logits, whatever its spec says."""
+"""Log-probs from hidden states equal log-probs from logits for every sampling spec."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Anything that float tensors can hold goes in; no exception and no NaN comes out, and the promises hold.
+"""Any float tensor as input: no exception and no NaN comes out, and the documented guarantees apply.
 
 A hundred examples for each implementation; `make test-slow` runs 10,000. Expected decisions are computed here, in
-Python's float64, from docs/background/correction.md alone.
+Python's float64, from docs/background/correction.md only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
 @st.composite
 def batches(draw, dtypes=EVERY_DTYPE) -> Batch:
-    """Up to 4 × 6 tokens; log π is near log μ, or has nothing to do with it."""
+    """Return up to 4 × 6 tokens; log π is near log μ, or independent of it."""
     B, T = draw(st.integers(0, 4)), draw(st.integers(0, 6))
     pairs = torch.tensor(draw(st.lists(tokens, min_size=B * T, max_size=B * T)), dtype=torch.float64).view(-1, 2)
     mask = draw(st.integers(0, 2 ** (B * T) - 1))
@@ -232,7 +232,7 @@ def test_what_stands_under_the_mask_changes_no_bit(impl, data, config, garbage):
 @many
 @given(data=st.data(), config=configurations(), lengths=st.lists(st.integers(0, 6), min_size=4, max_size=4))
 def test_layouts_and_implementations_agree(data, config, lengths):
-    """Packed and padded, and every implementation that takes the dtype; decisions where rounding does not decide."""
+    """Packed and padded, for every implementation that accepts the dtype; decisions where rounding does not decide."""
     batch = data.draw(batches(TAKES["cpu"].dtypes))
     B, T = batch.mask.shape
     inside = torch.arange(T).expand(B, T) < torch.tensor(lengths)[:B, None]

@@ -1,4 +1,4 @@
-"""What `correct` does without a configuration, with options in place of one, and where there is no weight."""
+"""`correct` without a configuration, with options in place of one, and without weights."""
 
 import dataclasses
 import inspect

@@ -1,7 +1,7 @@
 """Every implementation against the float64 oracle (tests/oracle.py), on random batches and random configurations.
 
-Weights within 2 float32 ulps (3 if normalized), masks exactly, metrics within 2e-5; tests/oracle_cases.py says what is
-allowed beyond and why. `make test` takes a sample; `make test-oracle` takes 200 batches for each of ten seeds for each
+Weights within 2 float32 ulps (3 if normalized), masks exactly, metrics within 2e-5; tests/oracle_cases.py lists the
+exceptions and reasons. `make test` runs a sample; `make test-oracle` runs 200 batches for each of ten seeds for each
 implementation.
 """
 
@@ -25,7 +25,7 @@ SEEDS = int(os.environ.get("ROLLCORR_ORACLE_SEEDS", "0"))
 """How many seeds of 200 batches; 0 takes the sample."""
 
 BATCHES = 200 if SEEDS else 70
-INTERPRETED = BATCHES if SEEDS else 12  # Triton's interpreter takes a tenth of a second for a batch
+INTERPRETED = BATCHES if SEEDS else 12  # Triton's interpreter needs a tenth of a second per batch
 
 
 def cases(seed: int, count: int, impl: str = "reference") -> list[Case]:
@@ -37,7 +37,7 @@ def cases(seed: int, count: int, impl: str = "reference") -> list[Case]:
 def test_an_implementation_agrees_with_the_oracle(impl, seed):
     found = []
     for i, case in enumerate(cases(seed, INTERPRETED if impl == "triton" else BATCHES, impl)):
-        # Both layouts have the same answer; the slow interpreter takes them in turns.
+        # Both layouts have the same answer; the slow interpreter alternates between them.
         for packed in [i % 2 == 0] if impl == "triton" else [False, True]:
             correction = case.run(impl, packed=packed)
             layout = "packed" if packed else "padded"

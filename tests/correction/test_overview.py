@@ -83,7 +83,7 @@ def test_merged_statistics_have_the_metrics_of_the_whole():
 
 
 def test_no_metric_of_a_measured_batch_is_infinite():
-    """KL is below 0 here, so no length is too long; the number still fits into JSON."""
+    """KL is negative here, so every length is viable; the number still fits into JSON."""
     metrics = corrected(0.1).metrics(prefix="")
     assert metrics["kl"] < 0
     assert all(math.isfinite(value) for value in metrics.values())

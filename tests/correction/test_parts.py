@@ -1,4 +1,4 @@
-"""Parts of a correction: micro-batches, mini-batches and what travels with them. Their losses add up, or raise."""
+"""Parts of a correction, micro-batches and mini-batches, and their context. Their losses add up, or raise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CORRECTIONS = {
 
 
 def config_of(fields, normalizer="kept"):
-    """A configuration; for "nothing at all" the options as they are."""
+    """Return a configuration; the bare options if there is none."""
     if isinstance(fields.get("rollout_is"), bool):
         return fields
     with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def loss_config(mode, *, regularized=False):
     return LossConfig(loss_agg_mode=mode, loss_scale_factor=scale, **terms)
 
 
-# --- Any split of a batch is the batch ------------------------------------------------------------------------------
+# --- Any split of a batch is the batch -----------------------------------------------------------------------------
 
 partitions = st.lists(st.integers(0, 3), min_size=7, max_size=7)  # which micro-batch each sequence goes to
 
@@ -230,7 +230,7 @@ def test_a_part_takes_the_denominators_of_the_batch_and_not_its_own():
     assert losses == pytest.approx([-2 / 3, -1 / 3])
 
 
-# --- What is no part -------------------------------------------------------------------------------------------------
+# --- Rejected parts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_part_of_a_padded_correction_reads_nothing(rows):
     repr(part)  # would raise, if it read a value
 
 
-# --- A correction that lacks its context -----------------------------------------------------------------------------
+# --- A correction that lacks its context ----------------------------------------------------------------------------
 
 
 def test_a_part_cut_by_hand_is_refused_without_denominators():
@@ -366,7 +366,7 @@ def test_a_loss_needs_no_configuration_and_refuses_another():
         batch.loss(leaf, slice(0, 7), correction, config="decoupled_seq_is")
 
 
-# --- Groups that only one of the two calls knows ---------------------------------------------------------------------
+# --- Groups that only one of the two calls knows --------------------------------------------------------------------
 
 
 class Ranks:
@@ -380,7 +380,7 @@ class Ranks:
 
 
 def of_ranks(ranks):
-    """A correction that was computed over groups of these sizes, as another process gets it."""
+    """Return a correction computed over groups of these sizes, as a different process receives it."""
     correction = Batch().correct(CORRECTIONS["token weights, a token band"])
     return dataclasses.replace(correction, ranks=ranks)
 
@@ -427,7 +427,7 @@ def test_a_mini_batch_is_not_counted_without_the_groups(ranks):
         of_ranks(ranks).mini_batch(slice(0, 2))
 
 
-# --- What travels ----------------------------------------------------------------------------------------------------
+# --- Context of parts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -461,7 +461,7 @@ def test_changes_by_hand_leave_the_context_behind():
     assert not dataclasses.replace(correction)[1:].knows_its_step
 
 
-# --- Policies in the wrong order -------------------------------------------------------------------------------------
+# --- Swapped policies -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [slice(0, 7), slice(2, 5)], ids=["batch", "part"])

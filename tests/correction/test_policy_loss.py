@@ -1,4 +1,4 @@
-"""Modes and denominators: what the choice between three policies does to a gradient."""
+"""Modes and denominators: how the choice between three policies changes a gradient."""
 
 import dataclasses
 import itertools
@@ -187,7 +187,7 @@ def test_a_missing_rollout_log_prob_never_reaches_the_loss(nonfinite, loss_type)
 @pytest.mark.parametrize("loss_type", [None, *BYPASS])
 @pytest.mark.parametrize("policy", ["old_log_prob", "log_prob"])
 def test_neutral_keeps_what_is_missing_out_of_the_ratio(missing, loss_type, policy):
-    """A missing π_old or μ: r = 1 and w = 1, so −A ∇log π_θ. A missing π_θ: nothing. The other tokens do not notice."""
+    """A missing π_old or μ: r = 1 and w = 1, so −A ∇log π_θ. A missing π_θ: 0. The other tokens do not change."""
     policies, advantages, mask, _ = random_batch(4)
     mask[0, :3] = True
     if loss_type is not None:
@@ -427,7 +427,7 @@ def test_packed_equals_padded_and_padding_or_order_changes_nothing(mode, loss_ty
         torch.testing.assert_close(other, expected, rtol=1e-6, atol=1e-9)
 
 
-# ── nothing to average, and the other terms ──────────────────────────────────────────────────────────────────────────
+# ── empty averages, and the other terms ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.covering(2)
@@ -537,7 +537,7 @@ def test_rollout_log_probs_without_correction_are_remarked_once():
 
 @pytest.mark.parametrize("config", [None, "disabled", "measure"])
 def test_plain_ppo_and_measuring_configurations_stay_silent(config):
-    """Warnings are errors here. A configuration that corrects nothing was asked for by name."""
+    """Warnings are errors here. The user chose a configuration without correction by name."""
     policies, advantages, mask, _ = random_batch(17)
     checks.warn_once.cache_clear()
     policy_loss(without_rollout(policies), advantages, mask, config=config)

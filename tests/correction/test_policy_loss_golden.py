@@ -24,7 +24,7 @@ def golden_inputs():
 
 
 def golden_config(case):
-    """The case's configuration here: k1 bands turned round, and what has no effect in a mode left out."""
+    """Return the case's configuration: k1 bands inverted, options without effect in a mode dropped."""
     values = dict(case["config"])
     if values["rollout_rs"] and "k1" in values["rollout_rs"]:
         low, high = (float(x) for x in values["rollout_rs_threshold"].split("_"))
@@ -36,9 +36,9 @@ def golden_config(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_golden_losses_and_gradients_agree(case):
-    """Numbers of verl 0.9.1 (tests/golden/golden.json says how they were made).
+    """Numbers of verl 0.9.1 (tests/golden/golden.json has their provenance).
 
-    Which denominators they need here. Without `global_batch_info` the reference counts the mask that rejection left:
+    Denominators: without `global_batch_info` the reference counts the mask after rejection:
     normalizer="kept", our default. With it, the reference is given counts from before rejection, 120 tokens and 12
     sequences for two ranks, the empty row among them: the same rows divided by those numbers (the dilution of
     normalizer="original", whose own count has no empty rows), then times dp_size, because ranks average gradients

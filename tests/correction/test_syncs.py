@@ -1,4 +1,4 @@
-"""Nothing on the step path waits for the device: on meta tensors, which have no values, every read raises."""
+"""The step path never waits for the device: meta tensors have no values, so every read raises."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_correction_and_its_denominators_read_nothing(mode, packed, detail):
 @pytest.mark.parametrize("aggregation", LOSS_AGG_MODES)
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_and_their_gradients_read_nothing(mode, aggregation, packed):
-    """A whole optimizer step up to the gradient: two micro-batches, KL, entropy, and the rescaling of bypass mode."""
+    """Run an optimizer step up to the gradient: two micro-batches, KL, entropy, and the rescaling of bypass mode."""
     settings = config(mode)
     loss = LossConfig(
         loss_agg_mode=aggregation,

@@ -1,4 +1,4 @@
-"""Wrong tensors raise an error that names them, and unusual ones give the same numbers, at every entry point.
+"""Invalid tensors raise an error that names them; unusual ones return the same numbers, at every entry point.
 
 All entry points share their checks. So each argument meets the kinds of a tensor in turn. The compiled kernel reads
 memory by its address, and meets all of them.
@@ -54,7 +54,7 @@ def in_turn(cases: list, kinds) -> list[tuple]:
 
 
 def called(entry: str, **changed) -> list[torch.Tensor]:
-    """What an entry point gives for right arguments, some of them changed."""
+    """Call an entry point with valid arguments, some of them changed, and return its result."""
     case = ENTRIES[entry]
     given = arguments(case) | changed
     unknown = changed.keys() - arguments(case).keys()
@@ -81,7 +81,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
 
 
 def negated_view(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as the negative of what lies in memory, which only a bit of the tensor says."""
+    """Return the same numbers as the negation of the memory, marked by the tensor's negative bit."""
     return torch.imag(torch.complex(torch.zeros_like(x), -x).conj())
 
 
@@ -92,7 +92,7 @@ def every_other(x: torch.Tensor) -> torch.Tensor:
 
 
 def odd_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The same bool with bytes 2, 255 and 4 for true, as a view of another library's bytes has them."""
+    """Return the same bool with bytes 2, 255 and 4 for true, as in a view of foreign bytes."""
     odd = torch.tensor([2, 255, 4, 1], dtype=torch.uint8).repeat(x.numel())[: x.numel()].view(x.shape)
     return (odd * x).view(torch.bool)
 
@@ -129,7 +129,7 @@ def test_a_tensor_that_cannot_be_used_is_refused_by_name(entry, kind):
     spoil, said = (MEMORY | PLACE)[kind]
     given = arguments(ENTRIES[entry])
     for name, right in given.items():
-        if kind == "another device" and len(given) == 1:  # nothing to disagree with
+        if kind == "another device" and len(given) == 1:  # no argument to disagree with
             assert all(result.is_meta for result in called(entry, **{name: right.to("meta")}))
             continue
         with pytest.raises(ValueError, match=said) as caught:
@@ -286,7 +286,7 @@ def test_nothing_gives_nothing(entry):
         assert all(bool(torch.isfinite(x.double()).all()) for x in results), shape
 
 
-# --- Offsets --------------------------------------------------------------------------------------------------------
+# --- Offsets -------------------------------------------------------------------------------------------------------
 
 BAD_OFFSETS = {
     "falling": (lambda n: [0, 9, 4, 12, 15, n], "cu_seqlens must not fall, but entry 2 is 4 after 9"),
@@ -370,7 +370,7 @@ def test_offsets_of_many_sequences_are_checked_to_the_last():
         integer_checks.check_cu_seqlens(offsets, 100_000)
 
 
-# --- Transforms and traces ------------------------------------------------------------------------------------------
+# --- Transforms and traces -----------------------------------------------------------------------------------------
 
 TRANSFORMED = [name for name in ENTRIES if not name.startswith("linear_log_prob")]
 
@@ -538,7 +538,7 @@ def test_zeros_without_memory_are_zeros():
         correct(zeros, torch.zeros(2, 3), mask, DECOUPLED, impl="cpu")
 
 
-# --- What comes with a batch ----------------------------------------------------------------------------------------
+# --- Arguments next to a batch ----------------------------------------------------------------------------------------
 
 
 def test_buffers_positions_denominators_and_sets_pass_the_same_boundary():
@@ -556,7 +556,7 @@ def test_buffers_positions_denominators_and_sets_pass_the_same_boundary():
         ENTRIES["token_mean, padded"].call(given["loss"], mask, spread)
 
 
-# --- A correction and its tokens ------------------------------------------------------------------------------------
+# --- A correction and its tokens -----------------------------------------------------------------------------------
 
 
 def corrected(*, packed: bool = False):

@@ -1,4 +1,4 @@
-"""`TrainingStep` in one process: any split gives the gradient of the whole batch, and misuse is an error."""
+"""`TrainingStep` in one process: any split has the gradient of the batch, and misuse raises."""
 
 import dataclasses
 from pathlib import Path
@@ -39,7 +39,7 @@ class Batch:
         return correct(self.old[rows], self.rollout[rows], self.mask[rows], config)
 
     def whole(self, config, loss, *, counted=True):
-        """Loss and gradients of one call; `counted` divides by the float32 weights, not by those of the statistics."""
+        """Loss and gradients of one call; `counted` divides by the float32 weights, not by the statistics' weights."""
         model, correction = TinyPolicy(), self.corrected(config)
         arguments, options = self.arguments(model)
         if counted:
@@ -245,7 +245,7 @@ def test_a_deepspeed_engine_is_refused_with_the_fix():
         """Stands for deepspeed.DeepSpeedEngine, which is not installed."""
 
     class PipelineEngine(DeepSpeedEngine):
-        """DeepSpeed derives others from it."""
+        """DeepSpeed derives subclasses from it."""
 
     for engine in (DeepSpeedEngine(), torch.nn.Sequential(PipelineEngine())):
         with pytest.raises(ValueError, match=r"a DeepSpeedEngine owns .* functional form, policy_loss\(…, correction="):
