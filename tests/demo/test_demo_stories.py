@@ -1,4 +1,4 @@
-"""`rollcorr demo` shows what it claims: nothing wrong, a fault named and gone, and a correction that saves a run."""
+"""`rollcorr demo`: a healthy run, a fault found and fixed, and a correction that saves a run."""
 
 import pytest
 from typer.testing import CliRunner

@@ -1,4 +1,4 @@
-"""A denoiser of a few numbers, and batches sampled with it: what the tests of rollcorr.diffusion share."""
+"""A denoiser with a few parameters, and batches sampled with it, for the tests of rollcorr.diffusion."""
 
 from __future__ import annotations
 

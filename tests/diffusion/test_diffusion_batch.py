@@ -1,4 +1,4 @@
-"""Bypass and decoupled correction of a whole batch: keys, shapes, units, metrics, and what bad input is told."""
+"""Bypass and decoupled correction of a batch: keys, shapes, units, metrics, and errors for invalid input."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bypass_takes_the_rollout_for_the_old_policy():
 
 
 def test_the_same_model_is_left_alone():
-    """Log-ratio 0 up to the order of additions, which differs between processors; weight 1, nothing rejected."""
+    """Log-ratio 0 up to the order of additions, which depends on the processor; weight 1, no rejection."""
     batch = with_old(make_batch(Denoiser()), Denoiser())
     result, metrics = applied(batch, actor(**BAND))
     torch.testing.assert_close(batch["old_log_probs"], batch["rollout_log_probs"], rtol=0, atol=1e-9)
@@ -191,7 +191,7 @@ def test_the_exact_kl_rejects_by_its_bound_and_counts_beside_the_others():
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_counts_with_exact_kl_cover_kept_steps(normalize):
-    """Some steps are rejected by the exact KL, some samples by their ratio: what is counted is what both keep."""
+    """The exact KL rejects some steps, the ratio some samples; only steps kept by both count."""
     batch = sampled()
     fields = {"rollout_is": "token", "rollout_is_batch_normalize": normalize}
     config = actor("sum", **fields, rollout_rs="seq_mean_k1,step_kl", rollout_rs_threshold="0.3_3.0,0.2")

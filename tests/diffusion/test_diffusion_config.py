@@ -1,4 +1,4 @@
-"""The actor's configuration: what it takes, what it refuses, and which options say that they do nothing."""
+"""The actor's configuration: accepted and rejected options, and warnings for options without effect."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_micro_batches_and_single_steps_give_the_gradient_of_the_whole(
     output, expected = whole_step(config, batch)
     outcome, actual = split_step(config, batch, parts, by_step=by_step)
     if outcome.skipped:
-        return  # nothing kept: a test of its own
+        return  # empty batches have a test of their own
     assert_same(actual, expected)
     assert outcome.kept == output.loss_mask.sum()
     assert outcome.total == 12
@@ -120,7 +120,7 @@ def test_denominators_by_hand(denominator):
 
 
 def test_dividing_each_micro_batch_by_its_own_count_is_something_else():
-    """What the rescaling at the end avoids."""
+    """Dividing by the counts of each micro-batch has a different gradient, which the rescaling avoids."""
     config = actor("bypass", rs_denominator="kept")
     batch = prepared(config, rows=8, scale=0.1, seed=4)
     output, expected = whole_step(config, batch)
@@ -377,7 +377,7 @@ def test_nothing_reads_a_value_on_the_way_to_the_gradient():
 
 @every_mode
 def test_an_empty_micro_batch_adds_nothing(mode):
-    """What a rank without samples calls."""
+    """The call of a rank without samples."""
     config = actor(mode, kl_coef=0.1)
     batch = prepared(config)
     model = Denoiser()

@@ -1,4 +1,4 @@
-"""What benchmarks/diffusion_mismatch.py says of a tiny SD3 transformer, on fewer samples."""
+"""The findings of benchmarks/diffusion_mismatch.py on a tiny SD3 transformer, with fewer samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_same_model_in_the_same_batch_gives_log_ratios_of_0_up_to_rounding(s
 
 @pytest.mark.parametrize(("rollout", "band"), [("bf16", "0.5_2.0"), ("fp8", "0.1_10")])
 def test_joint_rejection_finds_wrong_prompts_and_hardly_anything_else(script, policies, rollout, band):
-    """The acceptance: nearly all of 16 wrong prompts among 128 found, under 1 % of the others rejected."""
+    """Finds nearly all of 16 swapped prompts among 128 samples, and rejects under 1 % of the correct ones."""
     found = script.detection(policies, rollout, 128, script.WINDOWS["end"])
     joint, pooled = found[f"joint seq_mean_k1 {band}"], found["mean-pooled seq_mean_k1 0.5_2.0"]
     assert joint["found"] >= 0.95

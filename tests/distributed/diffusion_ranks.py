@@ -1,4 +1,4 @@
-"""What one rank of the diffusion tests does. It also runs alone, without a group, for what is expected."""
+"""Program of one rank of the diffusion tests. Without a group it computes the expected result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one of two ranks does where they do not make the same calls; each scenario ends with an error."""
+"""Programs of two ranks that make different calls; each scenario ends with an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def other_configurations(rank: int, folder: Path, impatient: Any) -> None:
 
 
 def no_call(rank: int, folder: Path, impatient: Any) -> None:
-    """Only the first rank corrects. The other one lives on, so nothing but the timeout ends the wait."""
+    """Only the first rank corrects. The second stays alive, so only the timeout ends the wait."""
     try:
         if rank == 0:
             on_the_batch(correct, ranks.config(ranks.STANDARD), group=impatient)
@@ -51,7 +51,7 @@ def no_call(rank: int, folder: Path, impatient: Any) -> None:
 
 
 def other_policy(rank: int, folder: Path, impatient: Any) -> None:
-    """The correction is of another π_old than the loss. The second rank's slice is empty: there π_old equals π_θ."""
+    """Correction and loss use different π_old. The second rank's slice is empty: there π_old equals π_θ."""
     tokens = 6 * (1 - rank)
     old, rollout = torch.full((2, tokens), -1.0), torch.full((2, tokens), -1.5)
     mask = torch.ones(2, tokens, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What one rank of the distributed tests does. Every function also runs alone, without groups, for what is expected."""
+"""Program of one rank of the distributed tests. Without groups every function computes the expected result."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def shard(data: Data, size: int, rank: int) -> Data:
 
 
 def owners(lengths: Tensor, T: int, size: int, split: str) -> Tensor:
-    """Which rank holds each token, (B, T): contiguous, zig-zag (as ring attention deals chunks), or all on the last."""
+    """Return the rank of each token, (B, T): contiguous, zig-zag (as in ring attention), or all on the last rank."""
     position, lengths = torch.arange(T).expand(len(lengths), T), lengths.unsqueeze(-1).clamp(min=1)
     if split == "one":
         return torch.full_like(position, size - 1)
@@ -144,7 +144,7 @@ def inside(data: Data) -> Tensor:
 
 
 def corrected(data: Data, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Everything that a correction says, as plain values."""
+    """Return every output of a correction as plain values."""
     detail = Detail(sequence_offset=data.first, position_ids=data.position)
     result = correct(
         data.old, data.rollout, data.mask, config(fields), cu_seqlens=data.cu_seqlens, detail=detail, **options
@@ -161,7 +161,7 @@ def corrected(data: Data, fields: dict[str, Any], **options: Any) -> dict[str, A
 
 
 class Policy(nn.Module):
-    """log π_θ and an entropy of each token from its features alone, so that any slice can be computed anywhere."""
+    """Compute log π_θ and an entropy from the features of each token only, so that any rank can compute any slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def overlap(group: Any) -> str:
 
 
 def swapped(part: Data, group: Any) -> str:
-    """What a loss says of a slice whose correction had the policies in the other order."""
+    """Return the error of a loss on a slice whose correction had swapped policies."""
     correction = correct(part.rollout, part.old, part.mask, "decoupled_token_is", context_group=group)
     policies = PolicyLogProbs(log_prob=part.old + 0.1, old_log_prob=part.old, rollout_log_prob=part.rollout)
     try:

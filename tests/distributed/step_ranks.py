@@ -1,4 +1,4 @@
-"""What one of two ranks does in loops that used to give an incorrect gradient. Alone, it gives what is expected."""
+"""Program of one of two ranks, in loops that once had an incorrect gradient; without a group, the expected result."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def wrapped(wrapper: str, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
 def step_of(
     model: nn.Module, accelerator: Any, data: dict[str, Tensor], mode: str, loss: LossConfig, *, known: bool = False
 ) -> dict[str, Tensor | None]:
-    """One optimizer step of this rank's rows, in four micro-batches; those of the other rank are of other sizes."""
+    """Run one optimizer step on this rank's rows, in four micro-batches; the ranks have different row counts."""
     world = dist.group.WORLD
     correction = None
     if mode == "decoupled":
@@ -149,7 +149,7 @@ def scenarios(rank: int, mesh: DeviceMesh) -> Iterator[tuple[Any, Any]]:
                 yield (wrapper, mode, loss), step_of(model, accelerator, own, mode, loss)
         yield (wrapper, "known"), step_of(model, accelerator, own, "decoupled", REGULARIZED, known=True)
 
-    # Other ways to write rows (a) and (c), which say that something is missing.
+    # Variants of rows (a) and (c), which report a missing call.
     yield "functional, local", functional(wrapped("DDP", mesh)[0], own, group="local")
     yield "functional, group", functional(wrapped("DDP", mesh)[0], own, group=dist.group.WORLD)
     yield "functional", functional(wrapped("DDP", mesh)[0], own)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank found; all of it in one start of four processes."""
+    """Results of each rank, from one start of four processes."""
     path = tmp_path_factory.mktemp("diffusion")
     mp.start_processes(diffusion_ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
@@ -38,7 +38,7 @@ def test_gradients_counts_and_metrics_do_not_depend_on_ranks_or_micro_batches(re
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ddp_gives_the_same_bits_on_every_rank_and_the_gradient_of_one_process(results, mode):
-    """With a KL term there are two backward passes, and the reducer would exchange the first alone."""
+    """A KL term has a second backward pass; the reducer would exchange only the first one."""
     whole = diffusion_ranks.optimizer_step(mode, "kept", 1, 0, 9)
     for size in (2, 3, 4):
         for rank in range(size):

@@ -1,4 +1,4 @@
-"""What is sent, how often, and how much of it; and the sums that need no second process to be checked."""
+"""Number and size of messages; and sums that can be checked in one process."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank found, by scenario; all of them in one start of four processes."""
+    """Results of each rank by scenario, from one start of four processes."""
     path = tmp_path_factory.mktemp("ranks")
     mp.start_processes(ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
@@ -44,7 +44,7 @@ def assert_same_numbers(actual, expected):
 
 
 def assert_same_tokens(actual, expected, select):
-    """Weights and mask agree bit for bit with the part of the whole that `select` takes."""
+    """Weights and mask equal the rows chosen by `select`, bit for bit."""
     assert torch.equal(actual["loss_mask"], select(expected["loss_mask"]))
     assert (actual["weights"] is None) == (expected["weights"] is None)
     if expected["weights"] is not None:
@@ -82,7 +82,7 @@ def test_14_slices_of_sequences_are_decided_as_whole_sequences(results, data, na
 
 
 def slice_of(whole, *, owned, data):
-    """The part of a padded, or packed, whole that a rank holds."""
+    """Return a rank's part of a padded or packed tensor."""
     if owned.cu_seqlens is None:
         return whole[:, owned.position[0]]
     padded = torch.zeros(data.mask.shape, dtype=whole.dtype).masked_scatter(ranks.inside(data), whole)
@@ -100,7 +100,7 @@ def test_a_mesh_of_both_groups_counts_every_token_once(results, data, name):
 
 
 def test_the_data_meet_every_rejection(data):
-    """Guards the tests above against data in which nothing happens."""
+    """Guard the tests above against trivial data."""
     for name in set(CONFIGS) - {"metrics only"}:
         metrics = ranks.corrected(data, CONFIGS[name])["metrics"]
         assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1, name
@@ -115,7 +115,7 @@ def test_an_optimizer_step_is_the_same_for_any_ranks_slices_and_micro_batches(re
         steps += [results[rank]["step", size, mode, micro] for size in (2, 4) for micro in MICRO_BATCHES]
         steps += [results[rank]["context step", size, mode] for size in (2, 4)] + [results[rank]["both step", mode]]
     if not mode.startswith("bypass"):
-        # Weights that are counted anew are float32, those of the statistics float64.
+        # Recounted weights are float32, the statistics' weights float64.
         counted_anew = [results[rank]["mini-batch step", mode] for rank in range(SIZE)]
         for step in counted_anew:
             torch.testing.assert_close(step["gradients"], whole["gradients"], rtol=1e-6, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Ranks that do not make the same calls are told, where that can be seen, and else what the likely reason is."""
+"""Ranks that make different calls raise at once where possible; other errors name the likely reason."""
 
 import mismatched_ranks
 import pytest
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """What each rank was told in each scenario, in one start."""
+    """Errors of each rank by scenario, from one start."""
     path = tmp_path_factory.mktemp("mismatched")
     mp.start_processes(mismatched_ranks.run, args=(str(path),), nprocs=mismatched_ranks.SIZE, start_method="spawn")
     return [torch.load(path / f"{rank}.pt") for rank in range(mismatched_ranks.SIZE)]

@@ -15,14 +15,14 @@ WRAPPERS = ["plain", "DDP", "FSDP2", "accelerate"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank found; all of it in one start of two processes."""
+    """Results of each rank, from one start of two processes."""
     path = tmp_path_factory.mktemp("steps")
     mp.start_processes(step_ranks.run, args=(str(path), 0), nprocs=SIZE, start_method="spawn")
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 
 def assert_same(actual, expected):
-    """Equal within 1e-12; a wrapper that takes part in every pass has 0 where one process has no gradient."""
+    """Equal within 1e-12; a wrapper that joins every pass has 0 where one process has no gradient."""
     assert max(g.abs().max().item() for g in expected.values() if g is not None) > 1e-3
     for name, gradient in expected.items():
         other = actual[name]

@@ -1,4 +1,4 @@
-"""Bypass mode under real wrappers: every rank ends up with the gradient of one process that held the whole batch."""
+"""Bypass mode under real wrappers: every rank ends with the gradient of one process that has all rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank found; all of it in one start of three processes."""
+    """Results of each rank, from one start of three processes."""
     path = tmp_path_factory.mktemp("wrappers")
     mp.start_processes(wrapper_ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
@@ -36,7 +36,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Gradient and factor of the whole batch in one process."""
+    """Return gradient and factor of all rows in one process."""
     return {key: wrapper_ranks.alone(*key) for key in itertools.product(TERMS, LOSSES)}
 
 

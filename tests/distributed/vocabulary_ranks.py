@@ -1,4 +1,4 @@
-"""What one rank of the vocabulary-parallel tests does: the same tokens as all, and some rows of the head."""
+"""Program of one rank of the vocabulary-parallel tests: the same tokens on all ranks, some rows of the head on each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollcorr.kernels.linear_logprob import linear_log_prob
 
 SIZE, N, D, V = 4, 9, 5, 23
 SLICES = {2: (0, 9, V), 4: (0, 6, 7, 15, V)}  # uneven
-LOW_IDS = KeptSets.of([[0, 3, 5]] * N)  # so that of four ranks only the first has any, but for sampled tokens
+LOW_IDS = KeptSets.of([[0, 3, 5]] * N)  # so only the first of four ranks has any, except sampled tokens
 FORMS: dict[str, dict[str, Any]] = {
     "whole": {},
     "whole, entropy, mask": {"entropy": True, "temperature": 0.7, "mask": torch.arange(N) % 4 > 0},
@@ -28,7 +28,7 @@ IDS = torch.tensor([0, 3, 5, 1, 22, 3, 0, 8, 16])
 
 
 def computed(name: str, *, size: int = 1, rank: int = 0, group: Any = None, accumulate: bool = False) -> Any:
-    """Results and gradients, those of the head as far as the rank holds it; without a group of everything."""
+    """Return results and gradients, the head's for the rows of this rank; without a group for all rows."""
     generator = torch.Generator().manual_seed(7)
     first, stop = (0, V) if group is None else SLICES[size][rank : rank + 2]
     hidden, weight, bias, upstream = (
@@ -48,7 +48,7 @@ def computed(name: str, *, size: int = 1, rank: int = 0, group: Any = None, accu
 
 
 def refused(id_: int, *, size: int, rank: int, group: Any) -> str:
-    """What a rank says of an id that is in no slice, and of the same id outside of the mask."""
+    """Return a rank's error for an id in no slice, and its result for the same id outside the mask."""
     first, stop = SLICES[size][rank : rank + 2]
     ids = IDS.clone()
     ids[4] = id_

@@ -1,4 +1,4 @@
-"""What one rank does in bypass mode under a real wrapper. Alone, it gives what is expected."""
+"""Program of one rank in bypass mode under a real wrapper; without a group, the expected result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Policy(nn.Module):
     """Log π_θ and an entropy of each token; some rows pass an expert, and without such a row it has no gradient.
 
     Args:
-        always: call the expert on no row too, as FSDP2 asks of every rank.
+        always: call the expert on empty input, which FSDP2 requires of every rank.
         recompute: checkpoint the first layer.
     """
 
@@ -108,7 +108,7 @@ def policies_of(model: nn.Module, part: dict[str, Tensor]) -> tuple[PolicyLogPro
 
 
 def alone(terms: str, loss_type: str) -> tuple[dict[str, Tensor | None], float]:
-    """The gradient of the whole batch in one process, in one call, by parameter; and sampled / kept tokens."""
+    """Return the gradient of all rows in one process and one call, by parameter; and sampled / kept tokens."""
     model, data = Policy(), make_data()
     policies, entropy = policies_of(model, data)
     output = policy_loss(
@@ -148,7 +148,7 @@ def _wrapped(model: Policy, wrapper: str, group: Any, mesh: DeviceMesh) -> nn.Mo
 
 
 def split(rows: int, how: Any) -> list[Tensor]:
-    """Micro-batches of uneven length; empty ones where there are too few rows."""
+    """Micro-batches of uneven length; some are empty if there are few rows."""
     return list(torch.arange(rows).tensor_split(how))
 
 
@@ -167,7 +167,7 @@ def step_of(
         for i, rows in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             if not len(rows) and not wrapper.startswith("FSDP2"):
-                continue  # such a rank, or micro-batch, does nothing at all; FSDP2 wants every rank in every pass
+                continue  # such a rank, or micro-batch, skips the pass; FSDP2 needs every rank in every pass
             idiom = nullcontext()
             if wrapper == "DDP, no_sync idiom" and not last:
                 idiom = model.no_sync()
@@ -182,12 +182,12 @@ def step_of(
 
 
 def other_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    """A loss that the step knows nothing of. It is a sum, so the ranks' losses add up to that of all rows."""
+    """A loss unknown to the step. It is a sum, so the ranks' losses add up to the loss of all rows."""
     return policies_of(model, data)[1].sum()
 
 
 def with_other_loss(model: nn.Module, data: dict[str, Tensor], group: Any) -> dict[str, Tensor | None]:
-    """The gradients of a step in whose block another loss runs its own backward pass."""
+    """Return the gradients of a step in whose block an unrelated loss runs its own backward pass."""
     with TrainingStep(model, config("ppo_clip"), group=group) as step:
         policies, _ = policies_of(model, data)
         step.backward(step.policy_loss(policies, data["advantages"], data["mask"]))
@@ -219,7 +219,7 @@ def synced(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor | None]
 
 
 def pair_scenarios(rank: int, group: Any, mesh: DeviceMesh, replicated: DeviceMesh) -> Iterator[tuple[Any, Any]]:
-    """What two ranks are enough for."""
+    """Scenarios for which two ranks suffice."""
     data = make_data()
     own = {name: values[slice(*SHARDS[2][rank : rank + 2])] for name, values in data.items()}
     rows = split(len(own["mask"]), 2)

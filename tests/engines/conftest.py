@@ -1,4 +1,4 @@
-"""What the tests of engines share."""
+"""Fixtures of the tests of engines."""
 
 import pytest
 from fake_clock import FakeClock

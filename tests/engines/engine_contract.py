@@ -1,6 +1,6 @@
-"""What every engine must do, whatever runs inside: subclass `EngineContract` in a test file and say how yours is made.
+"""Tests that every engine must pass: subclass `EngineContract` in a test file and define how to make yours.
 
-A subclass gives `make` and `forgetful`, and sets its noise. Tests change the policy and hand it over with
+A subclass defines `make` and `forgetful`, and sets its noise. Tests change the policy and pass it to
 `update_weights`, so an engine that starts slowly may override the fixture `engine` with one that is made once and
 gets the fresh policy's weights each time.
 """
@@ -28,7 +28,7 @@ def policy_log_prob(policy, tokens):
 
 
 def change(policy, *, by=0.05, seed=1):
-    """Another policy in the same module."""
+    """Return a different policy in the same module."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -51,9 +51,9 @@ class EngineContract:
     """Tests of an engine that samples at temperature 1, untruncated, at most `NEW_TOKENS` tokens.
 
     Attributes:
-        name: what its `SamplingSpec` calls it.
+        name: the engine's name in its `SamplingSpec`.
         noise: nats by which a log-prob may differ from the float32 policy's.
-        rescoring_noise: nats by which `score` may differ from what `generate` said of the same tokens.
+        rescoring_noise: nats by which `score` may differ from the log-probs of `generate`.
     """
 
     name: str
@@ -111,7 +111,7 @@ class EngineContract:
         assert difference.max() <= self.rescoring_noise
 
     def test_tokens_are_drawn_as_often_as_their_log_probs_say(self, engine, policy):
-        """The mean log-prob of a draw is minus the entropy; another temperature or a truncation moves it."""
+        """The mean log-prob of a draw is minus the entropy; a different temperature or a truncation moves it."""
         sharpen(policy)
         engine.update_weights(policy.model, version=1)
         draws = 400
@@ -150,7 +150,7 @@ class EngineContract:
         tokens = engine.generate(PROMPTS, seed=0).tokens
         mask, before = tokens.response_mask, engine.score(tokens)
         change(policy)
-        assert torch.equal(engine.score(tokens), before)  # it holds a copy
+        assert torch.equal(engine.score(tokens), before)  # it has a copy
         engine.update_weights(policy.model, version=1)
         after = engine.score(tokens)
         assert (after - policy_log_prob(policy, tokens))[mask].abs().max() <= 2 * self.noise
@@ -211,7 +211,7 @@ class EngineContract:
 class KeptSetContract:
     """In addition to `EngineContract`, of an engine that reports which ids it could draw.
 
-    A subclass gives `make_truncated`: an engine with the weights of a policy that samples as `TRUNCATED` says.
+    A subclass defines `make_truncated`: an engine with the policy's weights that samples with `TRUNCATED`.
     """
 
     noise: float

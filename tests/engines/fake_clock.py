@@ -5,7 +5,7 @@ import time
 
 
 class FakeClock:
-    """Seconds that pass only in `sleep`. `alarms` holds (second, action): what happens when that second has passed."""
+    """Seconds that pass only in `sleep`. `alarms`: (second, action) pairs; an action runs once its second is over."""
 
     def __init__(self):
         self.now = 0.0

@@ -18,11 +18,11 @@ __version__ = "0.32.0+fake"
 
 
 class SamplingParams(SimpleNamespace):
-    """Keeps what it is given."""
+    """Record the arguments."""
 
 
 class PackedHead:
-    """What vLLM's head does on the CPU: it computes with a copy that `process_weights_after_loading` makes."""
+    """Mimic vLLM's head on the CPU, which computes with a copy made by `process_weights_after_loading`."""
 
     def __init__(self, head):
         self.quant_method = self
@@ -156,7 +156,7 @@ def _draw(log_probs, generator):
 
 
 def _top(log_probs, token, count):
-    """The sampled token first, then the likeliest: as vLLM gives them."""
+    """Return the sampled token first, then the likeliest, in vLLM's order."""
     ids = dict.fromkeys([token, *(log_probs.topk(count).indices.tolist() if count else [])])
     return {i: SimpleNamespace(logprob=float(log_probs[i])) for i in ids}
 
@@ -230,6 +230,6 @@ def _sample(llm, plain_completion, path, body, max_logprobs):
 
 
 def as_package(folder):
-    """Write a package `vllm` that is this module into `folder`, for another interpreter's PYTHONPATH."""
+    """Write this module as package `vllm` into `folder`, for the PYTHONPATH of a second interpreter."""
     Path(folder, "vllm.py").write_text("from fake_vllm import *\nfrom fake_vllm import __version__\n")
     return f"{folder}:{Path(__file__).parent}"

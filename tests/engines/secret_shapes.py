@@ -10,7 +10,7 @@ _RANDOM = random.Random(20_241)
 
 
 def _value(length: int = 24, *, signs: str = LETTERS) -> str:
-    """A value that no other text holds, and that begins with a letter and a digit."""
+    """Return a unique value that begins with a letter and a digit."""
     return "q7" + "".join(_RANDOM.choice(signs) for _ in range(length))
 
 
@@ -37,7 +37,7 @@ class Shapes:
     def _fill(self) -> None:
         new = self._new
 
-        # Headers: what the name says does not matter.
+        # Headers: the name does not matter.
         for name in ("X-Team", "X-Request-Source", "Ocp-Apim-Subscription", "cf-access-client", "X-Vault", "DD-Auth"):
             self.headers[name] = new(f"header {name}")
         self.headers["Authorization"] = "Bearer " + new("header Authorization")
@@ -126,5 +126,5 @@ class Shapes:
         return {"headers": self.headers, "urls": list(self.queries), "engine_args": self.arguments}
 
     def found_in(self, content: bytes) -> list[str]:
-        """The shapes whose secret a file's content holds."""
+        """Return the shapes whose secret occurs in a file."""
         return [shape for shape, secret in self.secrets.items() if secret.encode() in content]

@@ -1,4 +1,4 @@
-"""From an engine's lists to tensors: what is right arrives as it was, what is wrong stops the whole batch."""
+"""From an engine's lists to tensors: valid lists arrive unchanged, an invalid one stops the batch."""
 
 import math
 

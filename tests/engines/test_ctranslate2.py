@@ -1,4 +1,4 @@
-"""CTranslate2: what the contract does not ask, because it is this engine's own."""
+"""CTranslate2: behavior of this engine only, beyond the contract."""
 
 import copy
 import gc
@@ -52,7 +52,7 @@ def test_int8_rollouts_of_the_demo_policy_differ_from_its_float32_trainer_as_int
     policy = load_policy("demo")
     prompts = [policy.encode(f"{a}+{b}=?\n") for a in range(11, 27) for b in (5, 38)]
     k3, largest = mismatch(policy, prompts)
-    assert 1e-5 < k3 < 1e-3  # float32 gives 1e-12, other weights far more
+    assert 1e-5 < k3 < 1e-3  # float32 differs by 1e-12, other weights by far more
     assert 0.02 < largest < 0.6
 
 

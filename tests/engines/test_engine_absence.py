@@ -100,7 +100,7 @@ class Mortal:
 
 
 def run(tmp_path, name, mortal, *options):
-    """A short run on the server; its summary, its metrics without seconds, and what it showed."""
+    """Run a few steps on the server; return summary, metrics without seconds, and output."""
     from rich.console import Console
 
     policy = tmp_path / "policy"
@@ -266,7 +266,7 @@ def test_a_server_without_a_folder_that_comes_back_with_other_weights_is_refused
 
 
 def test_a_server_that_dies_during_an_update_gets_all_of_the_update_again(micro_policy, tmp_path, clock):
-    """Between the load and the check the server is started again: what was loaded is lost."""
+    """The server restarts between load and check: the loaded weights are lost."""
     llm = start_llm(micro_policy, tmp_path / "served")
     answer, asked, first = fake_vllm.served(llm), [], copy.deepcopy(llm.model.state_dict())
 

@@ -1,4 +1,4 @@
-"""What every engine is told: checked once, with errors that name the value, the limit and the fix."""
+"""Settings of every engine: checked once, with errors that name the value, the limit and the fix."""
 
 import inspect
 

@@ -101,7 +101,7 @@ def test_a_lasting_fault_says_what_was_tried(fault, reason):
 
 
 def test_a_proxy_whose_server_is_dead_is_waited_for_as_an_absent_server(clock):
-    """It takes every connection and closes it, as `ssh -L` does."""
+    """Accept every connection and close it, like `ssh -L`."""
     with client_of(drop, wait_minutes=30, retries=0) as (client, server):
         clock.alarms.append((600.0, lambda: setattr(server, "answer", echo)))
         assert client.post("/generate", 7) == {"echo": 7}

@@ -1,4 +1,4 @@
-"""A killed engine leaves no program: the worker ends with its input, and takes along what vLLM has started."""
+"""A killed engine leaves no process: the worker exits when its input ends, with the processes of vLLM."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ ENGINE = """
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_killed_engine_leaves_no_program(number, tmp_path):
-    """Not even one that hangs and has started another."""
+    """Not even a worker that hangs and has started a child."""
     (tmp_path / "vllm.py").write_text(textwrap.dedent(HANGING_VLLM), encoding="utf-8")
     places = [str(tmp_path), *filter(None, sys.path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "PIDS": str(tmp_path / "pids")}

@@ -13,7 +13,7 @@ from rollcorr.train.grpo.policy import make_tiny_policy
 
 
 class FixedLogits(nn.Module):
-    """A vocabulary of two whose odds depend on the position alone: logit of token 1 is its position's number."""
+    """A vocabulary of two whose odds depend only on the position: the logit of token 1 is its position."""
 
     def forward(self, *, position_ids, logits_to_keep, **_):
         logits = torch.stack([torch.zeros_like(position_ids), position_ids], dim=-1).float()

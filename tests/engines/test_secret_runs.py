@@ -1,4 +1,4 @@
-"""A run whose configuration holds secrets in every place leaves none of them: files, report, output, logs, errors."""
+"""A run with secrets in every place of its configuration leaks none: files, report, output, logs, errors."""
 
 import base64
 import json
@@ -80,7 +80,7 @@ def command(monkeypatch):
 
 
 def leaks(text):
-    """Which secrets a text or a file's bytes hold, and where."""
+    """Return the secrets in a text or a file's bytes, and their places."""
     content = text if isinstance(text, bytes) else text.encode()
     return [place for place, secret in {**SECRETS, "encoded": ENCODED}.items() if secret.encode() in content]
 
@@ -134,7 +134,7 @@ def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
         assert headers["X-Signature"] == SECRETS["from a reference"]
         assert headers["X-Token"] == SECRETS["from headers_env"]
 
-        # The same command goes on, with the secrets that the files do not hold; then the engine fails.
+        # The same command resumes with the secrets, which the files lack; then the engine fails.
         answer.broken = True
         code, failed = command(*arguments, "steps=3", "resume=true")
         assert code in (2, 3), failed
@@ -156,7 +156,7 @@ def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
     assert "rollout.engine_options.url, rollout.engine_options.headers.Authorization" in said
     assert "HTTP 500" in failed + failed_later
 
-    # The file keeps what is no secret.
+    # The file keeps everything else.
     stored = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))["rollout"]["engine_options"]
     assert re.fullmatch(r"http://\*\*\*@127\.0\.0\.1:\d+\?api_key=\*\*\*&k=\*\*\*", stored["url"])
     assert stored["headers"]["X-Signature"] == "${env:REFERENCED}"
@@ -164,9 +164,9 @@ def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
     assert "HTTP 500" in json.loads((run / "summary.json").read_text(encoding="utf-8"))["failure"]
 
     code, as_text = command("report", str(run))
-    assert code in (1, 3)  # without a null nothing is healthy
+    assert code in (1, 3)  # no verdict "healthy" without a null
     code, as_json = command("report", str(run), "--json")
-    assert code in (1, 3)  # without a null nothing is healthy
+    assert code in (1, 3)  # no verdict "healthy" without a null
     files = leaking_files(run)
     assert {"config.yaml", "report/report.html", "summary.json", "rollouts/step_000001.parquet"} <= files.keys()
     assert any(name.startswith("tensorboard/") for name in files)

@@ -27,7 +27,7 @@ def shapes():
 
 
 def leaks(shapes, folder):
-    """Shapes by file, for each file of a folder that holds a secret."""
+    """Return shapes by file, for each file of a folder with a secret."""
     found = {str(file): shapes.found_in(file.read_bytes()) for file in folder.rglob("*") if file.is_file()}
     assert found
     return {file: names for file, names in found.items() if names}

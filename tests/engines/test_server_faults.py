@@ -1,4 +1,4 @@
-"""Everything that a server can do wrong, one fault at a time: what the engine says, and that nothing of it is used.
+"""Every fault of a server, one at a time: the engine's error names it, and no part of the response is used.
 
 The faults come over real connections from a server that otherwise answers as SGLang 0.5.23 did.
 """
@@ -30,7 +30,7 @@ EXIT_SECONDS = 300
 
 
 def body(data, code=200, **headers):
-    """A whole answer with other bytes."""
+    """Return a full response with other bytes."""
 
     def fault(handler, answer):
         handler.send_response(code)
@@ -126,7 +126,7 @@ def meta(**values):
 
 
 def bomb(times, size=1_000_000_000):
-    """So many bytes of zeros, packed so many times; the second time packs another thousandfold."""
+    """Compress zeros repeatedly; the second round compresses by a further factor of a thousand."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     piece = bytes(1_000_000)
     data = b"".join([*(packer.compress(piece) for _ in range(size // len(piece))), packer.flush()])
@@ -260,7 +260,7 @@ def test_a_fault_is_an_error_that_names_the_server_and_nothing_of_the_batch_is_u
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 2500
 
-    # The engine is as it was: the next batch is whole and right.
+    # The engine is unchanged: the next batch is complete and correct.
     again = engine.generate(PROMPTS, seed=0)
     assert torch.equal(again.tokens.response_ids, expected.tokens.response_ids)
     assert torch.equal(again.rollout_log_prob, expected.rollout_log_prob)
@@ -343,7 +343,7 @@ print(int(status["VmHWM"].split()[0]) * 1024)
 
 
 def test_no_answer_takes_a_gigabyte_of_memory():
-    """A process of its own, so that the peak is the client's alone. Two of the answers are just within the limits."""
+    """Run in a child process, so that the peak is the client's. Two of the responses are just within the limits."""
     largest = 32_000_000
     hostile = {
         "/gzip": body(BOMB, Content_Encoding="gzip"),
@@ -469,7 +469,7 @@ def test_a_value_of_another_kind_anywhere_in_an_answer_is_an_engine_error_or_cha
                 refused += 1
                 continue
 
-            # What is not read may hold anything; scores are checked one level up, all together.
+            # Unread fields may contain anything; scores are checked one level up, all together.
             if "scores" not in reader:
                 assert torch.equal(found.tokens.response_ids, expected.tokens.response_ids), (path, other)
                 assert torch.isfinite(found.rollout_log_prob).all(), (path, other)

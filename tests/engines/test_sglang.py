@@ -1,6 +1,6 @@
-"""The SGLang adapter: on what SGLang 0.5.23 answered, on answers with a fault, and on a pretended server that computes.
+"""The SGLang adapter: on responses of SGLang 0.5.23, on faulty responses, and on a fake server that computes.
 
-The pretended server follows SGLang's documentation for what was not recorded: scoring given tokens, loading weights.
+The fake server follows SGLang's documentation for unrecorded calls: scoring given tokens, loading weights.
 """
 
 import copy
@@ -33,7 +33,7 @@ OF_KIND = dict(zip(SPECS, RECORDED.values(), strict=True))
 
 
 class PretendedServer:
-    """Does with a model on this machine what SGLang's documentation says that it does with its own."""
+    """A fake server with a local model that behaves as SGLang's documentation describes."""
 
     def __init__(self, model):
         self.model = copy.deepcopy(model).eval()
@@ -127,7 +127,7 @@ def replay(recorded, change=lambda answer: answer):
 
 
 def sent_to(server):
-    """The requests to sample, without those of the probe."""
+    """Return the sampling requests, without the requests of the probe."""
     return [body for _, body in server.requests if body["sampling_params"]["max_new_tokens"]]
 
 
@@ -191,14 +191,14 @@ def test_kept_sets_hold_what_was_sampled_and_their_mass_is_the_difference_of_two
         assert token in kept
     full = torch.tensor([[entry[0] for entry in row] for row in told(PROCESSED, "output_token_logprobs")])
     torch.testing.assert_close(rollout.log_kept_mass, full - rollout.rollout_log_prob, atol=1e-6, rtol=0)
-    # top-p 0.9 of the whole softmax, less what top-k 20 took
+    # top-p 0.9 of the full softmax, minus the share removed by top-k 20
     assert math.log(0.85) < rollout.log_kept_mass.min() < math.log(0.95)
     assert check_compatible(rollout.sampling, rollout.sampling.for_actor("replay")).verdict == "same"
     assert check_compatible(rollout.sampling, rollout.sampling.for_actor("kept_mass")).verdict == "approximate"
 
 
 def labelled(label):
-    """The whole response from the weights of one label, and no spans."""
+    """The full response from weights of one label, without spans."""
 
     def change(answer):
         del answer["meta_info"]["weight_versions"]
@@ -430,7 +430,7 @@ class TestSglangOnAPretendedServer(EngineContract, KeptSetContract):
             engine.generate(PROMPTS, seed=0)
 
     def test_spans_of_weight_versions_reach_their_tokens(self, engine, policy):
-        """Another thread updates the weights while a response is under way."""
+        """A second thread updates the weights during a request."""
         sample = self.pretended.generate
 
         def updated_at_5(body):

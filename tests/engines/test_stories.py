@@ -1,4 +1,4 @@
-"""The pretrained model of the tests is what its page says, at both head sizes."""
+"""The pretrained model of the tests equals its description, at both head sizes."""
 
 import torch
 from stories import load_stories, load_stories_with_wide_heads

@@ -1,4 +1,4 @@
-"""The embedded engine: what the contract does not ask, because it is this engine's own."""
+"""The embedded engine: behavior of this engine only, beyond the contract."""
 
 import dataclasses
 from types import MethodType, SimpleNamespace
@@ -176,7 +176,7 @@ CONTINUOUS = {"num_blocks": 8, "page_size": 32, "max_batch_tokens": 64}
 
 
 def test_continuous_batching_draws_and_reports_what_generate_does(micro_policy):
-    """Equal seeds give equal tokens, the log-probs are the policy's, processed, and the generator is left alone."""
+    """Equal seeds return equal tokens, log-probs are the policy's, processed, and the generator is unchanged."""
     if not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip("this release of transformers has no log-probs from continuous batching")
     settings = {"temperature": 0.7, "top_k": 3, "logprobs": "processed", "dtype": torch.float32, "tokens": 5}

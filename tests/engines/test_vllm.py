@@ -41,7 +41,7 @@ def make_engine(policy, *, cls=VllmEngine, sampling=None, tokens=NEW_TOKENS, **o
 
 
 class Forgetful(VllmEngine):
-    """Loads all parameters of the policy but one, which it takes from the first one it saw."""
+    """Load all parameters of the policy but one, which keeps its first value."""
 
     forgotten = None
 
@@ -96,7 +96,7 @@ def test_raw_log_probs_of_a_truncated_sampler_are_of_the_whole_vocabulary(micro_
 
 
 def test_logits_that_tie_at_the_boundary_are_all_kept(micro_policy):
-    with torch.no_grad():  # five of nine tokens are equally likely, the others never
+    with torch.no_grad():  # five of nine tokens are equally likely, the rest have probability 0
         micro_policy.model.get_input_embeddings().weight.zero_()
     engine = make_engine(micro_policy, sampling={"top_k": 3, "logprobs": "processed"})
     with pytest.raises(EngineAnswerError, match=r"17 ids that vLLM kept have a mass of 0\.06.* tie at the 3-th place"):
@@ -183,7 +183,7 @@ def test_a_load_that_fails_half_way_leaves_an_engine_that_samples_nothing(micro_
 def test_an_update_by_restart_starts_from_the_weights(micro_policy, monkeypatch):
     monkeypatch.setattr(
         "rollcorr.engines.vllm.weight_receiver.repack_output_head", lambda model: None
-    )  # nothing to repack
+    )  # no weight to repack
     engine = make_engine(micro_policy, update="restart")
     change(micro_policy)
     engine.update_weights(micro_policy.model, version=1)
@@ -263,7 +263,7 @@ def test_no_part_of_a_faulty_answer_is_used(micro_policy, monkeypatch, change_an
 
 
 def test_versions_that_change_within_a_response_are_told_by_token(micro_policy, monkeypatch):
-    """Another thread updates the weights while the responses are under way."""
+    """A second thread updates the weights during the requests."""
     spans = [{"version": "0", "start": 0, "end": 5}, {"version": "3", "start": 5, "end": 12}]
     updates = []
     set_spans = set_field("weight_versions", spans)
@@ -294,7 +294,7 @@ def test_a_mask_that_vllm_returns_itself_is_taken(micro_policy, monkeypatch):
     def mask(row):
         content = row["logprobs"]["content"]
         row["sampling_mask"] = [sorted({entry["token_id"], 7, 8}) for entry in content]
-        assert all(len(entry["top_logprobs"]) == 1 for entry in content)  # more was not asked for
+        assert all(len(entry["top_logprobs"]) == 1 for entry in content)  # the request did not ask for more
 
     engine = make_engine(micro_policy, sampling=TRUNCATED, engine_args={"return_sampling_mask": True})
     rollout = engine.generate(PROMPTS, seed=0)

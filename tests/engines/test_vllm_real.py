@@ -1,6 +1,6 @@
 """vLLM itself, on the CPU: `make test-vllm`. Figures are printed; docs/gallery.md quotes them.
 
-Starting vLLM takes most of the time, so each engine serves several tests, which hand it the weights that they need.
+Starting vLLM is slow, so several tests share each engine and pass it the weights that they need.
 """
 
 import copy
@@ -143,7 +143,7 @@ class TestVllm(EngineContract):
 
 
 class Forgetful(VllmEngine):
-    """Loads all parameters of the policy but one, which it takes from an older one."""
+    """Load all parameters of the policy but one, which comes from an older policy."""
 
     forgotten = None
 
@@ -187,7 +187,7 @@ def test_kept_sets_hold_all_logits_that_tie_at_the_boundary(demo, fresh):
         demo.model.model.norm.weight.mul_(0.1)
     fresh.update_weights(demo.model, version=2)
     sizes = fresh.generate(prompts_of(demo), seed=0).kept.offsets.diff()
-    assert sizes.max() > 10  # top-p alone stopped no earlier
+    assert sizes.max() > 10  # top-p did not stop earlier
 
 
 def test_prefixes_of_older_weights_are_forgotten(demo, fresh):
@@ -249,7 +249,7 @@ def test_a_pretrained_model_replays_to_its_noise_floor():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A server that takes weights, of a policy that the first test replaces."""
+    """A server with reloadable weights, of a policy that the first test replaces."""
     folder, policy = tmp_path_factory.mktemp("served"), small_policy()
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)

@@ -57,7 +57,7 @@ def server_of(policy, folder, **options):
 
 
 class Forgetful(VllmServerEngine):
-    """Loads all parameters of the policy but one, which it takes from the first one it saw."""
+    """Load all parameters of the policy but one, which keeps its first value."""
 
     forgotten = None
 

@@ -31,7 +31,7 @@ def busy(status, retry_after=None):
 
 
 def until(clock, seconds, before, after=lambda handler, body: handler.send_json("here")):
-    """One behavior until a second of the clock, then another."""
+    """Switch the behavior at a given second of the clock."""
     return lambda handler, body: (before if clock.now < seconds else after)(handler, body)
 
 
@@ -74,7 +74,7 @@ def test_a_server_that_stays_away_ends_the_call_after_wait_minutes(clock):
         clock.now += 3600
         with pytest.raises(EngineUnavailableError):
             client.post("/", None)
-        assert clock.now == pytest.approx(420 + 3600 + 420, abs=2)  # each call has the whole time
+        assert clock.now == pytest.approx(420 + 3600 + 420, abs=2)  # each call has the full time
 
 
 def test_a_dead_server_that_comes_to_life_at_its_old_address_is_waited_for(clock):
@@ -96,7 +96,7 @@ def test_a_dead_server_that_comes_to_life_at_its_old_address_is_waited_for(clock
 
 
 def test_an_answer_to_one_request_ends_the_absence_for_all(clock):
-    """A server that takes some requests and is busy for others is at work, however long it takes."""
+    """A server that accepts some requests and is busy for the rest is working, however long it needs."""
     turns = iter(range(10**6))
 
     def every_fifth(handler, body):

@@ -116,7 +116,7 @@ def test_a_worker_that_hangs_is_ended_for_its_answer_would_be_taken_for_the_next
 def test_a_worker_that_reads_nothing_does_not_block_the_engine():
     process = start("import time\ntime.sleep(600)")
     with pytest.raises(EngineUnavailableError, match="did not answer"):
-        process.ask("echo", timeout=0.5, value="x" * 1_000_000)  # more than a pipe holds
+        process.ask("echo", timeout=0.5, value="x" * 1_000_000)  # more than the buffer of a pipe
     assert gone(process.pid)
 
 
@@ -156,7 +156,7 @@ def test_what_the_program_started_ends_with_it():
     """)
     process.ask("start", timeout=ANSWER_SECONDS)
     process.close()
-    # Each of them reads a pipe to its end, which the child holds open while it lives.
+    # Each of them reads a pipe to its end, which the child keeps open while it lives.
     assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
 
 

@@ -13,7 +13,7 @@ from rollcorr.engines.vllm.worker_program import Worker
 
 
 class InProcess:
-    """In the place of `WorkerProcess`: the worker's own code, in this process. `dies` is how many questions kill it."""
+    """Replace `WorkerProcess`: run the worker's own code in this process. `dies` counts the requests that kill it."""
 
     dies = 0
     started = 0
@@ -45,7 +45,7 @@ def use_in_process(monkeypatch, process=InProcess):
 
 @contextmanager
 def serving(answer):
-    """A server that answers (path, body) by `answer`; gives its address."""
+    """Start a server that answers (path, body) by `answer`; return its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""What one writes first: vLLM's own reload, and nothing about the head."""
+"""A naive implementation: vLLM's own reload, without the head."""
 
 from pathlib import Path
 

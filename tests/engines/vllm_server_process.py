@@ -16,7 +16,7 @@ START_SECONDS = 1200
 
 @contextmanager
 def running_server(folder, *options, env=None):
-    """Serve the model in `folder` as "tiny"; gives the address."""
+    """Serve the model in `folder` as "tiny" and return the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,7 +1,7 @@
-"""Record what the installed TRL makes of one batch: `python tests/integrations/record_trl.py`. Needs TRL.
+"""Record the installed TRL's results for one batch: `python tests/integrations/record_trl.py`. Needs TRL.
 
 Writes `tests/data/trl_VERSION_losses.json`: the batch, and for each loss, mode and pair of bounds TRL's ratio, loss and
-gradient with respect to the log-probs of the tokens. tests/data/README.md says what it is for.
+gradient with respect to the log-probs of the tokens. tests/data/README.md describes the file.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ OPTIONS += ("vespo_lambda_neg", "max_completion_length")
 
 
 def numbers(tensor):
-    """Nine digits hold every float32. NaN is None, as JSON has no NaN."""
+    """Nine digits represent every float32. NaN is None, because JSON has no NaN."""
     if tensor.dim():
         return [numbers(part) for part in tensor]
     value = tensor.item()

@@ -1,4 +1,4 @@
-"""The adapter beside TRL's recorded numbers, in a stand-in for its trainers. test_trl_real.py has TRL itself."""
+"""The adapter against TRL's recorded numbers, with a fake trainer. test_trl_real.py runs TRL itself."""
 
 import random
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_without_vllm_they_are_those_that_trl_has_with_it(case, loss_type):
 def test_the_recording_names_its_source():
     assert RECORDED["trl"] == "1.16.0"
     assert all(len(digest) == 64 for digest in RECORDED["sha256"].values())
-    assert len(CASES) == 4 * 3 * 7 + 2 * 3  # VESPO takes token weights alone
+    assert len(CASES) == 4 * 3 * 7 + 2 * 3  # VESPO supports token weights only
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_vespo_does_not_read_the_weight_of_a_token_that_left():
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "vespo"])
 @pytest.mark.parametrize("old", [True, False])
 def test_measuring_changes_nothing_in_the_batch(config, loss_type, old):
-    """The very tensors of TRL, though a token has no log-prob; "None" is what TRL's options ask for."""
+    """TRL's tensors themselves, though a token has no log-prob; TRL's options select "None"."""
     before = recorded_batch(old=old) | {"importance_sampling_ratio": torch.full((8, 1), 2.0)}
     trainer = StandInTrainer(before, loss_type, use_vllm=old, correction=config is not None)
     batch = attach(trainer, config)._generate_and_score_completions([])
@@ -287,7 +287,7 @@ def test_old_log_probs_come_from_the_forward_pass_of_the_trainer_where_trl_skipp
 
 
 class Sampler:
-    """vLLM as RLOOTrainer sets it up: it returns no log-probs unless it is asked for the sampled token's."""
+    """vLLM as RLOOTrainer sets it up: it returns no log-probs by default."""
 
     def __init__(self):
         self.logprobs, self.syncs = None, 0
@@ -337,7 +337,7 @@ def test_a_sequence_that_rloo_rejects_has_no_advantage():
 
 
 class OmittingTrainer(StandInTrainer):
-    """Its loss reads a batch in which one thing is as if nothing had been corrected."""
+    """Its loss reads a batch in which one field is uncorrected."""
 
     omitted = None
 
@@ -431,7 +431,7 @@ def test_the_check_runs_once_and_leaves_no_trace():
 
 
 class StatefulTrainer(StandInTrainer):
-    """Its loss changes what it can reach, in one way for each of its names."""
+    """Its loss changes everything in reach, in one way for each of its names."""
 
     changes = ""
 
@@ -530,7 +530,7 @@ def test_a_loss_that_cannot_be_probed_is_named(caplog):
         assert reason in caplog.messages[0]
 
 
-# --- What the user sees -----------------------------------------------------------------------------------------------
+# --- Output for the user ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -596,7 +596,7 @@ def test_one_line_says_what_is_active(trainer, config, parts, caplog):
     ],
 )
 def test_the_line_says_when_nothing_is_corrected_and_why(trainer, config, name, what, caplog):
-    """Who only wants to measure is not told that something failed."""
+    """A user who only measures gets no failure message."""
     attach(trainer, config)
     assert caplog.messages[0].startswith(f"rollcorr is attached to {name}{what}")
 
@@ -681,7 +681,7 @@ def test_the_mixin_takes_its_own_arguments_and_passes_the_others_on():
 
 
 class FakeEngine:
-    """An engine that answers each prompt with its own length, and notes what it was given."""
+    """An engine that returns the length of each prompt, and records its arguments."""
 
     def __init__(self, **sampling):
         self.sampling, self.updates, self.seeds = SamplingSpec(**sampling), [], []

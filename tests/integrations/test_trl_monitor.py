@@ -174,7 +174,7 @@ def test_a_tracker_gets_every_metric(tmp_path, watched):
 
 
 def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
-    """Metrics that are no numbers, rewards of other rows, odd masks, log-probs of another shape, a judge that fails."""
+    """Metrics that are no numbers, rewards of other rows, odd masks, log-probs of a different shape, a bad judge."""
     trainer, monitor = watched(tmp_path, "tis", report_to=[], monitor={"rollouts": RolloutSample()})
     trainer._metrics["train"]["user"] += ["text", None, torch.ones(2), 2.0]
     for rows in (7, 8):
@@ -362,7 +362,7 @@ def test_the_mixin_takes_a_monitor(tmp_path, monitor_in):
 
 
 def test_rloo_is_watched_with_what_its_loss_can_do(tmp_path, monitor_in):
-    """Its configuration rejects sequences where a log-prob is missing; the directory says so."""
+    """Its configuration rejects sequences with a missing log-prob; the run directory records this."""
     from test_trl import Sampler
 
     monitor = monitor_in(tmp_path, rollout_is="sequence")

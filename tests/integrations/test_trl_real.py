@@ -210,7 +210,7 @@ def test_measuring_a_whole_run_changes_no_weight(make, tmp_path):
 
 
 def test_with_rollout_func_the_loss_is_what_trl_computes_with_vllm(trainer, tmp_path):
-    """TRL stores the log-probs of `rollout_func` and uses them for nothing unless vLLM is on."""
+    """TRL stores the log-probs of `rollout_func` and ignores them unless vLLM is on."""
     ids, log_probs = completions()
 
     def rollout(given, trainer):
@@ -269,7 +269,7 @@ def test_twenty_steps_train_with_an_engine_in_the_place_of_vllm(make, tmp_path):
     assert trainer.state.global_step == len(logs) == 20
     assert all(math.isfinite(value) for entry in logs for value in entry.values() if not isinstance(value, str))
     assert all(entry["rollout_corr/kept_fraction"] == 1 for entry in logs)
-    assert all(0 < entry["rollout_corr/k3_kl"] < 0.05 for entry in logs)  # bfloat16 beside float32
+    assert all(0 < entry["rollout_corr/k3_kl"] < 0.05 for entry in logs)  # bfloat16 against float32
     assert engine.weight_version == 19
     assert all((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
 

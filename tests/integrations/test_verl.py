@@ -19,7 +19,7 @@ from rollcorr.integrations.verl.v2025_11 import RolloutCorrectionConfig as OfNov
 
 @pytest.fixture(autouse=True)
 def _no_verl(monkeypatch):
-    """Where verl is installed, act as if it were not: the stand-in is what these tests read."""
+    """Act as if verl were not installed: these tests read the fake one."""
     monkeypatch.setitem(sys.modules, "verl.protocol", None)
 
 
@@ -32,7 +32,7 @@ def log_probs(*rows):
 
 @per_implementation
 def test_weights_mask_and_metrics_by_hand():
-    """Token ratios 4, 0.5 and 1, 1.5: the weights stop at 2, and the band [0.6, 3] takes the 4 and the 0.5."""
+    """Token ratios 4, 0.5 and 1, 1.5: weights are truncated at 2, and the band [0.6, 3] rejects 4 and 0.5."""
     weights, mask, metrics = verl.compute_rollout_correction_and_rejection_mask(
         *log_probs([4.0, 0.5], [1.0, 1.5]),
         rollout_is="token",
@@ -52,7 +52,7 @@ def test_weights_mask_and_metrics_by_hand():
 @pytest.mark.parametrize(("ratio", "kept", "kept_by_verl"), [(0.61, 1, 0), (1.39, 1, 1), (1.5, 0, 1), (0.59, 0, 0)])
 @pytest.mark.parametrize("criterion", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_a_band_holds_the_ratio_itself_and_its_inverse_only_with_parity(criterion, ratio, kept, kept_by_verl):
-    """Band [0.6, 1.4]; verl holds 1/ρ in it, so it keeps ρ in [0.71, 1.67]."""
+    """Band [0.6, 1.4]; verl's band contains 1/ρ, so it keeps ρ in [0.71, 1.67]."""
     options = {"rollout_rs": criterion, "rollout_rs_threshold": "0.6_1.4"}
     for verl_parity, expected in ((False, kept), (True, kept_by_verl)):
         _, mask, _ = verl.compute_rollout_correction_and_rejection_mask(
@@ -153,7 +153,7 @@ def test_a_level_without_a_threshold_computes_no_weights_as_in_verl_and_says_so(
         verl.compute_rollout_correction_weights(train - rollout, mask, "token", None)
 
 
-# What these functions do where they and verl part; everything else in the golden errors is the same here.
+# Deviations of these functions from verl; every other golden error is the same.
 OURS = {
     "a bound of zero": ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0"}, ValueError),
     "a bool is no number": ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, TypeError),
@@ -366,7 +366,7 @@ def test_unknown_keys_are_named_with_the_nearest():
 
 @pytest.mark.parametrize("struct", [False, True])
 def test_bypass_mode_hands_over_the_log_probs_and_tells_the_actor(struct):
-    """A node of verl's configuration has its switch on already, or the call is too late (test_verl_bypass.py)."""
+    """A node of verl's configuration is already switched on, or the call comes late (test_verl_bypass.py)."""
     _, rollout, _ = log_probs([1.0])
     actor = OmegaConf.create({"loss_mode": "bypass_mode"}) if struct else {"loss_mode": "vanilla"}
     if struct:

@@ -22,7 +22,7 @@ from rollcorr.integrations.verl import v2025_11 as verl_2025_11
 
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
 
-# The correction of verl 0.9.1's ppo_trainer.yaml, which corrects nothing.
+# The correction of verl 0.9.1's ppo_trainer.yaml, which is disabled.
 DEFAULTS = {
     "rollout_is": None,
     "rollout_is_threshold": 2.0,
@@ -52,7 +52,7 @@ def run_config(correction, *, loss_mode="vanilla", calculate_log_probs=True, kin
 
 
 class Trainer:
-    """What verl's trainers do about bypass mode: V1 copies log-probs itself, the legacy one calls apply_bypass_mode."""
+    """Bypass mode in verl's trainers: V1 copies log-probs itself, the legacy trainer calls apply_bypass_mode."""
 
     def __init__(self, config, modules, *, generation):
         self.config, self.modules, self.generation = config, modules, generation
@@ -130,7 +130,7 @@ def modules(monkeypatch):
 
 @pytest.mark.parametrize("generation", ["v1", "legacy"])
 def test_rejection_acts_in_bypass_mode_in_either_trainer(modules, generation):
-    """Ratios 3 and 1 with the band [0.5, 2]: the first token leaves, the second alone has a gradient of 1."""
+    """Ratios 3 and 1 with the band [0.5, 2]: the first token is rejected, the second one has a gradient of 1."""
     verl.install()
     trainer = Trainer(run_config(REJECTION), modules, generation=generation)
     assert trainer.gradient([3.0, 1.0]) == pytest.approx([0.0, 1.0])
@@ -155,14 +155,14 @@ def test_a_veto_acts_in_bypass_mode_in_either_trainer(modules, generation):
 
 
 def test_the_legacy_trainer_says_that_it_is_too_late_when_imports_alone_were_switched(modules, monkeypatch):
-    """The actor is built, so its loss stays: nothing is rejected, and the first step says so with the lines to add."""
+    """The actor exists, so its loss stays: it rejects no token, and the first step prints the lines to add."""
     modules[HELPER].apply_bypass_mode = verl.apply_bypass_mode
     modules["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY["vanilla"] = verl.compute_policy_loss_vanilla
     trainer = Trainer(run_config(REJECTION), modules, generation="legacy")
     with pytest.warns(InertOptionWarning, match="built with loss_mode='vanilla'") as warned:
         assert trainer.gradient([2.5, 1.0]) == pytest.approx([1.25, 0.5])
     assert "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode" in str(warned[0].message)
-    assert trainer.gradient([2.5, 1.0]) == pytest.approx([1.25, 0.5])  # the second step says no more
+    assert trainer.gradient([2.5, 1.0]) == pytest.approx([1.25, 0.5])  # the second step prints no more
 
 
 def test_install_replaces_what_trainers_imported_before_and_does_so_once(modules):
@@ -232,7 +232,7 @@ def test_install_after_ray_says_that_workers_keep_verls_functions(modules, monke
         verl.install()
     verl.uninstall()
 
-    # A worker, and a driver whose workers have the switch, are told nothing.
+    # A worker, and a driver whose workers have the switch, print no message.
     context.worker.mode = 1
     verl.install()
     verl.uninstall()
@@ -246,7 +246,7 @@ def test_the_actor_is_told_what_the_legacy_trainer_tells_it(kind):
     assert verl.wire_bypass_mode(wired)
     policy_loss = legacy["actor_rollout_ref"]["actor"]["policy_loss"]
     apply = functools.partial(verl.apply_bypass_mode, TensorBatch({"rollout_log_probs": torch.zeros(1, 1)}))
-    if kind is dict:  # shared with the actor, so it is not too late
+    if kind is dict:  # shared with the actor, so it still arrives
         apply(legacy["algorithm"]["rollout_correction"], policy_loss)
     else:
         with pytest.warns(InertOptionWarning, match="only now"):
@@ -291,7 +291,7 @@ def test_another_loss_stays_and_what_it_ignores_is_named():
         assert not verl.wire_bypass_mode(config)
     assert [str(warning.message).split("=")[0] for warning in warned] == ["rollout_rs", "rollout_token_veto_threshold"]
     assert config.actor_rollout_ref.actor.policy_loss == {"loss_mode": "gspo"}
-    assert not verl.wire_bypass_mode(run_config({"bypass_mode": True}, loss_mode="gspo"))  # nothing to ignore
+    assert not verl.wire_bypass_mode(run_config({"bypass_mode": True}, loss_mode="gspo"))  # no option to ignore
 
 
 def test_a_run_that_only_measures_its_weights_starts_without_a_warning():
@@ -371,7 +371,7 @@ def test_the_vanilla_loss_of_a_bypass_run_says_that_the_correction_does_not_act(
 
 
 def test_a_bypass_loss_with_verls_default_correction_says_that_the_runs_correction_is_missing():
-    """loss_mode alone: verl fills in a RolloutCorrectionConfig() without rejection."""
+    """Only loss_mode: verl fills in a RolloutCorrectionConfig() without rejection."""
     inputs = torch.zeros(1, 1), torch.zeros(1, 1, requires_grad=True), torch.ones(1, 1), torch.ones(1, 1)
     config = actor(loss_mode="bypass_mode", rollout_correction=verl.RolloutCorrectionConfig())
     with pytest.warns(InertOptionWarning, match=r"policy_loss\.rollout_correction=\$\{algorithm\.rollout_correction\}"):

@@ -1,4 +1,4 @@
-"""docs/coming_from/verl.md: its code runs and prints what it says."""
+"""docs/coming_from/verl.md: its code runs and prints the shown output."""
 
 import re
 import sys

@@ -18,7 +18,7 @@ NOVEMBER = [name for name in CASES if name.startswith("v20251107")]
 
 
 def function_of(name):
-    """The function of a golden call: that of the October or that of the November interface."""
+    """Return the function of a golden call, from the October or the November interface."""
     if name in OCTOBER:
         return verl_2025_10.compute_rollout_importance_weights
     return verl_2025_11.compute_rollout_correction_and_rejection_mask
@@ -38,7 +38,7 @@ def run(name, **extra):
 def test_older_calls_equal_the_golden_ones(name):
     case, outputs = CASES[name], arrays("legacy_outputs.npz")
     weights, mask, metrics = run(name, verl_parity=True)
-    # The golden calls ran in float32: a difference of squares loses what an absolute 5e-7 allows.
+    # The golden calls ran in float32: a difference of squares needs an absolute tolerance of 5e-7.
     assert_metrics(metrics, numbers(case["metrics"]), rtol=2e-5, atol=5e-7)
     assert mask.equal(outputs[case["mask_key"]].float())
     if case["weights_key"] is None:
@@ -50,7 +50,7 @@ def test_older_calls_equal_the_golden_ones(name):
 @per_implementation
 @pytest.mark.parametrize("name", CASES)
 def test_without_parity_weights_masks_and_metric_names_are_the_same(name):
-    """The older bands were on the ratio itself, so nothing needs turning round."""
+    """The older bands were on the ratio itself, so they need no inversion."""
     case, outputs = CASES[name], arrays("legacy_outputs.npz")
     weights, mask, metrics = run(name)
     assert mask.equal(outputs[case["mask_key"]].float())
@@ -82,7 +82,7 @@ def log_ratio(*rows):
 
 @pytest.mark.parametrize("verl_parity", [False, True])
 def test_the_veto_of_october_by_hand(verl_parity):
-    """Ratios 1.0 and 5e-4 in the first of two rows; τ = 1e-3 takes the row, and leaves its weights as they are."""
+    """Ratios 1.0 and 5e-4 in the first of two rows; τ = 1e-3 rejects the row, and leaves its weights unchanged."""
     train, rollout, mask = log_ratio([1.0, 5e-4], [1.0, 2e-3, 1.0])
     weights, kept, metrics = verl_2025_10.compute_rollout_importance_weights(
         train, rollout, mask, rollout_is_threshold=2.0, rollout_is_veto_threshold=1e-3, verl_parity=verl_parity

@@ -1,4 +1,4 @@
-"""verl's own tests, run on this library, and on verl alone to compare with.
+"""verl's own tests on this library, and on plain verl for comparison.
 
 ROLLCORR_VERL_TESTS names the tests directory of one or more verl checkouts (separated as in PATH), for instance
 /src/verl/tests. The generation is read from the test files. Needs an installed verl for its DataProto and ActorConfig.

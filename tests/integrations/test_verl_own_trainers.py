@@ -103,7 +103,7 @@ def installed():
 @pytest.mark.parametrize("generation", ["v1", "legacy"])
 @pytest.mark.parametrize("correction", [REJECTION, REINFORCE], ids=["rejection", "reinforce"])
 def test_verl_alone_leaves_the_correction_of_a_bypass_run_inert(generation, correction, monkeypatch):
-    """The fault itself: gradients are those of plain PPO. If this fails, verl was fixed and the wiring may go."""
+    """The fault itself: gradients equal plain PPO's. If this fails, verl was fixed and the wiring may go."""
     trainer = built_trainer(composed(correction), generation)
     assert step_gradient(trainer, generation, monkeypatch) == pytest.approx([1.25, 0.5])
     assert core_algos.POLICY_LOSS_REGISTRY["vanilla"] is not ours.compute_policy_loss_vanilla

@@ -1,4 +1,4 @@
-"""verl_parity=True against verl 0.9.1: the golden calls and losses, and what parity means by hand."""
+"""verl_parity=True against verl 0.9.1: the golden calls and losses, and the definition of parity by hand."""
 
 from types import SimpleNamespace
 
@@ -64,7 +64,7 @@ def actor(case, correction=None):
 
 
 def reciprocal(threshold):
-    """A k1 band as this library writes what verl means by it: "0.9_1.12" holds 1/ρ there."""
+    """Convert verl's k1 band into ours: verl's "0.9_1.12" contains 1/ρ."""
     lower, upper = map(float, threshold.split("_"))
     return f"{1 / upper}_{1 / lower}"
 

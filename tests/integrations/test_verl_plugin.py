@@ -16,7 +16,7 @@ NAME = "rollcorr.integrations.verl_plugin"
 
 @pytest.fixture
 def installs(monkeypatch):
-    """How often `install` was called; nothing is installed."""
+    """Count the calls of `install` without installing."""
     calls = []
     monkeypatch.setattr(verl, "install", lambda: calls.append(1))
     for variable in (verl_variables.SWITCH, verl_variables.MODULES, verl_variables.RAY_HOOK_BEFORE):
@@ -73,7 +73,7 @@ def test_ray_workers_get_the_switch_beside_what_they_had(installs, monkeypatch):
     assert verl_plugin.with_plugin(extended) == extended
     assert len(given["env_vars"]) == 2
 
-    # A module that the driver alone was told of reaches the workers too, since our value would hide it.
+    # A module named only in the driver's environment reaches the workers, since our value would hide it.
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "own.engine")
     assert verl_plugin.with_plugin({})["env_vars"]["VERL_USE_EXTERNAL_MODULES"] == f"own.engine,{NAME}"
 

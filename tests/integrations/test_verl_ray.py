@@ -1,6 +1,6 @@
 """verl's entry point in processes that Ray starts. Runs with `make test-verl`.
 
-A Ray cluster of one processor is started for each way to switch; its worker looks up what verl's actors look up.
+Each way to switch starts a Ray cluster of one processor; its worker looks up the same names as verl's actors.
 """
 
 import json
@@ -52,7 +52,7 @@ def test_a_ray_worker_resolves_to_our_functions_when_asked(call, variables, expe
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLCORR_V", "VERL_"))}
-    # The entry point belongs to the installed package; what an older build left beside src/ would hide it.
+    # The entry point belongs to the installed package; leftovers of an older build in src/ would hide it.
     source = str(Path(__file__).parents[2] / "src")
     paths = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path and path != source]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

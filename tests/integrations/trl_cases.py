@@ -1,4 +1,4 @@
-"""TRL's own trainers on a tiny random model, and a sampler that replays what it is given. Needs TRL."""
+"""TRL's own trainers on a tiny random model, and a sampler that replays given completions. Needs TRL."""
 
 import torch
 from datasets import Dataset
@@ -79,7 +79,7 @@ def rloo_trainer(folder, **options):
 
 
 def completions(seed=0):
-    """Random completions, and log-probs around those of a random model, as TRL's sampler returns them."""
+    """Random completions, and log-probs near a random model's, as TRL's sampler returns them."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, LENGTH + 1, (ROWS,), generator=generator).tolist()
     ids = [torch.randint(3, len(WORDS), (length,), generator=generator).tolist() for length in lengths]
@@ -92,7 +92,7 @@ def completions(seed=0):
 
 
 class Replay:
-    """What TRL asks of vLLM, from lists."""
+    """Mimic the vLLM interface that TRL uses, from lists."""
 
     def __init__(self, ids, log_probs):
         self.ids, self.log_probs, self.syncs = ids, log_probs, 0

@@ -1,4 +1,4 @@
-"""What one rank of the TRL test does: it corrects its own sequences of the recorded batch."""
+"""Program of one rank of the TRL test: correct its own sequences of the recorded batch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def checked(fails_at: str) -> dict[str, Any]:
 
 
 def run(rank: int, path: str) -> None:
-    """Write what this rank has. One that waits a minute for the other one fails."""
+    """Write the result of this rank. A rank that waits a minute for its peer fails."""
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2, timeout=limit)
     result = {

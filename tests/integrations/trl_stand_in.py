@@ -1,6 +1,6 @@
-"""A trainer with the names, the batch and the losses of TRL's, and what TRL made of that batch.
+"""A fake trainer with TRL's names, batch and losses, and TRL's recorded results for that batch.
 
-`test_trl.py` holds the losses here against the recorded ones, so that they may stand for TRL's.
+`test_trl.py` compares these losses with the recorded ones, so that they may replace TRL's.
 """
 
 import json
@@ -39,7 +39,7 @@ def current_log_prob():
 
 
 class StandInTrainer:
-    """What the adapter sees of a `GRPOTrainer`."""
+    """The parts of a `GRPOTrainer` that the adapter uses."""
 
     def __init__(self, batch=None, loss_type="grpo", *, use_vllm=True, **options):
         self.batch = recorded_batch() if batch is None else batch
@@ -73,7 +73,7 @@ class StandInTrainer:
         return tensor(RECORDED["batch"]["old_per_token_logps"]), None, None
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Of two functions; the second scores even rows alone, and none scores the last one."""
+        """Rewards of two functions; the second scores even rows only, and neither scores the last one."""
         rewards = torch.arange(2.0 * len(prompts)).reshape(-1, 2) + self.state.global_step
         rewards[1::2, 1] = rewards[-1] = float("nan")
         return rewards
@@ -123,7 +123,7 @@ class StandInTrainer:
 
 
 class StandInRLOOTrainer(StandInTrainer):
-    """What it sees of an `RLOOTrainer`: no choice of losses, sums as old log-probs, and no options of its own."""
+    """The parts of an `RLOOTrainer`: no choice of losses, sums as old log-probs, and no options of its own."""
 
     def __init__(self, generation=None):
         super().__init__(use_vllm=generation is not None)
@@ -170,7 +170,7 @@ def trl_loss(loss_type, batch, log_prob, *, multiplies):
     if multiplies and loss_type != "vespo":
         per_token = per_token * batch["importance_sampling_ratio"]
 
-    # What is divided by is the whole difference between most of these losses.
+    # Most of these losses differ only by the divisor.
     total = (per_token * mask).sum()
     of_sequence = (per_token * mask).sum(-1)
     return {

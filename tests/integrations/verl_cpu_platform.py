@@ -1,7 +1,7 @@
 """A CPU platform for verl, which has NVIDIA's, AMD's and Huawei's, as verl/plugin/platform/README.md describes.
 
 VERL_USE_EXTERNAL_MODULES=verl_cpu_platform VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda: verl's FSDP engine, which is
-registered for CUDA and NPU, runs on gloo then. For tests: it holds what one policy update asks for.
+registered for CUDA and NPU, runs on gloo then. For tests: it provides the calls of one policy update.
 """
 
 import types

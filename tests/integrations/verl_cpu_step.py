@@ -1,8 +1,8 @@
 """Two policy updates in verl's own engine on a CPU, printed as JSON: `python verl_cpu_step.py MODEL FOLDER`.
 
 A bfloat16 copy of the policy samples, in the place of a server; all else is verl's: its FSDP engine scores and trains,
-its registry names the loss, its functions correct and estimate advantages. test_verl_cpu_step.py says what must come
-out. MODEL is a folder of Hugging Face, FOLDER an empty one.
+its registry names the loss, its functions correct and estimate advantages. test_verl_cpu_step.py asserts the
+results. MODEL is a folder of Hugging Face, FOLDER an empty one.
 """
 
 import functools

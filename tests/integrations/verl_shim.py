@@ -39,7 +39,7 @@ else:
 
 
 def pytest_collection_finish(session):
-    """Refuse to run if a test module still holds one of verl's own functions."""
+    """Refuse to run if a test module still references one of verl's own functions."""
     for test_module in {item.module for item in session.items}:
         for attribute in set(module.__all__) & set(vars(test_module)):
             function = getattr(test_module, attribute)

@@ -1,4 +1,4 @@
-"""What the tests of every kernel share: configurations, batches with every kind of value, and what "the same" means."""
+"""Shared by the tests of every kernel: configurations, batches with every kind of value, and the comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollcorr.kernels.correction.torch import blocks
 
 
 def positional(kernel):
-    """An implementation that takes a batch as three tensors, as `correction_kernel` does."""
+    """An implementation that accepts a batch as three tensors, like `correction_kernel`."""
 
     def call(train, rollout, mask, config, *, cu_seqlens=None, **options) -> CorrectionOutput:
         return kernel(Batch(train, rollout, mask, cu_seqlens), config, **options)
@@ -94,7 +94,7 @@ def assert_same(
     abs: float = 1e-9,
     weights_rel: float = 3e-6,
 ) -> None:
-    """Equal outputs; `rows`: the tokens of a padded result that a packed one holds. Tolerances are of metrics."""
+    """Compare outputs; `rows`: the tokens of a padded result that a packed one contains. Tolerances are for metrics."""
     select = (lambda x: x) if rows is None else (lambda x: x[rows])
     assert torch.equal(actual.loss_mask, select(expected.loss_mask))
     assert torch.equal(actual.sequence_kept, expected.sequence_kept)
@@ -106,5 +106,5 @@ def assert_same(
     assert list(a) == list(b)
     for name in b:
         if name.endswith("max_viable_length") and rel > 1e-9:
-            continue  # 1 / kl, which has no precision where kl is next to nothing
+            continue  # 1 / kl, which has no precision where kl is near 0
         assert a[name] == pytest.approx(b[name], rel=rel, abs=abs), name

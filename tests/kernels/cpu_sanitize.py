@@ -36,7 +36,7 @@ def mask_of(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.T
     if draw(2):  # few values, in runs that make blocks long
         values = draw(256, (3,))[(torch.rand(shape, generator=generator) < 0.002).cumsum(-1) % 3]
     is_negative = bool(values.numel()) and dtype.is_signed and int(draw(3)) == 0
-    if dtype == torch.bool:  # as another library's bytes may be
+    if dtype == torch.bool:  # as foreign bytes may be
         return values.to(torch.uint8).view(torch.bool), False
     mask = values.clamp(max=127 if dtype == torch.int8 else 255).to(dtype)
     if is_negative:

@@ -28,7 +28,7 @@ class Instruction(NamedTuple):
     """One instruction.
 
     Attributes:
-        predicate: the condition that it is executed under, or nothing.
+        predicate: the condition that it is executed under, or an empty text.
         name: its name, with modifiers.
         operands: as they are printed.
         sets: the barrier that it sets when its result has come, or `NO_BARRIER`.
@@ -68,7 +68,7 @@ def disassembled(nvdisasm: str, cubin: bytes) -> str:
 
 
 def basic_blocks(text: str) -> list[BasicBlock]:
-    """The control flow of a kernel, from what nvdisasm prints with `-hex`."""
+    """The control flow of a kernel, from the output of nvdisasm with `-hex`."""
     blocks, named, waiting = [BasicBlock()], {}, []
     for line in text.splitlines():
         if label := _LABEL.match(line.strip()):
@@ -170,7 +170,7 @@ def way(
     Args:
         blocks: of the kernel.
         loop: the loop.
-        avoided: blocks that the way does not pass, as those of an inner loop.
+        avoided: blocks that the way does not pass, such as an inner loop's.
         computing: it must pass an exponential.
     """
     head, inside = loop

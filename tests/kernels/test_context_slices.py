@@ -1,4 +1,4 @@
-"""Slices of sequences, read apart and reduced, give what whole sequences give: any dealing of tokens to any ranks."""
+"""Sequence slices, read apart and reduced, equal complete sequences for any distribution of tokens over ranks."""
 
 from __future__ import annotations
 

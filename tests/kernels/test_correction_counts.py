@@ -1,4 +1,4 @@
-"""What a correction costs, in numbers that no machine changes: operations, waits, bytes moved, memory held."""
+"""Cost of a correction in machine-independent counts: operations, waits, bytes moved, memory allocated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_thread(threads):
 
 
 def batch(blocks: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Enough rows to fill that many blocks."""
+    """Return enough rows to fill that number of blocks."""
     shape = blocks * CPU_BLOCK // T, T
     if device == "meta":
         return (
@@ -40,7 +40,7 @@ def batch(blocks: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor,
 
 
 def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str = "cpu"):
-    """Counts of one correction with fresh outputs; what is made once for each configuration was made before."""
+    """Count one correction with fresh outputs, after a first call that fills the caches."""
     tensors, cu_seqlens = batch(blocks, device), None
     if packed:
         (train, cu_seqlens), (rollout, _) = pack(tensors[0], tensors[2]), pack(tensors[1], tensors[2])
@@ -62,7 +62,7 @@ def counted(blocks: int, config, impl: str, *, packed: bool = False, device: str
     ids=["standard", "everything", "metrics only"],
 )
 def test_the_torch_kernel_asks_for_few_operations_on_each_block(config, fixed, each_block, bytes_each_token):
-    """Its bytes are those of float64 buffers that stay in cache; memory sees 9 in and 5 out."""
+    """Counts the bytes of float64 buffers that stay in cache; memory sees 9 in and 5 out."""
     few, many = counted(2, config, "torch"), counted(4, config, "torch")
     assert (many.operations - few.operations) / 2 <= each_block
     assert few.operations - 2 * each_block <= fixed
@@ -94,7 +94,7 @@ def test_metrics_are_one_transfer_and_nothing_is_read_before_it(impl):
     correction = correct(*batch(1, device="meta"), STANDARD, impl=impl)
     with counting.Counts() as counts, pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         correction.metrics()
-    assert counts.operations == 1  # the rows become one vector; its copy is what fails
+    assert counts.operations == 1  # the rows become one vector; its copy fails
     assert counts.waits == 0
 
 
@@ -102,7 +102,7 @@ def test_metrics_are_one_transfer_and_nothing_is_read_before_it(impl):
 @pytest.mark.parametrize("config", [STANDARD, everything()])
 @pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name != "reference"])
 def test_memory_grows_by_the_outputs_and_a_twentieth(impl, config, packed):
-    """A block's buffers are the same for any batch; what grows is 5 bytes a token and a little for each sequence."""
+    """A block's buffers are the same for any batch; outputs grow by 5 bytes per token and a little per sequence."""
     few, many = counted(2, config, impl, packed=packed), counted(6, config, impl, packed=packed)
     tokens = [int(batch(blocks)[2].sum()) if packed else batch(blocks)[2].numel() for blocks in (2, 6)]
     assert many.peak_bytes - few.peak_bytes <= 1.05 * OUTPUTS * (tokens[1] - tokens[0])

@@ -1,4 +1,4 @@
-"""The torch kernel equals the reference: weights, masks and every metric, on whatever the data holds."""
+"""The torch kernel equals the reference: weights, masks and every metric, for any data."""
 
 from __future__ import annotations
 

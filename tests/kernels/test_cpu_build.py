@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def build(into: Path, **environment: str) -> Path:
-    """What an installation builds, in a folder of its own."""
+    """Build the libraries of an installation in a temporary folder."""
     pytest.importorskip("setuptools")
     folders = ["--build-lib", str(into / "lib"), "--build-temp", str(into / "temp")]
     command = [sys.executable, "-W", "ignore", "setup.py", "--quiet", "build_ext", *folders]
@@ -62,7 +62,7 @@ def arm64_compiler() -> list[str] | None:
 @pytest.mark.slow
 @pytest.mark.skipif(arm64_compiler() is None, reason="no compiler for arm64: make test-arm installs one")
 def test_it_compiles_for_arm64_without_a_warning(tmp_path):
-    """With the flags of an installation, into a library that exports what Python calls."""
+    """With the flags of an installation, into a library that exports the functions that Python calls."""
     flags = ["-std=gnu11", "-O2", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
     command = [*arm64_compiler(), *flags, "-shared", "-fPIC", "-pthread", "-s", FOLDER / "correction.c"]
     subprocess.run([*command, "-o", tmp_path / "arm64.so", "-lm"], check=True)

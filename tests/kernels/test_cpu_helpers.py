@@ -42,7 +42,7 @@ def equal(a: Correction, b: Correction) -> bool:
 
 
 def test_calls_at_the_same_time_each_get_their_own_numbers():
-    """One call has the helpers; the others work alone."""
+    """One call has the helpers; concurrent calls work without."""
     expected = [corrected(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as callers:
         for _ in range(10):
@@ -145,6 +145,6 @@ assert helpers
 
 @pytest.mark.skipif(not TASKS.exists(), reason="reads the blocked signals of a thread where Linux shows them")
 def test_helpers_leave_signals_to_the_threads_of_python():
-    """But for those of their own faults."""
+    """Except its own fault signals."""
     program = SIGNAL.format(folder=str(Path(__file__).parent))
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The compiled kernel equals the reference on every instruction set, whatever the data holds and however it lies."""
+"""The compiled kernel equals the reference on every instruction set, for any data and memory layout."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_values_that_are_not_finite_may_stand_anywhere(level, config, where):
 @pytest.mark.parametrize("train", [-1000.0, 500.0, -1e9, -1e30, torch.finfo(torch.float32).min, 70.0, -0.5])
 @pytest.mark.parametrize("rollout", [-1000.0, 500.0, -1e30, 100.0, -0.75])
 def test_extreme_values_overflow_nothing(level, train, rollout):
-    """Sentinels, densities and garbage among common values; float64 holds all of them."""
+    """Sentinels, densities and garbage among common values; float64 represents all of them."""
     batch = noisy(3, 600, 0.2)
     batch[0][1, 3:550], batch[1][1, 3:590] = train, rollout
     for config in (everything(), configuration(rollout_is="geometric")):
@@ -182,7 +182,7 @@ def test_perplexities_of_tiny_probabilities_keep_their_digits(level, log_prob):
 @pytest.mark.parametrize("rounded_off", [-9e-7, 9e-7])
 @pytest.mark.parametrize("rest", [0.0, -25.0])
 def test_rounding_of_a_log_ratio_is_corrected(level, rounded_off, rest):
-    """d = 19.5 ± 9e-7 is 19.5 in float32: exp of that is off by 9e-7 of itself, k3 too, and chi² by twice as much."""
+    """d = 19.5 ± 9e-7 is 19.5 in float32: relative errors are 9e-7 in exp and k3, and twice as much in chi²."""
     rollout = torch.full((1, 64), -19.5)
     train, mask = torch.full_like(rollout, rounded_off), torch.ones(1, 64, dtype=torch.bool)
     train[0, 1:9] = rollout[0, 1:9] + rest
@@ -239,7 +239,7 @@ def test_half_precision_is_widened_before_anything_is_subtracted(level, train_ty
 
 @levels
 def test_rows_may_lie_apart(level):
-    """A slice of columns, as `log_prob[:, -response_length:]` gives it; a transposed mask is copied."""
+    """A slice of columns, like `log_prob[:, -response_length:]`; a transposed mask is copied."""
     train, rollout, mask = noisy(4, 700, 0.2)
     sliced = train[:, 37:], rollout[:, 37:], mask.T.contiguous().T[:, 37:]
     expected = reference_correction(*sliced, everything())
@@ -317,7 +317,7 @@ def test_a_bound_on_a_divergence_is_a_bound_on_the_log_ratio(kind, upper, d):
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts torch operations."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Why Triton has decisions of its own: torch's, on the table that Triton writes, would cost more than its kernels.
 
-A launch costs what it costs, whatever the table holds. 2.5 µs is little for one of eager torch.
+A launch has a fixed cost for any table. 2.5 µs is little for one launch of eager torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rollcorr.kernels.gpu_launch import Launch
 
 
 class Recorder:
-    """In place of a Triton kernel: what it is launched with."""
+    """Replace a Triton kernel and record its launch arguments."""
 
     def __getitem__(self, grid):
         return lambda **options: self.__dict__.update(options)

@@ -1,4 +1,4 @@
-"""What log-probs without logits cost, in bytes, products and operations: counted, so the same on every machine."""
+"""Cost of log-probs without logits in bytes, products and operations: counted, so the same on every machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sets(size=8):
 
 
 def peak(function):
-    """Bytes that a call has allocated at most at one time, those of its results included."""
+    """Return the peak of a call's allocations in bytes, its results included."""
     function()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         function()
@@ -72,7 +72,7 @@ def test_entropy_of_a_few_tokens_needs_no_second_chunk():
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_kept_sets_need_no_more_than_the_memory_of_the_kept_rows(trained):
-    """512 tokens with 20 ids each at d = 1,024: 42 MB, and nothing beyond that depends on the vocabulary."""
+    """512 tokens with 20 ids each at d = 1,024: 42 MB, independent of the vocabulary."""
     N, d, V, K = 512, 1024, 8192, 20
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(N, d, generator=generator), torch.randn(V, d, generator=generator)
@@ -102,7 +102,7 @@ def test_kept_sets_make_nothing_of_the_vocabulary_s_size():
 
 
 def test_the_whole_vocabulary_takes_four_products():
-    """Logits twice, the gradient of the hidden states, that of the head; the logits once when nothing is trained."""
+    """Logits twice, the gradient of the hidden states, the head's gradient; the logits once without training."""
     assert products(backward()) == pytest.approx(4)
     assert products(backward(trained=False)) == pytest.approx(3)
     case = make_case(0, N=N, d=D, V=V, dtype=torch.float32)

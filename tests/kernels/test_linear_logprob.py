@@ -1,4 +1,4 @@
-"""Log-probs without logits: by hand, against the reference, gradients by differences, and what is never made."""
+"""Log-probs without logits: by hand, against the reference, gradients by differences, and memory never allocated."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_gradients_of_other_inputs_leave_the_buffer(replayed, compact, trained, 
     assert torch.equal(into, torch.ones_like(into))
     assert torch.equal(hidden.grad, of_hidden)
 
-    # A whole backward adds to it, and so does a call that asks for the head.
+    # A full backward adds to it, and so does a call for the head's gradient.
     loss.backward(retain_graph=True)
     added = into - 1
     assert added.abs().sum() > 0
@@ -232,7 +232,7 @@ def test_what_the_mask_drops_is_never_seen(replayed, compact):
 
 @dropped_or_not
 def test_entries_with_bias_minus_infinity_have_no_probability(compact):
-    """As the rows beyond the vocabulary that pad a head: also when a whole chunk is of them, first or last."""
+    """Rows beyond the vocabulary that pad a head: also if they fill a chunk, first or last."""
     case = make_case(7)
     case.token_ids = case.token_ids.clamp(8, 15)
     case.bias[:8] = case.bias[16:] = -math.inf
@@ -330,7 +330,7 @@ def test_a_wide_copy_of_the_head_is_made_a_few_columns_at_a_time(monkeypatch):
 
 
 def test_a_device_that_multiplies_half_precision_into_float32_is_used(monkeypatch):
-    """Such products are not made on a CPU, so they stand here as what they are defined to be."""
+    """CPUs lack these products, so the test computes them by definition."""
     plain, seen = torch.mm, []
 
     def mm(left, right, *, out, out_dtype=None):

@@ -1,4 +1,4 @@
-"""What the products of `linear_log_prob` are computed in, and in which order sums are added, on a GPU.
+"""Precision of the products of `linear_log_prob`, and the order of its sums, on a GPU.
 
 There is no GPU here: fake CUDA tensors show which operations would run there, and the CPU runs those same operations.
 """
@@ -19,7 +19,7 @@ from rollcorr.kernels.linear_logprob.products import float32_products, operand_t
 
 
 def on_cuda(dtype):
-    """A tensor that says it is on a GPU; nothing is computed with it."""
+    """A tensor that claims to be on a GPU; it computes no value."""
     with FakeTensorMode():
         return torch.empty(2, 2, dtype=dtype, device="cuda")
 
@@ -121,7 +121,7 @@ def test_what_a_gpu_runs_for_sums_gives_the_same_sums_and_gradients(monkeypatch)
 
 
 class Asked(TorchDispatchMode):
-    """Names of the operations that were asked for, with the dtype of the first operand."""
+    """Return the names of the operations, with the dtype of the first operand."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Log-probs without logits on CUDA tensors: no value is read and none of the host is sent, unless tokens are dropped.
 
-There is no GPU here: the tensors are fake (`tests/fake_cuda.py`), and what torch is asked to do is counted.
+There is no GPU here: the tensors are fake (`tests/fake_cuda.py`), and the tests count the calls to torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:linear_log_prob multiplies bfloat16")  # torch before 2.8 is slow there, and says so
+@pytest.mark.filterwarnings("ignore:linear_log_prob multiplies bfloat16")  # torch before 2.8 is slow there, and warns
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [False, True])

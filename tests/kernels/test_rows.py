@@ -1,4 +1,4 @@
-"""The list of statistics: every implementation leaves these rows and no others, and one that lacks a row says which."""
+"""The list of statistics: every implementation computes exactly these rows; one that lacks a row names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before `impl="auto"` takes the Triton kernels, it holds them against torch; here stand-ins play the kernels.
+"""Before `impl="auto"` uses the Triton kernels, it compares them with torch; here fakes replace the kernels.
 
 With Triton, test_triton_self_check.py runs the same check on the kernels themselves.
 """
@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 
 
 def stand_in(batch: Batch, config, *, splits=None):
-    """Right, and computed in blocks of another size than what it is compared with."""
+    """A correct kernel whose blocks have a different size than the reference's."""
     return torch_correction(batch._replace(mask=batch.mask != 0), config, block_tokens=600)
 
 
 def sabotaged(part):
-    """The stand-in with one thing wrong."""
+    """The fake with one fault."""
 
     def kernel(batch, config, *, splits=None):
         output = stand_in(batch, config)
@@ -54,7 +54,7 @@ def sabotaged(part):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache of this test's own, and a process that knows nothing."""
+    """A temporary cache, and a process without verdicts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_check, "_verdicts", {})
     return tmp_path / "rollcorr" / "kernels"
@@ -186,7 +186,7 @@ def test_a_write_that_breaks_off_leaves_the_old_verdict_and_no_litter(cache, mon
 
 
 def batch_on_a_device(monkeypatch):
-    """A batch that says it is on a GPU; the kernels say that they take it."""
+    """A batch that claims to be on a GPU; the kernels accept it."""
     meta = torch.zeros(2, 4, device="meta")
 
     class OnDevice:

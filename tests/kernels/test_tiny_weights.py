@@ -1,6 +1,6 @@
 """Numbers that are easy to lose, in every implementation: tiny weights, policies far apart, a clamp inside a band.
 
-Expected values are computed here in float64, from the formulas; no implementation serves as the measure of another.
+Expected values are computed here in float64, from the formulas; no implementation is the reference of the rest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_weights_near_one_keep_their_spread(impl, scale):
 
 @every_implementation
 def test_blocks_of_tiny_weights_beside_blocks_of_one(impl):
-    """Whole blocks of every implementation are all e⁻²⁰, and whole blocks all 1."""
+    """Full blocks of every implementation are all e⁻²⁰, and full blocks all 1."""
     d = torch.zeros(64, 2048)
     d[:48] = -20.0
     _, metrics = corrected(d, impl, rollout_is="token", rollout_is_threshold=None)
@@ -138,7 +138,7 @@ def test_a_common_log_ratio_cancels_nothing_of_its_spread(impl):
     d = -19 + 1e-5 * torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     _, metrics = corrected(d, impl, rollout_rs="token_k2", rollout_rs_threshold=1e3)
     assert metrics["log_ratio_std"] == pytest.approx(moments(d.double())[1], rel=2e-5)
-    if impl in ("reference", "torch"):  # the others keep k2 in float32, which has no digits for this spread
+    if impl in ("reference", "torch"):  # the rest keep k2 in float32, which has no digits for this spread
         half_squares = d.double().square() / 2
         assert metrics["rollout_rs_token_k2_std"] == pytest.approx(moments(half_squares)[1], rel=2e-5)
 
@@ -233,7 +233,7 @@ def test_icepop_judges_the_clamped_log_weight(impl, level):
 @every_level
 @pytest.mark.parametrize(("d", "band"), [(-3.0, "0.01_0.1"), (3.0, "10_100")])
 def test_a_band_that_no_clamped_weight_reaches_keeps_none(impl, level, d, band):
-    """The log weight lies in the band, and the clamp takes it out."""
+    """The log weight lies in the band, and the clamp moves it out."""
     output, metrics = corrected(
         torch.full((2, 1), d), impl, rollout_is=level, rollout_is_threshold=band, safety_bound=1.0
     )

@@ -1,4 +1,4 @@
-"""The torch path reads blocks in threads: they are shared, and leave torch's own threads alone."""
+"""The torch path reads blocks in a thread pool and does not change torch's own threads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_odd_values_warn_of_nothing(odd):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_readers_leave_the_number_of_threads(fails, threads):
-    """A reader has one thread; its caller, and a thread that begins later, have as many as before."""
+    """A reader has one thread; its caller, and a thread that begins later, keep their number of threads."""
     threads(3)
     blocks.forget_readers()
     with pytest.raises(ValueError, match="odd") if fails else contextlib.nullcontext():

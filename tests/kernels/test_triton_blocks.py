@@ -1,4 +1,4 @@
-"""The token pass reads a block in one of several ways. All of them equal the reference, beside one another in a row."""
+"""The token pass reads a block in one of several ways. All of them equal the reference, also mixed in one row."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rows(*orders: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def how_regular(train, rollout, mask, found, limits, PLAN: tl.constexpr):
-    """What is decided about one block."""
+    """The decisions about one block."""
     local, _ = tokens_at(0, 0, BLOCK, BLOCK // 128, 32, 0)
     pi, mu = tl.load(train + local), tl.load(rollout + local)
     shift = tl.zeros([32], dtype=tl.float32)
@@ -95,7 +95,7 @@ def test_how_a_block_is_read(kind):
     ids=["metrics", "unbounded", "truncated", "IcePop", "a band without 1", "sequence", "all", "all, IcePop"],
 )
 def test_every_way_beside_every_other_equals_the_reference(config):
-    """A lane sums around what it meets first: an outlier in one row, ordinary weights in another."""
+    """A lane sums around the first value that it meets: an outlier in one row, an ordinary weight in the next."""
     batch = rows(
         ["quiet", "noisy", "quiet", "masked", "partly masked", "quiet"],
         ["far", "quiet", "noisy", "zero", "quiet", "missing"],

@@ -81,7 +81,7 @@ def run(train, rollout, mask, config, **options) -> CorrectionOutput:
 
 
 def assert_close(actual: CorrectionOutput, expected: CorrectionOutput, rows=None, rel=1e-5, abs=1e-6) -> None:
-    """Equal decisions, weights to float32, metrics to `rel`; `rows` selects the tokens that a packed result holds."""
+    """Compare decisions, weights to float32, metrics to `rel`; `rows` selects the tokens of a packed result."""
     select = (lambda x: x) if rows is None else (lambda x: x[rows])
     assert torch.equal(actual.loss_mask, select(expected.loss_mask))
     assert torch.equal(actual.sequence_kept, expected.sequence_kept)
@@ -161,7 +161,7 @@ def test_a_long_sequence_is_read_in_chunks_and_by_several_programs(packed, split
 
 @triton.jit
 def last_tokens(found, T, splits, ALIGN: tl.constexpr):
-    """Of one row of T tokens: the end of the last share, its last token, and how many tokens its last block has."""
+    """Return the end of the last share, its last token, and the number of tokens in its last block, for a row of T."""
     program = tl.program_id(0).to(tl.int64) + splits - 1
     start, end, begin, stop = share_of(program, found, T, splits, False, ALIGN)
     at = begin + (stop - begin - 1) // BLOCK * BLOCK
@@ -214,7 +214,7 @@ def test_a_small_spread_around_a_large_mean_is_measured(shift):
 
 @pytest.mark.parametrize("threshold", [2.0, "0.5_2.0"])
 def test_an_outlier_at_the_start_costs_the_bounded_weights_no_digits(threshold):
-    """What a lane reads first becomes the point that it sums around; e^15 must not be that for weights below 2."""
+    """The first value of a lane becomes the point that it sums around; e^15 must not be that for weights below 2."""
     train, rollout, mask = batch_of(2, 1500, mismatch=1e-3)
     train[:, :512] = rollout[:, :512] + 15
     config = configuration(rollout_is="token", rollout_is_threshold=threshold)
@@ -289,7 +289,7 @@ class _Counter:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_three_launches_and_no_wait(level, packed, mask_type, monkeypatch):
-    """Nothing but three kernels does work: torch makes memory and views of it. On meta tensors a read would raise."""
+    """Only three kernels do work: torch allocates memory and views of it. On meta tensors a read would raise."""
     counters = {name: _Counter() for name in ("read_tokens", "decide_sequences", "finish")}
     for name, counter in counters.items():
         monkeypatch.setattr(launch, name, counter)

@@ -136,7 +136,7 @@ def test_what_the_mask_drops_reaches_nothing(replayed):
 
 @pytest.mark.parametrize("first", [0, 8, 16])
 def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
-    """What a rank of a vocabulary-parallel group adds, tokens without an id of the slice included."""
+    """Terms of one rank of a vocabulary-parallel group, including tokens without an id in the slice."""
     case = on_device(make_case(5))
     weight, bias = case.weight[first : first + 7], case.bias[first : first + 7]
     problem = Problem(

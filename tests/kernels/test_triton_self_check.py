@@ -1,4 +1,4 @@
-"""The check that decides whether `impl="auto"` takes the Triton kernels, on the kernels themselves, interpreted."""
+"""The check that decides whether `impl="auto"` uses the Triton kernels, on the interpreted kernels themselves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Compile the Triton kernels for a GPU that is not here; print what each uses, as JSON lines.
+"""Compile the Triton kernels for an absent GPU and print their resources as JSON lines.
 
-Run by test_triton_compile.py in a process of its own, because Triton's interpreter is a choice for a whole process:
+test_triton_compile.py runs it in a child process, because Triton's interpreter is a choice for a process:
 
     TRITON_INTERPRET=0 python tests/kernels/triton_compilation.py cuda:90
 
@@ -87,7 +87,7 @@ def launches(
 
 
 def compiled(one: launch.Launch, target: GPUTarget) -> CompiledKernel:
-    """A kernel as the launch would compile it: 1 is a constant, and what 16 divides is known to be."""
+    """A kernel as the launch would compile it: 1 is a constant, and multiples of 16 are known."""
     signature: dict[str, Any] = {}
     constants, attributes = dict(one.constants), {}
     for index, name in enumerate(one.kernel.arg_names):
@@ -160,13 +160,13 @@ def machine_code(one: launch.Launch, kernel: CompiledKernel) -> dict[str, float]
 
 
 def _loads_after_a_store(ptx: str) -> int:
-    """Loads from memory that cannot be on their way with the others, because a store comes before them."""
+    """Loads that cannot overlap with earlier ones, because a store comes before them."""
     accesses = re.findall(r"\b(ld|st)\.global", ptx)
     return accesses[accesses.index("st") :].count("ld") if "st" in accesses else 0
 
 
 def ptxas(arch: int) -> str:
-    """The assembler that Triton carries; the function that finds it takes no architecture before 3.5."""
+    """Triton's own assembler; the function that finds it has no architecture argument before 3.5."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     tool = get_ptxas(arch) if inspect.signature(get_ptxas).parameters else get_ptxas()
@@ -175,7 +175,7 @@ def ptxas(arch: int) -> str:
 
 
 def nvdisasm() -> str:
-    """The disassembler that Triton carries beside the assembler."""
+    """Triton's own disassembler."""
     return str(Path(ptxas(90)).with_name("nvdisasm"))
 
 

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of log-probs without logits for a GPU that is not here; print what each uses.
+"""Compile the Triton kernels of log-probs without logits for an absent GPU and print their resources.
 
 Run by test_triton_linear_compile.py in a process of its own, like triton_compilation.py.
 """

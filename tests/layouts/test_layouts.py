@@ -1,4 +1,4 @@
-"""Every shape that a trainer may hold goes in and comes out again, and the correction says the same of each."""
+"""Every layout of a trainer converts in and out, and the correction of each is the same."""
 
 import numpy as np
 import pytest
@@ -156,7 +156,7 @@ def test_the_slices_of_all_ranks_are_the_response_once(total, response, ranks):
 
 def test_zig_zag_by_hand():
     """Eight tokens, of which five are the response, on two ranks: chunks of two. Place t scores token t + 1."""
-    assert response_tokens_of_rank(8, 5, 2, 0).tolist() == [4]  # places 0 1 and 6 7: token 7 alone is of the response
+    assert response_tokens_of_rank(8, 5, 2, 0).tolist() == [4]  # places 0 1 and 6 7: only token 7 is of the response
     assert response_tokens_of_rank(8, 5, 2, 1).tolist() == [0, 1, 2, 3]  # places 2 3 and 4 5
 
 

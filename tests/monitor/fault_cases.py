@@ -1,4 +1,4 @@
-"""A Monitor on a disk that fails for a while, and what must be true of the run afterwards."""
+"""A Monitor on a disk that fails for a while, and the required state of the run afterwards."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def run_on(folder: Path, faults: Faults, *, group: Any = None) -> list[dict[str,
             train = -torch.rand(ROWS, step, generator=generator) - 0.1
             monitor.correct(train, train + 0.01, torch.ones(ROWS, step, dtype=torch.bool))
             found.append(monitor.step(reward=torch.full((ROWS,), float(step)), number=float(step)))
-            monitor.flush()  # one attempt at this step's files and one at what failed, so that calls keep their numbers
+            monitor.flush()  # one attempt at this step's files and one at the failed ones
         faults.happen = False
     return found
 
 
 def faults_of(folder: Path, found: list[dict[str, float]], *, ranks: int = 1, log: str = "") -> list[str]:
-    """What is wrong after `run_on`."""
+    """Return the faults after `run_on`."""
     wrong = []
     lines = read_metrics(folder / "metrics.jsonl")
     if [line["step"] for line in lines] != list(range(1, STEPS + 1)):
@@ -63,6 +63,6 @@ def faults_of(folder: Path, found: list[dict[str, float]], *, ranks: int = 1, lo
         monitor.step()
     if [metrics["step"] for metrics in read_run(folder).series] != [1, 2, 3, 4, 5, 6]:
         wrong.append("it does not go on after step 5")
-    # What another rank could not delete goes when that rank starts again.
+    # Files that a rank could not delete go when that rank starts again.
     wrong += [f"{path.name} is left" for path in (folder / "rollouts").glob(".step_*")]
     return wrong

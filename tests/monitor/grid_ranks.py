@@ -1,4 +1,4 @@
-"""What one rank of a 2 × 2 grid does: data-parallel pairs hold other sequences, context pairs other tokens of them."""
+"""Program of one rank of a 2 × 2 grid: data-parallel pairs have different sequences, context pairs different tokens."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def step_of(monitor: Monitor, scenario: str, shard: tuple[int, ...], tokens: sli
     if scenario == "correction alone":
         return monitor.step(lr=0.25)
 
-    # A tensor of the rank's tokens, one of the sequences that its context ranks hold too, and plain numbers.
+    # A tensor of the rank's tokens, one of the sequences shared with its context ranks, and plain numbers.
     per_token = packed(shard, tokens)["entropy"]
     return monitor.step(reward=rewards(shard), token_entropy=per_token, lr=torch.tensor(0.25), epoch=3)
 
@@ -136,7 +136,7 @@ def run_of_rank(folder: Path, scenario: str, rank: int, groups: tuple[Any, Any])
         tokens = slice(0, 0) if context_rank else slice(None)
     shard, arguments = SHARDS[data_rank], {"group": data, "context_group": context}
     if scenario == "correction alone":
-        # The Monitor's ranks hold one batch together, so each pair keeps a directory of its own.
+        # The Monitor's ranks share one batch, so each pair keeps a directory of its own.
         arguments, shard, folder = {"group": context}, SHARDS[0], folder / str(data_rank)
     with Monitor(folder, configuration(scenario), **arguments) as monitor:
         metrics = [step_of(monitor, scenario, shard, tokens, context) for _ in range(2)]
@@ -144,7 +144,7 @@ def run_of_rank(folder: Path, scenario: str, rank: int, groups: tuple[Any, Any])
 
 
 def pickled_correction(folder: Path, rank: int, groups: tuple[Any, Any]) -> float:
-    """The tokens of a correction that has left its groups behind, as it does in a pickle."""
+    """Return the tokens of a correction without its groups, as in a pickle."""
     data, context = groups
     batch = packed(SHARDS[rank // CONTEXT_RANKS], slice(rank % CONTEXT_RANKS, None, CONTEXT_RANKS))
     arguments = (batch["old"], batch["rollout"], batch["mask"], CONFIG)

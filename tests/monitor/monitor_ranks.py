@@ -1,4 +1,4 @@
-"""What one rank of the monitor's distributed tests does; each scenario also runs alone, for what is expected."""
+"""Program of one rank of the monitor's distributed tests; without a group, the expected result."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def empty(monitor: Monitor) -> float:
 
 
 def refused_on_every_rank(folder: Path) -> str:
-    """The directory has steps already: every rank is told, and none waits for the one that looked."""
+    """The directory already has steps: every rank raises, and none waits for the rank that looked."""
     try:
         Monitor(folder, CONFIG, group=dist.group.WORLD)
     except FileExistsError as error:
@@ -141,7 +141,7 @@ def faulty_runs(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def context_run(folder: Path, rank: int) -> dict[str, Any]:
-    """Three ranks hold every third token of the same two sequences."""
+    """Three ranks share the same two sequences, each with every third token."""
     numbers = (3, 6)
     batch = [sequences()[number] for number in numbers]
     mine = {name: torch.cat([one[name][rank::SIZE] for one in batch]) for name in ("train", "rollout", "mask")}

@@ -1,4 +1,4 @@
-"""What a step sends where the group has a backend for a GPU alone, as NCCL is: without a GPU, on a fake one."""
+"""Messages of a step if the group has only a GPU backend, like NCCL: tested without a GPU, on a fake one."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 
 @pytest.fixture
 def backend(monkeypatch):
-    """What the group's backend is, and (device, dtype, numbers) of everything that is sent through it."""
+    """Record the group's backend, and (device, dtype, numbers) of every message."""
     sent = []
 
     def gather(parts, vector, group):

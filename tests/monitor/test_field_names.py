@@ -35,7 +35,7 @@ SLIME = {
 
 
 class TensorDictLike:
-    """What a TensorDict has in common with a mapping, without being one."""
+    """The part of a TensorDict's interface that a mapping has, without being one."""
 
     def __init__(self, tensors):
         self._tensors = tensors
@@ -146,7 +146,7 @@ def test_the_docs_list_the_declared_names():
 
 
 class ContextRank:
-    """Stands for the context group of one of two ranks; nothing is exchanged."""
+    """Replaces the context group of one of two ranks; it sends no message."""
 
     def __init__(self, rank):
         self.rank = lambda: rank
@@ -157,7 +157,7 @@ class ContextRank:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_whole_masks_are_cut_like_log_probs(rank):
-    """slime gives each context rank its part of the log-probs, and the masks of whole responses."""
+    """slime passes each context rank its part of the log-probs, and the masks of full responses."""
     batch = {**SLIME, "loss_masks": [torch.tensor([1, 0, 1]), torch.tensor([0, 1])]}
     names = ("log_probs", "rollout_log_probs", "loss_masks")
     parts = local_lists(*(batch[name] for name in names), total_lengths=[5, 4], ranks=2, rank=rank)

@@ -27,7 +27,7 @@ def results(folder):
 
 @pytest.mark.parametrize("scenario", grid_ranks.SCENARIOS)
 def test_every_key_equals_one_process(folder, results, scenario):
-    """Slices are corrected by another kernel than whole sequences: its sums agree to float32."""
+    """Slices use a different kernel than full sequences: its sums agree to float32."""
     alone = grid_ranks.whole_run(folder / f"{scenario} alone", scenario)
     for rank in range(RANKS):
         for step, expected in enumerate(alone):

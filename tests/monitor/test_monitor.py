@@ -1,4 +1,4 @@
-"""One process: what a step counts, writes and judges, and what is left after a kill."""
+"""One process: counts, files and verdicts of a step, and files after a kill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines_of(path):
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-# --- What a step counts -----------------------------------------------------------------------------------------------
+# --- Counts of a step -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_has_the_metrics_of_its_correction_and_the_callers_own(tmp_path):
@@ -145,7 +145,7 @@ def test_values_that_are_not_finite_are_counted_and_written_as_null(tmp_path):
     assert (line["loss"], line["nothing/mean"], line["nothing/min"]) == (None, None, None)
 
 
-# --- What a step costs ------------------------------------------------------------------------------------------------
+# --- Costs of a step --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,4 +1,4 @@
-"""A disk or a tracker that fails, the end of a program, a fork: a training step notices nothing of it."""
+"""A failing disk or tracker, the end of a program, a fork: none of them disturbs a training step."""
 
 from __future__ import annotations
 

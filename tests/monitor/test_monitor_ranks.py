@@ -51,7 +51,7 @@ def test_a_step_is_one_transfer_and_a_new_layout_one_more(results, scenario):
 
 
 def test_what_one_rank_measures_later_reaches_all(results):
-    """A step in which a layout is new takes a second transfer only where it needs more room than all had before."""
+    """A step with a new layout uses a second transfer only where it needs more room than all earlier ones."""
     for result in results:
         names = [sorted(metrics) for metrics in result["late"]["metrics"]]
         assert names[0] == ["lr"]
@@ -103,7 +103,7 @@ def test_ranks_agree_while_a_disk_fails(folder, results, name):
 
 
 def test_context_slices_are_counted_once_and_logged_whole(folder, results):
-    """Slices are corrected by another kernel than whole sequences: sums agree to float32."""
+    """Slices use a different kernel than full sequences: sums agree to float32."""
     expected = monitor_ranks.context_whole(folder / "context alone")
     for result in results:
         assert result["context"]["metrics"] == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Record a vLLM server's answers to what the tests ask: `python record_vllm.py`, where `make test-vllm` runs.
+"""Record a vLLM server's responses to the tests' requests: `python record_vllm.py`, where `make test-vllm` runs.
 
 Starts the server on the policy of `recorded_policy`, puts a recording proxy before it, and lets the engine ask.
 """
