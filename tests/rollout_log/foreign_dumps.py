@@ -9,7 +9,7 @@
 | SkyRL | SkyRL 0.3.0, skyrl/train/trainer.py, `dump_data`; training_batch.py, `TensorBatch.__reduce__` |
 | SkyRL, older | skyrl_train-v0.3.0, skyrl_train/training_batch.py, `TensorBatch.__getstate__` |
 
-All of them hold the two sequences of `PROMPTS` and `RESPONSES`. In the second, the middle token is a tool's.
+All of them contain the two sequences of `PROMPTS` and `RESPONSES`. In the second, the middle token is a tool's.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def write_prime_rl(folder: Path, **changes: object) -> Path:
 
 
 def write_slime_train(folder: Path, **changes: object) -> Path:
-    """The training side: tensors per sample, and the raw rewards of the whole batch beside them."""
+    """Training data: tensors per sample, and the raw rewards of the batch."""
     path = folder / "train_data" / f"{STEP}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = []
@@ -154,7 +154,7 @@ def write_slime_rollout(folder: Path, **changes: object) -> Path:
 
 
 def skyrl_tensors() -> dict[str, torch.Tensor | None]:
-    """`convert_prompts_responses_to_batch_tensors`: padded on the left. A third row fills up the batch."""
+    """`convert_prompts_responses_to_batch_tensors`: left padding. A third row fills up the batch."""
     width, longest, rows = 4, 3, [0, 1, 0]
 
     def padded(values: list[list[float]], dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Parquet files byte by byte, so that they can say what no writer would: runs of a billion values, counts that lie.
+"""Forge Parquet files byte by byte with content that no writer produces: runs of a billion values, false counts.
 
-A file is columns of one row group. Types are those of Thrift's compact protocol.
+A file has columns of one row group. Types are Thrift compact protocol types.
 """
 
 import struct

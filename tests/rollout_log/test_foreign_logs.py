@@ -1,4 +1,4 @@
-"""Dumps of other frameworks: what is read from each, what is refused and why, and that nothing in them is run."""
+"""Dumps of other frameworks: fields read from each, rejected files and reasons, and no code execution."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ WRITERS = {
 
 
 def rows_of(path, **options):
-    """The rows of a log, as dictionaries without what is not recorded."""
+    """Return the rows of a log as dictionaries without missing values."""
     rows = []
     for batch in read_rollout_log(path, **options):
         rows += [{name: value for name, value in row.items() if value is not None} for row in batch.records.to_pylist()]
@@ -202,7 +202,7 @@ def test_a_column_that_a_setting_left_out_is_named_with_the_setting(writer, chan
 
 
 class Trap:
-    """What its pickle runs, if anything does."""
+    """The code that its pickle would run."""
 
     ran = 0
 

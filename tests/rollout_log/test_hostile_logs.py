@@ -80,7 +80,7 @@ def refused(read, path):
 
 
 def test_flipped_bits_in_parquet_are_refused_or_change_no_value(tmp_path):
-    """Half of the flips are in the footer. Pages have checksums, so no flip in one gives another number."""
+    """Half of the flips are in the footer. Pages have checksums, so no flip in one changes a number."""
     content = write_log(tmp_path / "sound.parquet").read_bytes()
     whole = {json.dumps(row, sort_keys=True) for row in rows_of(tmp_path / "sound.parquet")}
     footer = struct.unpack("<I", content[-8:-4])[0]
@@ -199,7 +199,7 @@ def zeros_page():
 
 
 def bombs(folder):
-    """Write each bomb; returns name → (arguments of the command, what it says)."""
+    """Write each bomb; return name → (command arguments, expected error)."""
     found = {}
 
     def add(name, content, message, *, suffix="parquet"):
@@ -305,7 +305,7 @@ RUN_ALL = """
 
 
 def test_no_bomb_takes_a_gigabyte_and_each_is_answered_with_one_line(tmp_path):
-    """One process for all: its peak is that of the worst."""
+    """One process for all: it measures the worst peak."""
     planted = bombs(tmp_path)
     assert len(planted) > 20
     given = json.dumps([(name, arguments) for name, (arguments, _) in planted.items()])

@@ -1,4 +1,4 @@
-"""Batches: what a trainer's tensors become, and that they come back bit for bit through every form of file."""
+"""Batches from a trainer's tensors, and exact round trips through every file format."""
 
 import doctest
 import math
@@ -40,7 +40,7 @@ def bits(tensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The fields of `SamplingSpec` that the log tells apart."""
+    """The fields of `SamplingSpec` that the log distinguishes."""
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -125,7 +125,7 @@ def test_kept_sets_come_back_packed_over_all_rows():
 
 
 def test_kept_sets_of_sampled_tokens_become_columns_and_come_back():
-    """A hole keeps nothing; packed and padded agree; the row without a token has one offset."""
+    """A hole keeps no id; packed and padded agree; the row without a token has one offset."""
     mask = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]])
     kept = KeptSets.of([[1, 2], [4], [5], [6, 7]])
     batch = RolloutBatch.from_padded(mask, kept=kept)
@@ -179,7 +179,7 @@ def test_any_padded_batch_comes_back_bit_for_bit(shape, suffix):
     patterns = torch.randint(-(2**31), 2**31 - 1, (B, T), generator=generator, dtype=torch.int32)
     log_prob = patterns.view(torch.float32)  # every kind of float: tiny, huge, −0.0, ±inf, NaN
     log_prob = torch.where(log_prob.isnan(), NAN, log_prob) if "json" in suffix else log_prob
-    reward = log_prob.sum(1).nan_to_num(1.5)  # NaN alone would be a column that no row records
+    reward = log_prob.sum(1).nan_to_num(1.5)  # only NaN would be a column without records
     batch = RolloutBatch.from_padded(mask, response_ids=ids, rollout_log_prob=log_prob, reward=reward)
     back = through_file(batch, suffix)
     if not B:

@@ -1,4 +1,4 @@
-"""docs/guides/rollout_log.md says what the code does: code runs, the example is read, all codes are listed."""
+"""docs/guides/rollout_log.md matches the code: code runs, the example parses, all codes are listed."""
 
 import re
 from pathlib import Path

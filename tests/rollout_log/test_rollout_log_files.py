@@ -1,4 +1,4 @@
-"""Files: whole or not there, in a fixed order, with memory bounded by a batch, and errors that say where."""
+"""Files: complete or absent, in a fixed order, memory bounded by a batch, and errors with the place."""
 
 import gzip
 import json

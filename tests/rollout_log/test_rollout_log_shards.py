@@ -1,4 +1,4 @@
-"""Cutting logs at row groups and files: nothing is lost, nothing is read twice, and every row knows its place."""
+"""Splitting logs at row groups and files: no row is lost or read twice, and every row knows its place."""
 
 import pickle
 
@@ -126,7 +126,7 @@ def test_a_damaged_file_is_named_before_anything_is_read(tmp_path):
 
 
 class Foreign(JsonlSource):
-    """A dump of another framework: JSON lines with other names and another ending."""
+    """A dump of a framework: JSON lines with other names and a different extension."""
 
     endings = (".dump",)
 

@@ -1,4 +1,4 @@
-"""Validation: each kind of fault is found in its row and column, and a sound log gives no finding."""
+"""Validation: each kind of fault is found in its row and column, and a valid log has no finding."""
 
 import math
 

@@ -95,7 +95,7 @@ def test_lines_before_the_step_stay_to_the_letter_and_lost_ones_are_told(tmp_pat
 
 
 class Full:
-    """A disk that takes ten bytes of a line, and then no more."""
+    """A disk that fails after ten bytes of a line."""
 
     def __init__(self, file, *, truncates=True):
         self.file = file

@@ -102,7 +102,7 @@ def test_memory_beyond_the_limit_is_bad_input(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", ["[]", "{}", '"ab"', "[0.5]", "256", "null", '["ab"]'])
 def test_memory_is_not_underestimated(value):
-    """Lines of a kilobyte, with one name or many."""
+    """Lines of a kilobyte, with few or with hundreds of names."""
     for row in (
         f'{{"step": 1, "a": [{", ".join([value] * 200)}]}}',
         "{" + ", ".join(f'"n{i}": {value}' for i in range(99)) + "}",

@@ -33,7 +33,7 @@ EXECUTED = "subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid"
 
 @pytest.fixture
 def holder(tmp_path):
-    """Start a process that holds the lock of `tmp_path / "run"`; returns it, and the id of its child."""
+    """Start a process that locks `tmp_path / "run"`; return it, and the id of its child."""
     started, children = [], []
 
     def start(child=NO_CHILD):
@@ -75,7 +75,7 @@ def test_the_lock_ends_with_a_killed_process_whatever_it_started(tmp_path, holde
     process.wait()
     assert (tmp_path / "run" / "run.lock").is_file()
 
-    # A child that was forked just before gives its copy away with the first thing that it does.
+    # A freshly forked child closes its copy with its first action.
     assert eventually(lambda: _can_be_taken(tmp_path / "run"))
     with run_lock(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / "run.lock").read_text(encoding="utf-8"))["pid"] == os.getpid()

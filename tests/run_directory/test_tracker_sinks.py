@@ -1,4 +1,4 @@
-"""Trackers: what each is told, whose run it is, and what is said without its package. The packages are stood in for."""
+"""Trackers: their calls, the owner of the run, and the error without the package. Fakes replace the packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS = {"reward/mean": 0.5, "rollout_corr/k3_kl": math.inf}
 
 
 class Calls(list):
-    """Remembers what was called, and with what."""
+    """Record calls and their arguments."""
 
     def of(self, name, result=None):
         def call(*args, **options):

@@ -38,7 +38,7 @@ COMMITTED = committed_evidence()
 
 
 def row(**values):
-    """A case of the measured study: bf16 at temperature 1.0, where nothing is wrong but what is given."""
+    """A case of the measured study: bf16 at temperature 1.0, with only the given fault."""
     case = {
         "engine": "bf16",
         "sampling": "1.0",

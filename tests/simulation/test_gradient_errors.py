@@ -1,4 +1,4 @@
-"""Bias, variance and ESS of estimators: exact rows against whole batches, samples against exact values, controls."""
+"""Bias, variance and ESS of estimators: exact rows against full batches, samples against exact values, controls."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ def test_untruncated_sequence_weights_have_no_bias_and_token_weights_have_one():
 
 
 def test_a_formula_of_ones_own_is_measured_as_a_configuration_is():
-    """Token weights truncated at 1.1, by hand: the same sums as those of the package's own."""
+    """Token weights truncated at 1.1, by hand: the same sums as the package's."""
     rows = sample_rows(make_pair("noise", 0.3, vocabulary=4, length=6), 300, torch.Generator().manual_seed(0))
     weights = (rows.train_log_prob - rows.rollout_log_prob).exp().clamp(max=1.1)
     own = gradient_sums(rows, LossCoefficients(weights * rows.advantages[:, None], rows.mask))
@@ -116,7 +116,7 @@ def test_decoupled_and_bypass_reinforce_presets_agree_on_the_first_update():
 
 @pytest.mark.parametrize("config", [None, preset("bypass_ppo_clip"), TOKEN_FILTER, VETO, FIXED], ids=str)
 def test_every_batch_of_two_has_the_mean_and_variance_that_the_sums_give(config):
-    """All 8² batches with their probability, each through the whole loss with the package's own denominators."""
+    """All 8² batches with their probability, each through the full loss with the package's own denominators."""
     pair = make_pair("heavy_tailed", 0.8, vocabulary=2, length=3)
     rows = every_sequence(pair)
     mean, square = torch.zeros_like(pair.gradient), 0.0
@@ -251,7 +251,7 @@ def test_what_depends_on_the_whole_batch_is_refused():
 
 
 def test_a_filter_gains_over_its_control_where_a_worker_is_broken():
-    """Five percent of the sequences come from a policy that knows nothing, and without them a filter gains nothing."""
+    """Five percent of the sequences come from an unrelated policy; without them a filter has no gain."""
     pair = make_pair("noise", 0.2, vocabulary=4, length=6, spread=3.0)
     broken = replace(pair, rollout=pair.trainer.with_logits(torch.zeros_like(pair.trainer.logits)))
     generator = torch.Generator().manual_seed(0)

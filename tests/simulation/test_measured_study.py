@@ -1,4 +1,4 @@
-"""The measured study: its arithmetic by hand, real engines on a few tokens, and pages that say what the tables hold."""
+"""The measured study: its arithmetic by hand, real engines on a few tokens, and pages that match the tables."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_replayed_kept_sets_repair_cut_rollouts_of_a_real_engine(cut_recording):
         mode: float((log_mu - log_pi)[mask].mean())
         for mode, log_pi, log_mu in measured_rollouts.sides(cut_recording, scores)
     }
-    assert kl["raw"] < -0.01  # no KL: the reported log-probs are not those of the samples
+    assert kl["raw"] < -0.01  # no KL: the reported log-probs belong to other samples
     assert kl["processed"] > 0.02
     assert abs(kl["replayed"]) < 0.005
 

@@ -1,4 +1,4 @@
-"""The built-in study: what it covers, numbers of its quick subset, the committed results, resumption, and files."""
+"""The built-in study: its coverage, numbers of its quick subset, the committed results, resumption, and files."""
 
 import csv
 import json
@@ -79,7 +79,7 @@ def test_the_quick_subset_gives_these_numbers():
     assert not none["exact"]
     assert none["direction_error"] > 0
 
-    # Every filter has its control, and nothing else has one.
+    # Every filter has a control, and only filters have one.
     for row in rows:
         config = every_estimator()[row["estimator"]]
         rejects = config is not None and (config.criteria or config.rollout_token_veto_threshold is not None)
@@ -124,10 +124,10 @@ def test_the_committed_million_samples_agree_with_exact_values():
 
 
 def test_the_committed_results_can_be_drawn(tmp_path):
-    """What `rollcorr simulate` draws at the end of a long run, from the tables that such a run left."""
+    """The figures of `rollcorr simulate` after a long run, from that run's tables."""
 
     def typed(value):
-        """As `run_cells` gives it: a table is text, and the rows of a run are not."""
+        """As `run_cells` returns it: a table is text, and the rows of a run are not."""
         if value in ("True", "False"):
             return value == "True"
         try:

@@ -38,7 +38,7 @@ MICRO_RUN = (
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch):
-    """No test of this process cuts the power, so nothing waits until a busy disk has written."""
+    """No test of this process cuts the power, so no test waits for a busy disk."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 

@@ -1,4 +1,4 @@
-"""A program: ways to replace a text, killed or without power at each file event; prints what is left, as JSON.
+"""A program: replace a text, killed or without power at each file event; print the remaining files as JSON.
 
 python tests/train/killed_writers.py FOLDER
 """
@@ -24,7 +24,7 @@ def plainly(path, text):
 
 
 def left_by(write, folder, events):
-    """The texts that are left, for a kill before each event, and in the middle of it; and the names of all files."""
+    """The remaining texts after a kill before and during each event; and the names of all files."""
     file = folder / "place" / "file.txt"
     file.parent.mkdir()
 
@@ -53,7 +53,7 @@ def left_by(write, folder, events):
 
 
 def left_without_power(call, file, events, event):
-    """The text that is left when the power fails before an event, or after the end for 0."""
+    """The remaining text if the power fails before an event, or after the end for 0."""
     log, removed = file.parents[1] / "events.log", file.parents[1] / f"removed_{event}"
     removed.mkdir()
     file.write_text(OLD, encoding="utf-8")

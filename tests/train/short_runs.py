@@ -3,8 +3,8 @@
     from short_runs import short_run
     train(load_config(None, [*short_run("grpo", tmp_path), f"run_dir={tmp_path / 'run'}"]))
 
-Every checkpoint holds weights of an engine that lags behind, a reference policy and an evaluation before the first
-step; the gradient is never 0, whatever the random weights say.
+Every checkpoint contains weights of an engine that lags behind, a reference policy and an evaluation before the first
+step; the gradient is never 0, for any random weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EVERY_RUN = (
 
 
 def short_run(recipe: str, folder: Path) -> list[str]:
-    """The options of a run, as `load_config` and `rollcorr train` take them; `run_dir` is left to the caller.
+    """The options of a run, for `load_config` and `rollcorr train`; the caller sets `run_dir`.
 
     Args:
         recipe: "grpo" or "flow_grpo".

@@ -1,4 +1,4 @@
-"""The trainer's log-probs of truncated rollouts: which softmax they run over, and what is left of the mismatch."""
+"""The trainer's log-probs of truncated rollouts: the softmax of each mode, and the remaining mismatch."""
 
 import copy
 import dataclasses
@@ -155,7 +155,7 @@ def test_the_step_refuses_before_anything_is_subtracted(micro_trainer):
 
 
 def test_a_token_that_the_reference_would_not_keep_has_a_finite_kl(micro_trainer, micro_policy):
-    """A reference that gives every sampled token less than e^−30 would have none of them in its nucleus."""
+    """If a reference assigns every sampled token less than e^−30, none is in its nucleus."""
     reference = copy.deepcopy(micro_policy.model)
     trainer = micro_trainer(*TRUNCATED_RUN, "algorithm.loss.kl_coef=0.1", reference=reference)
     sampled = trainer._sample(1).rollout.tokens
@@ -171,7 +171,7 @@ def test_a_token_that_the_reference_would_not_keep_has_a_finite_kl(micro_trainer
 
 
 def test_the_kl_to_an_equal_reference_is_zero_although_the_actor_is_truncated(micro_trainer, micro_policy):
-    """π over its kept set against a whole reference would show −log S instead: about 2 nats here."""
+    """π over its kept set against a full reference would show −log S instead: about 2 nats here."""
     reference = copy.deepcopy(micro_policy.model)
     trainer = micro_trainer(*TRUNCATED_RUN, "algorithm.loss.kl_coef=0.1", reference=reference)
     assert trainer.step(1).metrics["actor/kl_ref"] == pytest.approx(0, abs=1e-6)
@@ -184,7 +184,7 @@ def test_the_kl_penalty_pulls_on_logits_outside_the_kept_sets(micro_policy, trun
     assert actor.score(micro_policy.model, truncated, torch.arange(3), full_gradient=True).full_log_prob.requires_grad
 
 
-# ── acceptance: what replay leaves of the mismatch ───────────────────────────────────────────────────────────────────
+# ── acceptance: the mismatch that remains after replay ───────────────────────────────────────────────────────────────
 
 
 def judge(model, rollout, *, before, floor):

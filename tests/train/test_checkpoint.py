@@ -1,4 +1,4 @@
-"""A checkpoint is sound or it is named: what is damaged, foreign or not finite is never trained on."""
+"""A checkpoint is valid or an error names it: damaged, foreign or non-finite files are never trained on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def toy(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory):
-    """Two runs with checkpoints of steps 1 and 2; no file of one is like that of the other."""
+    """Two runs with checkpoints of steps 1 and 2; no file of one equals a file of the other."""
     directories = []
     for seed in (1, 2):
         toy = Toy(tmp_path_factory.mktemp("run"), seed=seed)
@@ -314,7 +314,7 @@ def test_a_half_deleted_checkpoint_is_none(toy, monkeypatch):
 
 
 def test_every_file_and_folder_reaches_the_disk_before_the_name(toy, monkeypatch):
-    """In the order of the calls: all files, their folders, then the rename, then the folder that holds the name."""
+    """In the order of the calls: all files, their folders, then the rename, then the parent folder."""
     toy.save(1)
     events, fsync, replace = [], os.fsync, os.replace
 

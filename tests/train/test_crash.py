@@ -40,7 +40,7 @@ def test_a_durable_write_leaves_the_old_text_or_the_new_one_at_every_event(kille
 
 
 def test_a_plain_write_is_caught_empty_and_torn(killed_writers):
-    """Whoever writes in place loses the old text: the tool that kills sees it, so it would see it in a run."""
+    """Writing in place loses the old text: the kill tool finds it, so it would find it in a run."""
     found = killed_writers["plainly"]
     assert found["events"] == 2
     assert found["texts"] == [OLD, OLD, "", NEW[: len(NEW) // 2]]

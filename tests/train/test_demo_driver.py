@@ -1,4 +1,4 @@
-"""`make demo`: short runs go through the whole driver, and its sentences say what was measured."""
+"""`make demo`: short runs of the full driver, and sentences that match the measurements."""
 
 import importlib.util
 import io

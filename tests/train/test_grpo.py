@@ -1,4 +1,4 @@
-"""One training step: what it computes, what it skips, and what never reaches the weights."""
+"""One training step: computed metrics, skipped updates, and values that never reach the weights."""
 
 import copy
 import dataclasses
@@ -76,7 +76,7 @@ def test_training_raises_the_reward(micro_trainer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_micro_batch_size_changes_nothing(micro_trainer, mode):
-    """12 responses, mini-batches of 7 and 5: whole, in pieces of 3 (uneven at both ends), one by one."""
+    """12 responses, mini-batches of 7 and 5: at once, in pieces of 3 (uneven at both ends), one by one."""
     results = []
     for size in ("null", "3", "1"):
         policy = make_tiny_policy(
@@ -119,7 +119,7 @@ def test_bypass_really_skips_the_old_log_probs(micro_trainer):
 
 
 def test_bypass_corrects_with_the_policy_being_trained(micro_trainer):
-    """After a first update π_θ has left π_old, so a step of many epochs shows more divergence than one of one."""
+    """After a first update π_θ differs from π_old, so a step of several epochs shows more divergence than one epoch."""
     divergence = []
     for epochs in (1, 4):
         policy = make_tiny_policy(seed=1, hidden_size=32, num_hidden_layers=1)

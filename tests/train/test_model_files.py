@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A hub's cache that holds one model, `tiny/policy`, as its branch main."""
+    """A hub cache with one model, `tiny/policy`, as its branch main."""
     home = tmp_path_factory.mktemp("hub")
     model = home / "hub" / "models--tiny--policy"
     (model / "refs").mkdir(parents=True)
@@ -26,7 +26,7 @@ def hub(tmp_path_factory):
 
 
 def run(code, home):
-    """What a new process prints: the hub's library reads its variables once, when it is imported."""
+    """Return the output of a new process: the hub's library reads its variables once, at import."""
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 

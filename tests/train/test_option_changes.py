@@ -1,4 +1,4 @@
-"""What a checkpoint fixes is refused when it is changed; every other change takes effect."""
+"""Options fixed by a checkpoint cannot change; every other change applies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The byte tokenizer reads anything; policies load from directories, or say why not."""
+"""The byte tokenizer reads anything; policies load from directories, or raise with the reason."""
 
 import ast
 import json
@@ -120,7 +120,7 @@ def test_a_folder_with_code_is_rejected_without_a_question(micro_policy, tmp_pat
 
 
 def test_every_load_forbids_code_of_the_folder():
-    """A new call of transformers or diffusers that says nothing about it would ask on the terminal."""
+    """A new call of transformers or diffusers without this argument would prompt on the terminal."""
     calls = 0
     for file in (Path(policy.__file__).parents[2]).rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

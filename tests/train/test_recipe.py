@@ -1,4 +1,4 @@
-"""A third recipe in a few lines: fitting a number. The run loop saves, stops and resumes it like the others."""
+"""A third recipe in a few lines: fitting a number. The run loop saves, stops and resumes it too."""
 
 import io
 import json

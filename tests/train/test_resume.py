@@ -1,4 +1,4 @@
-"""The same command again: it starts a run, continues it, or reports it; what belongs to another run is refused."""
+"""The same command starts a run, continues it, or reports it; files of other runs are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = ("steps=6", "checkpoint.every=2", "log.tensorboard=false", "log.evaluate
 
 @pytest.fixture
 def number(tmp_path):
-    """Run the recipe that fits a number; returns its summary and what it said."""
+    """Run the recipe that fits a number; return its summary and its output."""
 
     def run(*overrides, run_dir=tmp_path / "run", recipe=NumberRecipe):
         config = read_config(None, [f"run_dir={run_dir}", *SHORT, *overrides], NumberConfig)
@@ -37,7 +37,7 @@ def number(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What a run computes that nothing interrupts."""
+    """The result of an uninterrupted run."""
     path = tmp_path_factory.mktemp("whole")
     config = read_config(None, [f"run_dir={path / 'run'}", *SHORT], NumberConfig)
     run_recipe(NumberRecipe, config, console=Console(quiet=True))
@@ -321,7 +321,7 @@ def test_a_warm_up_or_an_evaluation_stops_at_once_and_is_repeated(number, tmp_pa
     assert f"stopped by {name}" in told
     next_start = {
         "build": "starts again, because nothing is saved yet",
-        "before": "continues after step 0",  # what the warm-up made is kept
+        "before": "continues after step 0",  # the warm-up's result is kept
         "after": "repeats the evaluation",
     }
     assert next_start[when] in told
@@ -449,7 +449,7 @@ def test_a_full_disk_ends_the_run_in_one_sentence_and_the_same_command_goes_on(
 
 
 def test_logs_are_on_the_disk_before_the_checkpoint_of_their_step(number, tmp_path, monkeypatch):
-    """A power cut may keep a renamed checkpoint and lose what was only handed to the system."""
+    """A power cut may keep a renamed checkpoint and lose unsynced data."""
     events = []
     fsync, save = os.fsync, loop_module.save_checkpoint
 

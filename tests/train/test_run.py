@@ -1,4 +1,4 @@
-"""A run and its directory: resume is exact, Ctrl-C saves, nothing half-written counts."""
+"""A run and its directory: resume is exact, Ctrl-C saves, half-written files never count."""
 
 import errno
 import json
@@ -190,7 +190,7 @@ def test_rollout_logs_are_valid_and_hold_what_the_step_saw(micro_config, tmp_pat
 
 
 def test_a_log_of_truncated_rollouts_holds_the_kept_sets(micro_config, tmp_path, console):
-    """Whoever has the policy and the log can replay the ratio."""
+    """Policy and log suffice to replay the ratio."""
     truncated = "rollout.sampling={temperature: 0.7, top_p: 0.9, top_k: 20, logprobs: processed}"
     train(micro_config("steps=1", "log.rollouts=true", "checkpoint.every=1", truncated), console=console)
     (log,) = (tmp_path / "run" / "rollouts").iterdir()
@@ -207,7 +207,7 @@ def test_a_log_of_truncated_rollouts_holds_the_kept_sets(micro_config, tmp_path,
 
 
 class FailingEngine(TransformersEngine):
-    """Dies when it is asked for the rollouts of step 3, and keeps its weights to itself from then on."""
+    """Fails at the rollouts of step 3, and rejects new weights from then on."""
 
     error, calls = EngineUnavailableError("no answer within 60 s"), 0
 
@@ -298,7 +298,7 @@ def test_a_run_leaves_its_configuration_metrics_events_and_summary(micro_config,
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["step"] == 2
     assert summary["before"]["problems"] == summary["after"]["problems"] == 4
-    # A resumed run remembers what was measured before it.
+    # A resumed run remembers earlier measurements.
     train(micro_config("steps=3", "log.evaluate=4", "warm_up.steps=2"), console=console)
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["before"] == summary["before"]
 

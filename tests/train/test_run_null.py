@@ -17,7 +17,7 @@ ENOUGH = "log.null=160"
 
 
 def trained(config):
-    """Run it; returns what the console showed."""
+    """Run it and return the console output."""
     shown = io.StringIO()
     train(config, console=Console(file=shown, width=400))
     return shown.getvalue()
@@ -85,7 +85,7 @@ def test_a_truncated_sampler_is_compared_over_the_replayed_sets(micro_config, tm
 def test_a_run_whose_weights_never_reach_the_engine_is_not_healthy_because_of_its_null(
     micro_config, tmp_path, monkeypatch
 ):
-    """The engine is built right, so the null is right; afterwards it takes a new version and keeps its weights."""
+    """The engine starts correctly, so the null is valid; later it accepts a new version and keeps its weights."""
     make = grpo_recipe.make_engine
 
     def deaf(*args, **options):

@@ -25,7 +25,7 @@ def rollout(*, spec=None, versions=None, mask=MASK):
 
 
 def test_staleness_by_hand_from_the_version_behind_each_token():
-    """At step 6 the policy is at version 5. The tokens are of 3, 4, 5, 5; what is outside the mask never counts."""
+    """At step 6 the policy is at version 5. Tokens have versions 3, 4, 5, 5; masked ones never count."""
     assert token_staleness(rollout(spec=5, versions=[[3, 4, 5], [5, 0, 99]]), 6) == ((2 + 1 + 0 + 0) / 4, 2)
 
 
@@ -48,7 +48,7 @@ def test_a_version_that_the_policy_has_not_reached_is_refused(told):
 
 
 def test_a_step_reports_the_versions_of_its_tokens_and_trains_on_no_future_ones(micro_trainer):
-    """The engine still says version 0; its tokens say that its weights changed within the responses."""
+    """The engine still reports version 0; its tokens report that its weights changed within the responses."""
     trainer = micro_trainer()
     sample, future = trainer.engine.generate, 0
 

@@ -1,4 +1,4 @@
-"""Rewards by hand, problems that follow from (seed, step) alone, and malformed files."""
+"""Rewards by hand, problems determined by (seed, step), and malformed files."""
 
 import json
 from pathlib import Path

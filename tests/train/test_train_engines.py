@@ -1,4 +1,4 @@
-"""The engine that a configuration names, with the options it takes."""
+"""The engine that a configuration names, with its options."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ def test_the_transformers_engine_gets_what_the_rollout_section_says(micro_config
 
 @pytest.mark.parametrize("engine", ["transformers", "ctranslate2"])
 def test_every_engine_trains(micro_trainer, engine):
-    """What the engine's log-probs are is judged by the same check, so k3 is that of its precision."""
+    """The same check determines the kind of the engine's log-probs, so k3 shows only its precision."""
     if engine != "transformers":
         pytest.importorskip(engine, reason=f"needs rollcorr[{engine}]")
     metrics = (
@@ -56,7 +56,7 @@ def test_a_server_without_an_address_is_asked_for_one(micro_config, micro_policy
 
 
 class EngineInProcess(Engine):
-    """It has nothing to close."""
+    """It has no resource to close."""
 
 
 def test_an_engine_with_a_process_is_let_go_even_after_a_failure():

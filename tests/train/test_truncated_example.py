@@ -1,4 +1,4 @@
-"""The comparison of truncated sampling: one short step of two arms, what is written of them, and what is committed."""
+"""The comparison of truncated sampling: one short step of two arms, the written files, and the committed ones."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def test_the_example_trains_reads_what_is_done_and_draws(example, tmp_path, monk
     told = capsys.readouterr().out
     assert "replay, seed 0" in told
     assert example.main() == 0
-    assert capsys.readouterr().out.count("finished: step 1 of 1 is done") == 2  # nothing is trained twice
+    assert capsys.readouterr().out.count("finished: step 1 of 1 is done") == 2  # no arm is trained twice
     written = json.loads((tmp_path / "truncated_sampling.json").read_text(encoding="utf-8"))
     runs = {run["arm"]: run for run in written["runs"]}
     assert runs["replay"]["k3"] < runs["token-TIS"]["k3"]

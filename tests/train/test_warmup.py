@@ -13,7 +13,7 @@ from rollcorr.train.grpo.warmup import evaluate, solution_loss, warm_up
 
 
 def test_the_loss_is_the_mean_over_solution_tokens_and_the_end(micro_policy):
-    """Two solutions of different length, each scored alone, token by token."""
+    """Two solutions of different length, each scored separately, token by token."""
     problems = [TaskProblem("1+1=?\n", "2", "#### 2"), TaskProblem("9=\n", "9", "9")]
     total, count = 0.0, 0
     for problem in problems:

@@ -1,4 +1,4 @@
-"""What one rank of the distributed test does; `results()` also runs alone, for what is expected."""
+"""Program of one rank of the distributed test; `results()` without a group computes the expected result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies on disk: three families of diffusers, adapters, and what is said about a directory that is no policy."""
+"""Policies on disk: three families of diffusers, adapters, and errors for other directories."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from rollcorr.train.flow_grpo.sampler import Prompts, Sampler
 from rollcorr.train.flow_grpo.schedule import make_schedule
 
 TEXTS = ["a red circle", "a green square"]
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the pipelines import
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by imports of the pipelines
 
 
 @pytest.fixture(scope="module", params=list(tiny_pipelines.PIPELINES))

@@ -1,4 +1,4 @@
-"""Trajectories: what happens inside the window and outside, and that every step can be scored again."""
+"""Trajectories: steps inside and outside the window, and that every step can be scored again."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""One training step: what is recomputed, what is rejected, what is learned from."""
+"""One training step: recomputed log-probs, rejected steps, and the learned tensors."""
 
 import copy
 import math
@@ -116,7 +116,7 @@ def test_micro_batches_change_nothing_but_memory(flow_trainer, weights, mode):
 
 
 def test_a_step_moves_the_policy_towards_the_reward(flow_trainer):
-    """After some steps on one fixed reward the same noise gives redder pictures."""
+    """After some steps on one fixed reward the same noise produces redder pictures."""
     trainer = flow_trainer("optim.lr=3e-3", "rollout.group_size=16", "algorithm.loss.clip_ratio=0.01")
     rewards = [trainer.step(step).metrics["reward/mean"] for step in range(1, 21)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.02
@@ -155,7 +155,7 @@ def test_adapters_are_trained_alone_and_the_model_below_them_is_the_reference(fl
     first, second = (trainer.step(step).metrics["actor/kl_ref"] for step in (1, 2))
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {name for name in before if "lora_" in name}
-    assert 0 <= first < 1e-3 * second  # fresh adapters add nothing
+    assert 0 <= first < 1e-3 * second  # fresh adapters are the identity
 
 
 def test_the_copy_lags_on_purpose(flow_trainer):

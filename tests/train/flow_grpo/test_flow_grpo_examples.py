@@ -76,7 +76,7 @@ def test_the_quickstart_script_trains_in_bypass_mode(tmp_path):
 
 
 def test_the_small_model_was_taught_shapes():
-    """Its loss on fresh pictures is far below that of random weights, and its file is small."""
+    """Its loss on fresh pictures is far below random weights', and its file is small."""
     policy = load_policy("shapes")
     table = make_word_table()
     taught, random = (

@@ -1,4 +1,4 @@
-"""A Flow-GRPO run and its directory: resume is exact, Ctrl-C saves, the report shows what was drawn."""
+"""A Flow-GRPO run and its directory: resume is exact, Ctrl-C saves, the report shows the pictures."""
 
 import json
 import signal
@@ -55,7 +55,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(flow_config, tmp_
 
 
 def test_a_checkpoint_of_adapters_holds_no_other_weights(flow_config, tmp_path, console):
-    """The policy, its moments and the lagging copy: each holds what is trained, and nothing that is frozen."""
+    """The policy, its moments and the lagging copy contain the trained tensors only."""
     train(flow_config("steps=1", "model.lora.rank=2", "rollout.refresh_every=2"), console=console)
     path = latest_checkpoint(tmp_path / "run" / "checkpoints")
     adapters = load_file(path / "lora" / "pytorch_lora_weights.safetensors")

@@ -1,4 +1,4 @@
-"""Rewards by hand, and what is said about a reward function that is none."""
+"""Rewards by hand, and errors for invalid reward functions."""
 
 import builtins
 import sys
@@ -123,7 +123,7 @@ def test_what_compresses_well_is_worth_more():
     noise = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     flat, busy = make_reward("jpeg_compressibility")(torch.cat([torch.full_like(noise, 0.5), noise]), ["", ""])
     assert busy < flat < 0
-    assert busy < -1.5  # kB: about as many bytes as pixels
+    assert busy < -1.5  # kB: about one byte per pixel
 
 
 def test_text_is_scored_by_edit_distance_without_case_and_spaces():
@@ -142,7 +142,7 @@ def test_the_text_to_read_stands_in_quotation_marks():
 
 
 def test_ocr_reads_what_is_written(monkeypatch):
-    """With the extra the real reader is asked; without it, one that reads the same."""
+    """Use the real reader with the extra; without it, a fake that reads the same."""
     picture = Image.new("RGB", (256, 96), "white")
     ImageDraw.Draw(picture).text((20, 20), "HELLO 42", fill="black", font=ImageFont.load_default(size=44))
     try:

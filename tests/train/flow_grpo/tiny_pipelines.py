@@ -1,4 +1,4 @@
-"""Whole diffusers pipelines with random weights, a few thousand parameters each: transformer, VAE, text encoders."""
+"""Complete diffusers pipelines with random weights, a few thousand parameters each: transformer, VAE, text encoders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clip_tokenizer(directory: Path) -> Any:
 
 
 def word_tokenizer(**special: str) -> Any:
-    """A fast tokenizer over whole words."""
+    """A fast tokenizer over words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
