@@ -86,14 +86,14 @@ def test_a_severe_mismatch_of_short_responses_keeps_sequence_weights(tmp_path, m
 
 
 def test_a_calibrated_threshold_spares_the_null_and_the_known_drift(tmp_path, monkeypatch):
-    """The threshold is that of the null, or three times the k3 of the log where that is more."""
+    """The threshold is the null's, or three times the log's k3 if that is more."""
     monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result: ())
     result = noisy_log(tmp_path / "log.parquet", 0.35)
     k3 = result.profile.k3
     rough = advise(result).thresholds["rollout_rs_threshold"]
     assert rough == pytest.approx(3 * k3, rel=0.01)
 
-    # A null ten times as noisy allows more, and says so.
+    # A null ten times as noisy allows more, and the text names it.
     loud = null_of_logs([tmp_path / "log.parquet"])
     louder = advise(result, null=loud)
     assert louder.thresholds["rollout_rs_threshold"] == pytest.approx(3 * k3, rel=0.01)

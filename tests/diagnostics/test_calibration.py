@@ -1,4 +1,4 @@
-"""Calibrated thresholds reject what they say on sequences that the null has not seen, and their intervals cover.
+"""Calibrated thresholds have their nominal rejection rate on unseen sequences, and their intervals cover.
 
 `make calibration` sets ROLLCORR_CALIBRATION=full: larger pools, the laboratory, and 100 repeats of each interval.
 """
@@ -57,7 +57,7 @@ def calibrated(name, tokens, rows, length):
 def test_thresholds_reject_their_rate_on_a_disjoint_pool(name, tokens, length, rows, sequences):
     found = calibrated(name, tokens, rows, length)
 
-    # Other sequences, a part at a time: 2,000 sequences of 8,000 tokens do not fit beside everything else.
+    # Other sequences, a part at a time: 2,000 sequences of 8,000 tokens do not fit into memory.
     parts = length // tokens
     blocks = []
     for block in range(4):
@@ -103,7 +103,7 @@ REPEATS = 100 if FULL else 8
     else [(50, 50, 500), (50, 100, 500)],
 )
 def test_intervals_cover_the_threshold_of_an_endless_null(tokens, length, rows):
-    """The truth is that of a pool a hundred times as large."""
+    """The truth comes from a pool a hundred times as large."""
     parts = length // tokens
     sums = [(pool.sum(1), (np.expm1(pool) - pool).sum(1)) for pool in _large_pool(tokens)]
     total, k3 = (np.concatenate(column) for column in zip(*sums, strict=True))
@@ -276,7 +276,7 @@ def test_the_table_of_noise_is_what_noise_does():
 
 
 def test_a_splice_has_the_mean_of_all_rows_and_not_of_the_table_alone(monkeypatch):
-    """The table keeps every fourth row here, and these have three times the k3 of the others."""
+    """The table keeps every fourth row here, and these have three times the k3 of the rest."""
     from rollcorr.diagnostics.advice import calibration
     from rollcorr.diagnostics.null import row_table
 

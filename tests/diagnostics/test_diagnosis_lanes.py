@@ -1,4 +1,4 @@
-"""The scripts of experiments/diagnosis on a small sample: logs are what they say, and the scores count rightly."""
+"""The scripts of experiments/diagnosis on a small sample: logs match their labels, and the scores are correct."""
 
 import csv
 import sys

@@ -30,7 +30,7 @@ def over(name, values):
 
 
 def write_log(path, *, kl=0.0, offset=0.0, rows=200, with_kl=True, means=None, seed=0):
-    """Pictures whose log-ratios are those of two Gaussians at an exact KL, plus an offset per dimension."""
+    """Pictures whose log-ratios come from two Gaussians at an exact KL, plus an offset per dimension."""
     generator = torch.Generator().manual_seed(seed)
     joint = -kl + math.sqrt(2 * kl) * torch.randn(rows, 2, generator=generator, dtype=torch.float64)
     rollout = 0.3 + 0.001 * torch.randn(rows, 2, generator=generator, dtype=torch.float64)

@@ -232,7 +232,7 @@ def test_a_log_of_three_times_the_null_is_not_healthy_even_from_few_rows(tmp_pat
 
 
 def test_one_message_says_what_was_judged_and_against_what(tmp_path, null):
-    """The pairs alone say that the weights are not judged; beside a null that judged them this was listed first."""
+    """Without a null, the pairs note unjudged weights; with a null that judged them, this was listed first."""
     same = check_logs([write_rows(tmp_path / "same.parquet", rollouts())], null=null)
     (only,) = same.hypotheses
     assert only.code == "ordinary_noise"
@@ -425,7 +425,7 @@ def test_values_of_other_tokens_in_some_rows_do_not_look_like_other_weights(tmp_
         "with null.json"
     )
 
-    # What they do to the numbers stands under them, and the advice says the same.
+    # Their effect on the numbers follows below, and the advice agrees.
     assert {f.follows_from for f in result.health.findings if f.code == "out_of_range"} <= {code, None}
     assert [finding.code for finding in advise(result).repairs][:1] == [code]
 

@@ -291,7 +291,7 @@ def test_token_ids_alone_bound_how_unlikely_a_sampled_token_can_be():
 
 @pytest.mark.parametrize("filled", [0.0, -9999.0, math.nan])
 def test_a_list_that_is_too_short_is_told_from_tokens_that_nobody_sampled(filled):
-    """The last log-probs of some rows are missing, and the trainer finds those tokens as likely as the others."""
+    """The last log-probs of some rows are missing, and the trainer finds those tokens as likely as the rest."""
     pairs = healthy(rows=32)
     ends = pairs.cu_seqlens[1:]
     place = torch.arange(len(pairs.train))
@@ -309,7 +309,7 @@ def test_a_list_that_is_too_short_is_told_from_tokens_that_nobody_sampled(filled
 
 @pytest.mark.parametrize("lag", [1, -1, 3])
 def test_rows_that_are_shifted_from_some_token_on_are_named_with_these_tokens(lag):
-    """Two of 24 rows lose a token, or have one too many, at their 40th: the rest stands beside its neighbor."""
+    """Two of 24 rows lose or gain a token at their 40th: the rest is shifted by one."""
     pairs = healthy()
     rollout = pairs.rollout.clone()
     starts = pairs.cu_seqlens.tolist()

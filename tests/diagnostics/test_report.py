@@ -19,7 +19,7 @@ HEALTHY |= {"rollout_is_mean": 1.0, "rollout_is_eff_sample_size": 0.999, "rollou
 
 @pytest.fixture(autouse=True)
 def _fast_figures(request, monkeypatch):
-    """Pictures are drawn in one test; the others are about the page."""
+    """Pictures are drawn in one test; the rest test the page."""
     if not request.node.name.startswith("test_a_report_is_one_page"):
         monkeypatch.setattr(report, "draw", lambda *_: None)
         monkeypatch.setattr(report, "to_png", lambda _: b"PNG")

@@ -55,7 +55,7 @@ def test_the_column_is_written_and_read(tmp_path):
 
 
 def test_what_routing_adds_is_measured_against_equally_probable_tokens():
-    """Half of the tokens have d = 0.2 and another routing, the others d = 0.1: four times the k3, about."""
+    """Half of the tokens have d = 0.2 and a different routing, the rest d = 0.1: four times the k3, about."""
     rollout = np.full(4000, -1.0, dtype=np.float32)
     other = np.arange(4000) % 2 == 1
     d = np.where(other, 0.2, 0.1).astype(np.float32)

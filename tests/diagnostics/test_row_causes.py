@@ -80,7 +80,7 @@ def constant(row):
 
 
 def reversed_(row):
-    """The row with values that have nothing to do with its tokens, as those of another request."""
+    """The row with values unrelated to its tokens, as from a different request."""
     return {**row, "rollout_log_prob": row["rollout_log_prob"][::-1]}
 
 
@@ -99,7 +99,7 @@ def test_rows_that_hold_other_values_from_a_step_on_explain_the_rise_there(tmp_p
     assert [cause.finding.code for cause in result.health.causes if cause.finding.severity != "note"] == [code]
     assert "the other rows are unchanged since steps 1 to 5 of this log" in result.health.not_judged[0]
 
-    # A null says the same.
+    # The same with a null.
     assert check_logs([log], null_steps=(1, 5)).hypotheses[0].code == code
 
 
@@ -227,7 +227,7 @@ def test_steps_in_which_hardly_a_row_is_right_are_no_null(tmp_path):
     assert "5 others with 300 tokens are left, 8 and 1,000 are needed" in sentence
     assert result.hypotheses[0].code == "shifted"
 
-    # Noise is that of rows whose values are the log-probs of their tokens.
+    # Noise is measured on rows whose values are the log-probs of their tokens.
     assert result.health.expected["k3_kl"] == pytest.approx(2e-4, rel=0.7)
     assert "as observed in the other rows" in result.health.expected_from
 

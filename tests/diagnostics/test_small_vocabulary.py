@@ -19,7 +19,7 @@ def sampled(*, drift=0.0, spread=0.4, by_token=0.0, temperature=1.0, seed=1):
     Args:
         drift: by what each update moves the trainer's logits.
         spread: standard deviation of the logits.
-        by_token: size of the part of an update that is the token's own, over that of its context.
+        by_token: size of the token's own part of an update, relative to its context's part.
         temperature: of the sampler.
         seed: of prompts and draws.
     """

@@ -1,4 +1,4 @@
-"""d of each token of a batch: what does not count holds 0, and sums by row are those of the tokens that count."""
+"""d of each token of a batch: uncounted tokens have 0, and sums by row are over the counted tokens."""
 
 import numpy as np
 import pytest

@@ -96,7 +96,7 @@ def test_first_steps_of_several_ages_are_no_baseline_of_a_verdict():
     same_age = health(of_age(lambda step: 2, lambda step: 1e-5))
     assert same_age.judged_against == "steps 1 to 5 of this run"
 
-    # The Monitor says the same.
+    # The Monitor agrees.
     judge = RunningJudge()
     for metrics in steps:
         judge.judge(metrics["step"], bare_metrics(metrics), None)

@@ -1,4 +1,4 @@
-"""One verdict, three forms: the terminal, the page and JSON say the same. And what is shown under what."""
+"""One verdict, three forms: the terminal, the page and JSON agree. And the order of their lines."""
 
 import io
 import json
@@ -74,7 +74,7 @@ def on_page(shown):
 
 
 def from_json(shown):
-    """The report that can be made from the JSON alone."""
+    """Build the report from the JSON only."""
     document = json.loads(to_json(shown))
     return HealthReport(
         findings=tuple(Finding(**finding) for finding in document["findings"]),
@@ -156,7 +156,7 @@ def test_every_number_stands_beside_what_noise_alone_would_show():
 
 
 def test_an_estimate_of_either_sign_stands_beside_a_range_and_never_beside_one_number():
-    """A KL of −0.002 beside "from noise alone 1.00e−04" looked like a fault."""
+    """A KL of −0.002 next to "from noise alone 1.00e−04" looked like a fault."""
     counts = {"token_count": 4000.0, "sequence_count": 40.0}
     shown = health({**counts, "kl": -0.002, "k3_kl": 0.005, "chi2_token": -0.001, "log_ratio_std": 0.1})
     assert set(shown.expected_ranges) == {"kl", "chi2_token"}

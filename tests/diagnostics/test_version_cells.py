@@ -41,7 +41,7 @@ def test_growth_with_a_recorded_age_that_grows_too_is_staleness():
 
 
 def test_a_sampler_that_grows_worse_at_one_recorded_age_is_frozen_although_the_age_grew_before():
-    """The log says 8 versions at most."""
+    """The log records at most 8 versions."""
     lag = [min(step, 8) for step in range(40)]
     frozen = {(step, step - age): (1000.0, 0.1 * (1 + step) ** 2) for step, age in enumerate(lag)}
     assert codes(VersionCells(frozen)) == ["frozen_sampler"]

@@ -63,7 +63,7 @@ def logs(tmp_path_factory):
 
 
 def answer(result):
-    """Everything that a result says, to the last digit, arrays included."""
+    """Return every number of a result, to the last digit, arrays included."""
 
     def plain(value):
         if isinstance(value, dict):
@@ -193,7 +193,7 @@ def test_a_killed_check_leaves_no_process_and_has_no_semaphore(tmp_path, moment,
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     parent.stdout.close()
-    assert len(pids) == 3  # two readers, and what Python itself starts beside them
+    assert len(pids) == 3  # two readers, and Python's own processes
     assert not any(map(is_gone, pids))
     assert [semaphores_of(pid) for pid in (parent.pid, *pids)] == [[]] * 4
 
