@@ -111,7 +111,7 @@ def _index(generated: str, table: Table) -> str:
 {generated}
 
 For everyone who calls the library: each public name has a section with its formula, the shapes and units of what it
-takes and returns, its errors and its source. [What is stable](../stable.md) says which of these names stay.
+takes and returns, its errors and its source. [Stable names](../stable.md) lists the names that stay.
 
 {table(("import from", "what it is for", "names"), rows)}
 

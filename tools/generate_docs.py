@@ -66,7 +66,7 @@ TRAINER_METRICS = (
     (
         "`actor/skipped_steps`",
         "optimizer steps",
-        "skipped since the run began: a loss or gradient not finite, or nothing kept",
+        "skipped since the run began: a loss or gradient not finite, or no token kept",
     ),
     (
         "`engine/staleness`, `engine/staleness_max`",
@@ -87,13 +87,13 @@ def presets_page() -> str:
 
 {GENERATED}
 
-For whoever configures a correction: every named configuration with its exact values and its source.
+Every named configuration with its exact values and its source.
 
 {START_WITH.replace("docs/guides/choosing.md", "[choosing.md](../guides/choosing.md)")}
 
 A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, and `rollcorr presets NAME`
-prints one as YAML. The three spellings below mean the same; a fourth is the name
-alone, wherever a configuration is taken: `rollcorr.correct(..., "decoupled_token_is")`.
+prints one as YAML. The three spellings below mean the same; a fourth is the name,
+wherever a configuration is accepted: `rollcorr.correct(..., "decoupled_token_is")`.
 
 ```python
 from rollcorr.config import RolloutCorrectionConfig
@@ -103,7 +103,7 @@ RolloutCorrectionConfig.preset("decoupled_token_is", threshold=2.0)
 RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
 ```
 
-Fields that a table leaves out have their defaults; a dash is null, or a threshold that nothing uses. Thresholds of k1
+Fields that a table leaves out have their defaults; a dash is null, or an unused threshold. Thresholds of k1
 criteria are bands on the ratio ρ = train / rollout: `0.5_2.0` keeps 0.5 ≤ ρ ≤ 2.0, a single number x means [1/x, x],
 `0_2.0` and `0.5_inf` leave a side open. Thresholds of k2 and k3 are the largest divergence kept, in nats. A
 `rollout_is` threshold is a ceiling on weights, or a band outside which they are 0. Bands around 1 depend on the length
@@ -184,17 +184,17 @@ def metrics_page() -> str:
 
 {GENERATED}
 
-For whoever reads a metric in a log, a report or a configuration: its unit, formula, healthy range and source.
+Unit, formula, healthy range and source of every metric.
 
 `Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric(name)` looks one up, and so does
 `rollcorr explain METRIC` on the command line.
-Symbols are those of [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
+Symbols follow [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
 sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
 counts; "batch" is one number for all.
 
 - Rows without a valid token never count. Every standard deviation is the population one.
 - Counts, sums and moments merge over micro-batches and ranks before a ratio is taken, so no number here is an
-  average of averages. With nothing to measure a metric is 0.
+  average of averages. Without data a metric is 0.
 - Means and shares leave out missing log-probs, and means in log space also tokens of probability zero; both are
   counted. Rejected shares are of all of V or R.
 
@@ -231,8 +231,8 @@ and non-finite policy together, and each of the three counts where one is told f
 {_wrapped(CRITERIA)}
 
 x is its statistic: k1 = −log ρ, k2 or k3, of a token (`token_*`) or as sum, mean or maximum of a sequence. x_i is
-that of a sequence; for `token_*`, the sequence's mean. For k1, "above" and "below" are said of ρ. For k2 and k3
-nothing is below.
+the statistic of a sequence; for `token_*`, the sequence's mean. For k1, "above" and "below" refer to ρ; k2 and k3
+have no lower bound.
 
 {_criterion_table()}
 
@@ -243,8 +243,8 @@ Of [diffusion models](../guides/diffusion.md): a step of the sampler's window st
 densities do not have. Prefix: `rollout_corr/` in decoupled mode, `actor/rollout_corr/` in bypass mode, where every step
 is a sequence of its own. J = D · (log π − log μ) is the joint log-ratio of a step, from log-probs averaged over the D
 latent dimensions; d above is p · J, with the power p that `reduction` names. `log_prob_abs_diff/t_VALUE` is the mean of
-|J / D| at one timestep value. The metrics of each criterion exist for `step_kl` too; beside it, what another criterion
-rejects alone, and what several reject, is not counted.
+|J / D| at one timestep value. The metrics of each criterion also exist for `step_kl`; shares of tokens rejected by
+one criterion only, and by several, are not counted.
 
 {_metric_table(DIFFUSION_METRICS)}
 
@@ -266,7 +266,7 @@ against μ. In bypass mode they describe every forward pass of the update, π_θ
 
 ## Healthy ranges
 
-Limits are exclusive. [health.md](../guides/health.md) says how a run is judged by them,
+Limits are exclusive. [health.md](../guides/health.md) describes how they judge a run,
 [troubleshooting.md](../guides/troubleshooting.md) what to do in which order.
 
 {_range_table()}

@@ -162,7 +162,7 @@ def _winners(table: Table) -> str:
     lines: dict[tuple[str, ...], list[str]] = {}
     lost = 0
     for row in _read("regimes"):
-        # Whoever rejects nothing or all is his own control.
+        # A filter that rejects no row or all is its own control.
         if not row["unit"] or row["batch_size"] != 1024 or not 0.02 < row["kept"] < 0.999:
             continue
         gain = row["random_direction"] - row["direction"]

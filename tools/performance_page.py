@@ -21,7 +21,7 @@ MEANING = {
     "cpu, metrics only": "the preset `disabled`: no weights",
     "cpu, eleven criteria, out=": "every rejection criterion at once",
     "cpu, histograms and the worst, out=": "`detail=True`: a second read",
-    "torch, out=": "eager torch alone",
+    "torch, out=": "eager torch only",
     "torch, fresh outputs": "the same into fresh memory",
     "torch, eleven criteria, out=": "every rejection criterion at once",
     "torch.compile, fresh outputs": "the torch path as one graph of inductor",
@@ -59,7 +59,7 @@ make docs                                # write this page from it
 {_provenance(result)}
 
 The configuration is token weights truncated at 2 and `seq_mean_k3` at 0.01. Every metric is read on the host unless a
-row says otherwise; verl's helper computes its 43. Log-probs are float32, the mask is bool. Responses have 1,024 to
+row names other ones; verl's helper computes its 43. Log-probs are float32, the mask is bool. Responses have 1,024 to
 8,192 tokens of 8,192 ("padded": 9/16 are tokens), the same tokens packed, or all 8,192 ("dense"). M is 1,048,576. All
 contenders take turns in one process, {_runs(result["seconds"])} times, so that a disturbance hits all of them.
 
@@ -83,7 +83,7 @@ about 0.1 ms of Python to any batch.
 
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
 wait stops the queue until a value has reached the host. Bytes are read and written, in memory or cache; torch does
-not see those of compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks
+not see the reads of compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks
 these counts, and that memory grows by the outputs and less than a twentieth.
 
 {_counts(result["counts"], table)}
@@ -94,7 +94,7 @@ these counts, and that memory grows by the outputs and less than a twentieth.
 weights, and the extremes of d. All metrics and the decisions about sequences follow from these; the largest k2 and k3
 do, because both are convex in d.
 
-*Lower limit.* Weights and a mask move 14 bytes per token, metrics alone 9. Nothing is faster than a copy of the same
+*Lower limit.* Weights and a mask move 14 bytes per token, metrics only 9. The lower limit is a copy of the same
 bytes. Fresh memory costs several times the arithmetic, so reuse buffers with `out=`.
 
 *Compiled C* (`impl="cpu"`, which `"auto"` takes if installation found a C compiler) works on 512 tokens at a time in

@@ -31,11 +31,11 @@ def schema_page(generated: str, table: Table) -> str:
 
 {generated}
 
-For whoever writes or reads a [rollout log](../guides/rollout_log.md): its schema, version {SCHEMA_VERSION}.
+The schema of the [rollout log](../guides/rollout_log.md), version {SCHEMA_VERSION}.
 
 {table(("column", "type", "unit", "per", "meaning"), rows)}
 
-- Every column may be null or absent, which means "not recorded". The length of a response is that of the first
+- Every column may be null or absent, which means "not recorded". The length of a response is the length of the first
   token column that its row records, in the order above. A file without `response_ids` is fine.
 - `prompt` and the columns from `dimensions` on came with version 1.1. They are for [denoising
   steps](../guides/rollout_log.md#denoising-steps).
@@ -55,8 +55,8 @@ For whoever writes or reads a [rollout log](../guides/rollout_log.md): its schem
 
 ## Limits of a file
 
-These are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#files-of-strangers) says what happens
-beyond them, and how to raise one.
+These are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#files-of-strangers) describes the
+errors beyond them, and how to raise one.
 
 {table(("limit", "default", "what it bounds"), limits)}
 
@@ -81,7 +81,7 @@ def dumps_page(generated: str, table: Table) -> str:
 
 {generated}
 
-For whoever has a dump of one of these frameworks, or writes a [rollout log](../guides/rollout_log.md) inside its
+Read this if you have a dump of one of these frameworks, or write a [rollout log](../guides/rollout_log.md) inside its
 training step. The names were read in the source of the version that is stated. "tensor in a step" is what the
 framework calls the column inside its training step. The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`.
 
