@@ -331,7 +331,7 @@ class Monitor:
     def flush(self) -> bool:
         """Wait until the steps so far are in the files and with the trackers; try what failed once more.
 
-        Gives up after half a minute for each attempt of files and sinks.
+        Gives up after half a minute for the files, and as long for the sinks.
 
         Returns:
             Whether everything is written.
