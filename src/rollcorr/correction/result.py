@@ -19,7 +19,7 @@ from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
 from rollcorr.correction.denominators import loss_denominators
 from rollcorr.correction.fingerprint import Fingerprint
-from rollcorr.correction.overview import short_text, summary_table, summary_text
+from rollcorr.correction.overview import short_text, summary_text
 from rollcorr.correction.parts import index_of, packed_tokens
 from rollcorr.correction.process_groups import members
 
@@ -246,10 +246,6 @@ class Correction:
     def __repr__(self) -> str:
         """Two lines: what it is, and its numbers. On a device the numbers stay there: reading them would wait."""
         return short_text(self)
-
-    def _repr_html_(self) -> str:
-        """The summary as a table, for notebooks."""
-        return summary_table(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to this process: its groups."""
