@@ -12,7 +12,7 @@ import rollcorr
 from rollcorr.diagnostics import check_logs, null_of_logs, read_null, run_report, write_report
 from rollcorr.rollout_log import JsonlSource, LogSource, ParquetSource, PickledSource
 from rollcorr.run_directory import read_metrics, read_run
-from rollcorr.run_directory.growing_metrics import GrowingMetrics
+from rollcorr.run_directory.metrics_file import GrowingMetrics
 from rollcorr.run_directory.sinks import JsonLines
 from tests.diagnostics.null_logs import rollouts, write_rows
 

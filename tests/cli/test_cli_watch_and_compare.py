@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rollcorr import Monitor, RolloutSample
 from rollcorr.cli import app
-from rollcorr.run_directory.growing_metrics import GrowingMetrics
+from rollcorr.run_directory.metrics_file import GrowingMetrics
 
 
 def noisy(noise, seed):
@@ -98,7 +98,7 @@ def test_a_line_is_read_when_it_is_whole(tmp_path, caplog):
 
 
 def test_watch_reads_a_long_run_in_parts(runs, monkeypatch):
-    monkeypatch.setattr("rollcorr.run_directory.growing_metrics.MOST_NEW_BYTES", 1)
+    monkeypatch.setattr("rollcorr.run_directory.metrics_file.MOST_NEW_BYTES", 1)
     shown = invoke("watch", runs[0], "--once")
     assert (shown.exit_code, shown.stdout.count("step ")) == (3, 3)
 

@@ -9,10 +9,9 @@ import tracemalloc
 import pytest
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.run_directory import growing_metrics, read_run, stored_run
+from rollcorr.run_directory import metrics_file, read_run, stored_run
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.growing_metrics import GrowingMetrics
-from rollcorr.run_directory.metrics_file import BadInputError, StepStore, drop_later_steps, read_metrics
+from rollcorr.run_directory.metrics_file import BadInputError, GrowingMetrics, StepStore, drop_later_steps, read_metrics
 
 
 def run(path, metrics, config=None):
@@ -117,7 +116,7 @@ def test_memory_is_not_underestimated(value):
 
 
 def test_a_growing_file_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(growing_metrics, "MOST_NEW_BYTES", 30)
+    monkeypatch.setattr(metrics_file, "MOST_NEW_BYTES", 30)
     path = run(tmp_path, "".join(f'{{"step": {step}}}\n' for step in range(1, 8)))
     metrics, parts = GrowingMetrics(path / "metrics.jsonl"), []
     while not parts or metrics.has_more:
@@ -148,7 +147,7 @@ def test_a_configuration_that_cannot_be_read_is_a_remark(tmp_path, config, remar
 
 
 def test_a_run_is_read_without_torch_and_without_the_trainers():
-    names = "directory, growing_metrics, metrics_file, read_run, run_lock, sinks, tracker_sinks"
+    names = "directory, metrics_file, read_run, run_lock, sinks, tracker_sinks"
     heavy = "{'torch', 'rollcorr.train'} & set(sys.modules)"
     code = f"import sys; from rollcorr.run_directory import {names}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ def watch(
     from rollcorr.monitor.running_judge import RunningJudge, alarm_text
     from rollcorr.run_directory import read_run
     from rollcorr.run_directory.directory import RunDirectory
-    from rollcorr.run_directory.growing_metrics import GrowingMetrics
+    from rollcorr.run_directory.metrics_file import GrowingMetrics
     from rollcorr.run_directory.stored_run import check_run_directory
     from rollcorr.run_directory.tracker_sinks import step_line
 

@@ -33,7 +33,7 @@ from rollcorr.core.losses import (
     reinforce_loss,
 )
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
-from rollcorr.correction.correction_checks import check_belongs, context_group_of, has_context
+from rollcorr.correction.correction_checks import check_belongs, compare_policies, context_group_of, has_context
 from rollcorr.correction.denominators import (
     Averaged,
     aggregate,
@@ -43,7 +43,6 @@ from rollcorr.correction.denominators import (
     sequence_lengths,
     sum_denominators,
 )
-from rollcorr.correction.fingerprint import compare_policies
 from rollcorr.correction.process_groups import members, warn_without_group
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct

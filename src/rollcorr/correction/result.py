@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor
 from rollcorr.config import Normalizer, RolloutCorrectionConfig
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
+from rollcorr.core.boundary import check_integers
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import loss_denominators
-from rollcorr.correction.fingerprint import Fingerprint
 from rollcorr.correction.overview import short_text, summary_text
-from rollcorr.correction.parts import index_of, packed_tokens
 from rollcorr.correction.process_groups import members
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Correction:
             TypeError: `rows` is none of these, for instance a single integer, or columns too.
             ValueError: an index tensor is not 1-D, or a bool one is not (B,).
         """
-        index = index_of(rows, self.sequences, self.loss_mask.device)
+        index = _index_of(rows, self.sequences, self.loss_mask.device)
         cu_seqlens, tokens = self.cu_seqlens, index
         if cu_seqlens is not None:
             tokens, cu_seqlens = packed_tokens(index, cu_seqlens)
@@ -270,3 +271,56 @@ def with_context(correction: Correction, counts: StepCounts | None, fingerprint:
 def mean_weight(statistics: Statistics) -> Tensor:
     """What batch normalization divides the weights by: their mean."""
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
+
+
+def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
+    """What selects sequences: a slice, or a 1-D tensor on the device."""
+    if isinstance(rows, slice):
+        return rows
+    if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
+        return torch.tensor(list(rows), dtype=torch.int64, device=device)
+    if not isinstance(rows, Tensor):
+        raise TypeError(
+            f"a part of a correction is some of its sequences: give a slice, a list or a tensor; got {rows!r}"
+        )
+    if rows.dim() != 1 or (rows.dtype == torch.bool and rows.shape[0] != sequences):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be 1-D, and ({sequences},) if bool: one entry for each sequence"
+        )
+    if rows.dtype == torch.bool:
+        return rows.to(device)
+
+    # As an index, torch would take bytes for a mask.
+    check_integers(rows=rows)
+    return rows.to(device, torch.int64)
+
+
+def packed_tokens(index: slice | Tensor, cu_seqlens: Tensor) -> tuple[slice | Tensor, Tensor]:
+    """The tokens of some packed sequences, and the offsets of those among themselves. Reads offsets and index.
+
+    Args:
+        index: a slice, or a 1-D tensor of numbers or bools.
+        cu_seqlens: (B + 1,) token offsets.
+    """
+    spans = list(pairwise(cu_seqlens.tolist()))
+    numbers = list(range(len(spans)))
+    if isinstance(index, slice):
+        numbers = numbers[index]
+    elif index.dtype == torch.bool:
+        numbers = [i for i, taken in enumerate(index.tolist()) if taken]
+    else:
+        numbers = [numbers[i] for i in index.tolist()]  # negative numbers count from the end, as everywhere
+
+    chosen = [spans[i] for i in numbers]
+    offsets = [0]
+    for start, end in chosen:
+        offsets.append(offsets[-1] + end - start)
+
+    # Sequences that are chosen twice may have more tokens together than the dtype of the given offsets can count.
+    part = torch.tensor(offsets, dtype=torch.int64, device=cu_seqlens.device)
+
+    # Neighbors share the memory of the whole; others are gathered.
+    if all(end == start for (_, end), (start, _) in pairwise(chosen)):
+        return (slice(chosen[0][0], chosen[-1][1]) if chosen else slice(0, 0)), part
+    tokens = [torch.arange(start, end, device=cu_seqlens.device) for start, end in chosen]
+    return torch.cat(tokens), part

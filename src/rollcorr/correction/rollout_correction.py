@@ -18,8 +18,8 @@ from rollcorr.core.integer_checks import bounded_offsets, truth
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
+from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import count_denominators
-from rollcorr.correction.fingerprint import Fingerprint
 from rollcorr.correction.process_groups import (
     check_groups,
     context_reduction,

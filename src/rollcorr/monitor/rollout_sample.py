@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollcorr.correction.parts import packed_tokens
 from rollcorr.correction.process_groups import gather_slices
+from rollcorr.correction.result import packed_tokens
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, check_columns
 

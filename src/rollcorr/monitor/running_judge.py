@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
-from rollcorr.correction.fingerprint import MISMATCH
+from rollcorr.correction.correction_checks import MISMATCH
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import (
     EXIT_CODES,
