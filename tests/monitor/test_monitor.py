@@ -316,7 +316,7 @@ def test_a_run_goes_on_after_the_steps_that_count(tmp_path):
     with pytest.raises(FileExistsError, match="has 4 steps already: say how many of them count, start=N"):
         Monitor(tmp_path, CONFIG)
     with Monitor(tmp_path, CONFIG, start=2, rollouts=RolloutSample()) as monitor:
-        assert (monitor.steps, len(monitor._judge.recent.history)) == (2, 2)
+        assert (monitor.steps, len(monitor._judge._history)) == (2, 2)
         monitor.correct(*batch(seed=9))
         monitor.step(reward=30.0)
     run = read_run(tmp_path)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -214,26 +213,14 @@ class Correction:
         if self.loss_mask.device == torch.device(device):
             return self
 
-        def there(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number or None, which stays
-            return value.to(device) if isinstance(value, Tensor) else value
-
         # One transfer moves all statistics.
         statistics = self.statistics
         if statistics is not None:
             statistics = statistics.unpack(statistics.pack().to(device))
-        copy = dataclasses.replace(
-            self,
-            weights=there(self.weights),
-            loss_mask=self.loss_mask.to(device),
-            sequence_kept=self.sequence_kept.to(device),
-            statistics=statistics,
-            response_mask=there(self.response_mask),
-            cu_seqlens=there(self.cu_seqlens),
-        )
-        counts = self.counts and StepCounts(
-            *(own and Denominators(there(own.tokens), there(own.sequences)) for own in self.counts)
-        )
-        fingerprint = self.fingerprint and self.fingerprint._replace(sums=there(self.fingerprint.sums))
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        copy = dataclasses.replace(self, **moved, statistics=statistics)
+        counts = self.counts and StepCounts(*(own and _moved(own, device) for own in self.counts))
+        fingerprint = self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums.to(device))
         return with_context(copy, counts, fingerprint)
 
     def summary(self) -> str:
@@ -259,6 +246,10 @@ class StepCounts(NamedTuple):
     kept: Denominators | None = None
     original: Denominators | None = None
     weights: Denominators | None = None
+
+
+def _moved(own: Denominators, device: torch.device | str) -> Denominators:
+    return Denominators(*(torch.as_tensor(amount).to(device) for amount in (own.tokens, own.sequences)))
 
 
 def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
@@ -302,25 +293,12 @@ def packed_tokens(index: slice | Tensor, cu_seqlens: Tensor) -> tuple[slice | Te
         index: a slice, or a 1-D tensor of numbers or bools.
         cu_seqlens: (B + 1,) token offsets.
     """
-    spans = list(pairwise(cu_seqlens.tolist()))
-    numbers = list(range(len(spans)))
-    if isinstance(index, slice):
-        numbers = numbers[index]
-    elif index.dtype == torch.bool:
-        numbers = [i for i, taken in enumerate(index.tolist()) if taken]
-    else:
-        numbers = [numbers[i] for i in index.tolist()]  # negative numbers count from the end, as everywhere
-
-    chosen = [spans[i] for i in numbers]
-    offsets = [0]
-    for start, end in chosen:
-        offsets.append(offsets[-1] + end - start)
-
-    # Sequences that are chosen twice may have more tokens together than the dtype of the given offsets can count.
-    part = torch.tensor(offsets, dtype=torch.int64, device=cu_seqlens.device)
+    starts, lengths = cu_seqlens[:-1].long()[index], cu_seqlens.long().diff()[index]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     # Neighbors share the memory of the whole; others are gathered.
-    if all(end == start for (_, end), (start, _) in pairwise(chosen)):
-        return (slice(chosen[0][0], chosen[-1][1]) if chosen else slice(0, 0)), part
-    tokens = [torch.arange(start, end, device=cu_seqlens.device) for start, end in chosen]
-    return torch.cat(tokens), part
+    if isinstance(index, slice) and index.step in (None, 1):
+        first = int(starts[0]) if len(starts) else 0
+        return slice(first, first + int(offsets[-1])), offsets
+    tokens = torch.arange(int(offsets[-1]), device=offsets.device)
+    return tokens + (starts - offsets[:-1]).repeat_interleave(lengths), offsets
