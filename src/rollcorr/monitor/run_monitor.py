@@ -29,11 +29,10 @@ from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
-from rollcorr.monitor.rank_exchange import RankExchange
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
-from rollcorr.monitor.step_totals import StepTotals, merged_metrics
+from rollcorr.monitor.step_totals import RankExchange, StepTotals, merged_metrics
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.metrics_file import drop_later_steps, metrics_lines
@@ -362,11 +361,6 @@ class Monitor:
     def not_judged(self) -> tuple[str, ...]:
         """What could not be judged so far, and why: a sentence each."""
         return self._judge.not_judged
-
-    @property
-    def transfers(self) -> int:
-        """How often a step brought something to the host, rollout logs aside: once, or twice where a layout is new."""
-        return self._exchange.transfers
 
     def close(self) -> None:
         """Finish files and sinks, which may take half a minute each. An unfinished step is not logged.
