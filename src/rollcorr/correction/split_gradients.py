@@ -17,7 +17,7 @@ docs/guides/distributed.md has the table of what users may do, and what is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -80,7 +80,10 @@ class SplitGradients:
 
         ranks = math.prod(self.ranks)
         for module in self._ddp:
-            _check_ddp(module, ranks)
+            if module.static_graph:
+                raise ValueError("DDP(static_graph=True) knows no no_sync() and no second backward pass: leave it out")
+            if module.process_group.size() != ranks:
+                raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
 
         # FSDP2 divides by its ranks, and the sum over ranks is wanted: each parameter knows what to multiply by.
         averaged = _averaged(self._fsdp, ranks)
@@ -122,7 +125,11 @@ class SplitGradients:
 
         # A backward pass writes into `.grad`, so the set of its part is swapped in.
         for held, part in zip(self._held, parts, strict=False):
-            self._reduce_each_pass()
+            # FSDP2 reduces in every pass. Unreduced, both parts would be added in one buffer for good.
+            for module in self._fsdp:
+                module.set_requires_gradient_sync(True, recurse=False)
+                module.set_requires_all_reduce(True, recurse=False)
+                module.set_is_last_backward(True)
             self._swap(held)
             try:
                 if self.accumulation is None:
@@ -163,13 +170,6 @@ class SplitGradients:
         for i, parameter in enumerate(self.parameters):
             parameter.grad, held[i] = held[i], parameter.grad
 
-    def _reduce_each_pass(self) -> None:
-        """Let FSDP2 reduce in every pass. Unreduced, both parts would be added in one buffer for good."""
-        for module in self._fsdp:
-            module.set_requires_gradient_sync(True, recurse=False)
-            module.set_requires_all_reduce(True, recurse=False)
-            module.set_is_last_backward(True)
-
 
 def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """The modules of DDP and of FSDP2.
@@ -199,13 +199,6 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return ddp, [module for module in modules if isinstance(module, FSDPModule)]
 
 
-def _check_ddp(module: Any, ranks: int) -> None:  # noqa: ANN401 - DDP's attributes are not typed
-    if module.static_graph:
-        raise ValueError("DDP(static_graph=True) knows no no_sync() and no second backward pass: leave it out")
-    if module.process_group.size() != ranks:
-        raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
-
-
 def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
     """The parameters whose gradients FSDP2 reduces, and what it divides the sum over ranks by.
 
@@ -215,7 +208,9 @@ def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
     for module in modules:
         # After a forward pass without a backward pass, parameters() of a root would be the gathered ones.
         module.reshard()
-        for group in _parameter_groups(module):
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
             divisor = getattr(group, "gradient_divide_factor", None)
             mesh = group.mesh_info
             size = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
@@ -223,12 +218,6 @@ def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
                 raise ValueError(_OTHER_RANKS.format("FSDP2", size, ranks))
             found |= {p.sharded_param: float(size if divisor is None else divisor) for p in group.fsdp_params}
     return found
-
-
-def _parameter_groups(module: Any) -> Iterator[Any]:  # noqa: ANN401 - private to torch, and not typed
-    state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return (group for group in groups if group is not None)
 
 
 _OTHER_RANKS = (
