@@ -98,19 +98,8 @@ class RolloutRows(NamedTuple):
                     log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
 
 
-def _on_host(columns: Mapping[str, object]) -> dict[str, object]:
-    """Columns that nobody else has: lists are of this object already."""
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in columns.items()}
-
-
-_Rows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
-
-
-class SampledBatch(NamedTuple):
-    """The number of sequences of a micro-batch, and its sampled rows: numbers in the step, mask, offsets, columns."""
-
-    sequences: int
-    rows: _Rows | None = None
+SampledRows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
+"""Numbers of rows in the step, and their mask, offsets and columns."""
 
 
 class CollectedRollouts:
@@ -126,7 +115,7 @@ class CollectedRollouts:
         self._sample = sample
         self._rank = rank
         self._writes = writes
-        self._batches: list[_Rows] = []
+        self._batches: list[SampledRows] = []
         self.seen = 0
 
     def sampled(
@@ -138,20 +127,18 @@ class CollectedRollouts:
         cu_seqlens: Tensor | None,
         position_ids: Tensor | None,
         context_group: ProcessGroup | None,
-    ) -> SampledBatch:
-        """Return the sampled rows of a micro-batch, for `keep`. Copies them, so that buffers can be used again.
+    ) -> tuple[int, SampledRows | None]:
+        """Return the sequences of a micro-batch, and the rows that its step logs: copies, for `keep`.
 
         Raises:
             ValueError: a column has another number of rows, or is none of the log.
         """
         check_columns(columns)
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if not self._sample.takes_step(step):
-            return SampledBatch(sequences)
-        keys = self._keys(columns, sequences, self.seen)
+        keys = self._keys(columns, sequences, self.seen) if self._sample.takes_step(step) else ()
         rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
         if not rows:
-            return SampledBatch(sequences)
+            return sequences, None
 
         index = torch.tensor(rows, dtype=torch.int64, device=response_mask.device)
         tokens, offsets = (index, None) if cu_seqlens is None else packed_tokens(index, cu_seqlens)
@@ -165,13 +152,13 @@ class CollectedRollouts:
         if context_group is not None and context_group.size() > 1:
             mask, offsets, kept = _whole_sequences(mask, offsets, kept, context_group)
         kept.pop("position_ids", None)
-        return SampledBatch(sequences, ([self.seen + row for row in rows], mask, offsets, kept))
+        return sequences, ([self.seen + row for row in rows], mask, offsets, kept)
 
-    def keep(self, batch: SampledBatch) -> None:
+    def keep(self, sequences: int, rows: SampledRows | None) -> None:
         """Add what `sampled` returned."""
-        self.seen += batch.sequences
-        if self._writes and batch.rows is not None:
-            self._batches.append(batch.rows)
+        self.seen += sequences
+        if self._writes and rows is not None:
+            self._batches.append(rows)
 
     def checked_rewards(self, reward: object | None) -> Tensor | None:
         """The rewards of a step on the host, as a copy. One number for the whole step is no column of the log.
@@ -206,7 +193,8 @@ class CollectedRollouts:
         for rows, mask, offsets, columns in self._batches:
             own = {} if rewards is None else {"reward": rewards[rows]}
             named = {**own, "step": step, **columns}
-            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), _on_host(named)))
+            there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in named.items()}
+            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), there))
         return RolloutRows(path, step, tuple(batches))
 
     def _keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
@@ -268,14 +256,3 @@ def _whole_sequences(
         joined = {name: tensor.reshape(len(mask), -1) for name, tensor in joined.items()}
     whole_mask = joined.pop("response_mask")
     return whole_mask, None if offsets is None else whole.cu_seqlens, {**columns, **joined}
-
-
-def check_log_can_be_written() -> None:
-    """Find a missing extra before the first step.
-
-    Raises:
-        ImportError: pyarrow is missing; the message names the extra.
-    """
-    from rollcorr.rollout_log.arrow import pa
-
-    _ = pa.int64()

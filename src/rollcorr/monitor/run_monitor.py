@@ -29,10 +29,11 @@ from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
-from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
+from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import RankExchange, StepTotals, merged_metrics
+from rollcorr.rollout_log.arrow import pa as pyarrow
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.metrics_file import drop_later_steps, metrics_lines
@@ -147,7 +148,7 @@ class Monitor:
         earlier: list[dict[str, Any]] = []
         try:
             if rollouts is not None:
-                check_log_can_be_written()
+                pyarrow.int64()  # imports it now: a missing extra is found before the first step
 
             # The lock and the file stay with the thread that writes: a write that hangs keeps them until it ends.
             held = ExitStack()
@@ -246,7 +247,7 @@ class Monitor:
             )
         self.add(correction)
         if self._rollouts is not None and sampled is not None:
-            self._rollouts.keep(sampled)
+            self._rollouts.keep(*sampled)
         return correction
 
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:

@@ -100,7 +100,14 @@ class RunWriter:
             False in a forked child and after `close`: nothing is written, and the first time an error is logged.
         """
         if self._is_in_child() or self._is_closing:
-            self._refuse()
+            if not self._has_refused:
+                forked = (
+                    f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write "
+                    "here; make one of its own in the child, with a different directory"
+                )
+                closed = "this Monitor is closed: make another one, with start=N, to go on"
+                logger.error("%s", forked if self._is_in_child() else closed)
+            self._has_refused = True
             return False
 
         # Of several configurations the newest counts.
@@ -149,16 +156,6 @@ class RunWriter:
 
     def _is_in_child(self) -> bool:
         return os.getpid() != self._process
-
-    def _refuse(self) -> None:
-        forked = (
-            f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write here; "
-            "make one of its own in the child, with a different directory"
-        )
-        closed = "this Monitor is closed: make another one, with start=N, to go on"
-        if not self._has_refused:
-            logger.error("%s", forked if self._is_in_child() else closed)
-        self._has_refused = True
 
     def _of_kind(self, kind: str) -> list[WriteTask]:
         return [task for task in list(self._waiting) if task.kind == kind]

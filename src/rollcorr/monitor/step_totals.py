@@ -277,18 +277,16 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
                 statistics.setdefault((entry.source, entry.name), []).append((rank // context_ranks, found))
             start = end
 
-    read: dict[tuple[str, str], HostStatistics] = {}
-    for key, found_parts in statistics.items():
-        may_repeat = context_ranks > 1 and key[0] == "values"
-        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
-        read[key] = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
     metrics: dict[str, float] = {}
-    if ("correction", "") in read:
-        metrics |= finalize(read["correction", ""])
-    if ("loss", "") in read:
-        metrics |= {LOSS_PREFIX + name: moments.mean for name, moments in read["loss", ""].moments.items()}
-    for (source, name), host in read.items():
-        if source == "values":
+    for (source, name), found_parts in sorted(statistics.items(), key=lambda item: item[0][0]):
+        may_repeat = context_ranks > 1 and source == "values"
+        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
+        host = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
+        if source == "correction":
+            metrics |= finalize(host)
+        elif source == "loss":
+            metrics |= {LOSS_PREFIX + row: moments.mean for row, moments in host.moments.items()}
+        else:
             metrics |= _distribution_metrics(name, host)
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
 
