@@ -46,7 +46,7 @@ def has_context(correction: Correction, mask: Tensor) -> bool:
     Raises:
         ValueError: it was changed by hand, and is a part, or one rank's: what the call counts would be too little.
     """
-    if correction.knows_its_step:
+    if correction.counts is not None:
         return True
     if correction.batch_shape == tuple(mask.shape) and correction.ranks == (1, 1):
         return False

@@ -58,9 +58,7 @@ def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Sta
     if parts.device.type == "cpu":
         for rank, other in enumerate(parts[:, 0].tolist()):
             if other != mark:
-                raise RuntimeError(
-                    _out_of_step(rank, "statistics", "Monitor.step" if other > 0 else "other statistics")
-                )
+                raise RuntimeError(out_of_step(rank, "statistics", "Monitor.step" if other > 0 else "other statistics"))
     return merge_statistics(statistics.unpack(part[HEADER : HEADER + vector.numel()]) for part in parts)
 
 
@@ -103,18 +101,8 @@ def number_of(layout: object) -> int:
     return 1 + (int.from_bytes(digest, "big") >> 12)
 
 
-def check_in_step(marks: Iterable[float]) -> None:
-    """Check that all ranks are in `Monitor.step`.
-
-    Raises:
-        RuntimeError: one of them is still in `correct`.
-    """
-    for rank, mark in enumerate(marks):
-        if mark < 0:
-            raise RuntimeError(_out_of_step(rank, "Monitor.step", "correct"))
-
-
-def _out_of_step(rank: int, here: str, there: str) -> str:
+def out_of_step(rank: int, here: str, there: str) -> str:
+    """The error of ranks whose exchanges met, and were not of one call."""
     why = (
         "its rows are those of another configuration or another detail"
         if there == "other statistics"

@@ -125,11 +125,6 @@ class Correction:
         return Denominators(row("kept_weight") / factor, row("kept_sequence_weight") / factor)
 
     @property
-    def knows_its_step(self) -> bool:
-        """Whether `denominators` are those of the optimizer step: False for what `dataclasses.replace` has changed."""
-        return self.counts is not None
-
-    @property
     def sequences(self) -> int:
         """B. There is no `len`: a correction of a rank without sequences would count as false."""
         return self.sequence_kept.shape[0]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from rollcorr.correction.process_groups import gather_slices
 from rollcorr.correction.result import packed_tokens
+from rollcorr.monitor.run_writer import ROWS, WriteTask
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, check_columns
 
@@ -50,10 +52,6 @@ class RolloutSample:
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}; rollouts=None writes no log")
 
-    def takes_step(self, step: int) -> bool:
-        """Whether a step is logged at all."""
-        return step % self.every == 0
-
     def takes_row(self, step: int, key: object) -> bool:
         """Whether a row of such a step is logged.
 
@@ -63,39 +61,6 @@ class RolloutSample:
         """
         digest = hashlib.blake2b(f"{self.seed}/{step}/{key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
-
-
-class RolloutRows(NamedTuple):
-    """The rollout log of a step before it is a file.
-
-    Attributes:
-        path: the file.
-        step: number of the step.
-        batches: mask, offsets where it is packed, and columns of each micro-batch, on the host.
-    """
-
-    path: Path
-    step: int
-    batches: tuple[tuple[Tensor, Tensor | None, Mapping[str, Any]], ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its tensors."""
-        tensors = [value for mask, _, columns in self.batches for value in (mask, *columns.values())]
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-    def write(self) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: the disk is full or cannot be written; no file is left.
-        """
-        with RolloutLogWriter(self.path, overwrite=True) as log:
-            for mask, offsets, columns in self.batches:
-                if offsets is None:
-                    log.write(RolloutBatch.from_padded(mask, **columns))
-                else:
-                    log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
 
 
 SampledRows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
@@ -135,7 +100,7 @@ class CollectedRollouts:
         """
         check_columns(columns)
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        keys = self._keys(columns, sequences, self.seen) if self._sample.takes_step(step) else ()
+        keys = self._keys(columns, sequences, self.seen) if step % self._sample.every == 0 else ()
         rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
         if not rows:
             return sequences, None
@@ -179,8 +144,8 @@ class CollectedRollouts:
             )
         return rewards
 
-    def rows(self, path: Path, step: int, rewards: Tensor | None) -> RolloutRows | None:
-        """Return the rows of the step on the host; None if none of them is logged.
+    def task(self, path: Path, step: int, rewards: Tensor | None) -> WriteTask | None:
+        """Bring the rows of the step to the host, to be written; None if none of them is logged.
 
         Args:
             path: the file; an existing one is replaced.
@@ -189,13 +154,14 @@ class CollectedRollouts:
         """
         if not self._batches:
             return None
-        batches = []
+        batches, size = [], 0
         for rows, mask, offsets, columns in self._batches:
             own = {} if rewards is None else {"reward": rewards[rows]}
             named = {**own, "step": step, **columns}
             there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in named.items()}
             batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), there))
-        return RolloutRows(path, step, tuple(batches))
+            size += mask.nbytes + sum(value.nbytes for value in there.values() if isinstance(value, Tensor))
+        return WriteTask(ROWS, step, partial(write_rows, path, batches), size)
 
     def _keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
         for name in ("group_id", "sequence_id"):
@@ -206,6 +172,24 @@ class CollectedRollouts:
                     raise ValueError(f"{name} has {len(listed)} rows, response_mask has {sequences}")
                 return listed
         return [f"{self._rank}/{first + row}" for row in range(sequences)]
+
+
+def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mapping[str, Any]]]) -> None:
+    """Write a rollout log.
+
+    Args:
+        path: the file.
+        batches: mask, offsets where it is packed, and columns of each micro-batch, on the host.
+
+    Raises:
+        OSError: the disk is full or cannot be written; no file is left.
+    """
+    with RolloutLogWriter(path, overwrite=True) as log:
+        for mask, offsets, columns in batches:
+            if offsets is None:
+                log.write(RolloutBatch.from_padded(mask, **columns))
+            else:
+                log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
 
 
 def _rows_of(name: str, value: object, rows: list[int], tokens: slice | Tensor, sequences: int, mask: Tensor) -> object:

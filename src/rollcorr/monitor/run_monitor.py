@@ -131,7 +131,12 @@ class Monitor:
         self._exchange = RankExchange(group, context_group)
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
-        self._judge = RunningJudge(_null_beside(self.directory))
+        null: Noise | None = None
+        if self.directory.null.exists():
+            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+
+            null = noise_beside(self.directory.path)
+        self._judge = RunningJudge(null)
         self._judged_config = self.config
         self._sample = rollouts
         self._strict = strict
@@ -217,7 +222,12 @@ class Monitor:
             cu_seqlens, columns = found.cu_seqlens, {**found.columns, **(columns or {})}
         if rollout_log_prob is None or response_mask is None:
             raise TypeError("correct takes train_log_prob, rollout_log_prob and response_mask, or one batch")
-        _no_configuration_here(configuration, options)
+        if configuration or "config" in options:
+            given = repr(configuration[0] if configuration else options.get("config"))
+            raise TypeError(
+                f"a run has one configuration: give it to the constructor, Monitor(run_dir, {given}), and call "
+                "monitor.correct(train_log_prob, rollout_log_prob, response_mask) without it"
+            )
 
         correction = correct(
             train_log_prob,
@@ -466,13 +476,13 @@ class Monitor:
     ) -> Iterator[WriteTask]:
         """The files of a step, in the order that a reader relies on. The rows come to the host here."""
         if rollouts is not None:
-            rows = None
+            task = None
             try:
-                rows = rollouts.rows(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+                task = rollouts.task(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
             except Exception as error:  # no memory on the host, for example: the line of the step is still written
                 self._log_or_raise(error, "step %d: its rollouts are lost", step)
-            if rows is not None:
-                yield WriteTask(ROWS, step, rows.write, rows.bytes)
+            if task is not None:
+                yield task
         if self._file is not None:
             yield WriteTask(LINE, step, partial(self._file.write, step, metrics))
 
@@ -540,26 +550,3 @@ class Monitor:
         if self._strict:
             raise error
         logger.error(line, step, exc_info=error)
-
-
-def _no_configuration_here(configuration: tuple[object, ...], options: Mapping[str, Any]) -> None:
-    """Check that a call brings no configuration of its own: all steps of a run are judged by one.
-
-    Raises:
-        TypeError: it does; the message names the constructor.
-    """
-    if configuration or "config" in options:
-        given = repr(configuration[0] if configuration else options["config"])
-        raise TypeError(
-            f"a run has one configuration: give it to the constructor, Monitor(run_dir, {given}), and call "
-            "monitor.correct(train_log_prob, rollout_log_prob, response_mask) without it"
-        )
-
-
-def _null_beside(directory: RunDirectory) -> Noise | None:
-    """The noise of the null that was put into the directory, if any."""
-    if not directory.null.exists():
-        return None
-    from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
-
-    return noise_beside(directory.path)

@@ -35,12 +35,12 @@ from rollcorr.core.metric_registry import finalize, metric
 from rollcorr.correction.process_groups import (
     BLOCK,
     HEADER,
-    check_in_step,
     explained_failure,
     filled_blocks,
     gather,
     gather_marked,
     number_of,
+    out_of_step,
     reads_host_memory,
 )
 from rollcorr.diagnostics.health.evidence import bare_metrics
@@ -152,9 +152,11 @@ class StepTotals:
         if plain:
             packed = torch.tensor(list(plain.values()), dtype=STATISTICS_DTYPE, device="cpu")
             parts.append(([LayoutEntry("number", name, (), 1) for name in plain], packed))
-        for name, value in self._numbers.items():
-            if isinstance(value, Tensor):
-                parts.append(([LayoutEntry("number", name, (), 1)], value.reshape(1).to(STATISTICS_DTYPE)))
+        parts += [
+            ([LayoutEntry("number", name, (), 1)], value.reshape(1).to(STATISTICS_DTYPE))
+            for name, value in self._numbers.items()
+            if isinstance(value, Tensor)
+        ]
 
         # What is on the host joins the rest in one copy.
         device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
@@ -207,11 +209,15 @@ class RankExchange:
 
         number = number_of(layout)
         marks, parts = self._gathered(number, vector)
-        check_in_step(marks)
+        late = next((rank for rank, mark in enumerate(marks) if mark < 0), None)
+        if late is not None:
+            raise RuntimeError(out_of_step(late, "Monitor.step", "correct"))
         if any(other not in self._layouts for other in marks):
             # Every rank sees the same marks, so every rank takes part in this.
-            grown = self._learn(layout)
-            if grown:
+            self._layouts |= {number_of(found): found for found in self.of_all_ranks(layout)}
+            room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
+            if room > self._room:
+                self._room = room
                 marks, parts = self._gathered(number, vector)
         layouts = [self._layouts[other] for other in marks]
         sizes = [sum(entry.size for entry in found) for found in layouts]
@@ -230,14 +236,6 @@ class RankExchange:
         if not on_host:
             parts = self._to_host(parts)
         return [int(other) for other in parts[:, 0].tolist()], parts
-
-    def _learn(self, layout: Layout) -> bool:
-        """Exchange the layouts; returns whether the vectors need more room than before."""
-        for found in self.of_all_ranks(layout):
-            self._layouts[number_of(found)] = found
-        before = self._room
-        self._room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
-        return self._room > before
 
     def of_all_ranks(self, own: object) -> list[Any]:
         """Return an object of every rank, in the order of the vectors; all of them must call this together."""
