@@ -212,7 +212,9 @@ class Correction:
         statistics = self.statistics
         if statistics is not None:
             statistics = statistics.unpack(statistics.pack().to(device))
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         copy = dataclasses.replace(self, **moved, statistics=statistics)
         counts = self.counts and StepCounts(*(own and _moved(own, device) for own in self.counts))
         fingerprint = self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums.to(device))
@@ -244,7 +246,7 @@ class StepCounts(NamedTuple):
 
 
 def _moved(own: Denominators, device: torch.device | str) -> Denominators:
-    return Denominators(*(torch.as_tensor(amount).to(device) for amount in (own.tokens, own.sequences)))
+    return Denominators(*(torch.as_tensor(amount, device=device) for amount in (own.tokens, own.sequences)))
 
 
 def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
