@@ -114,7 +114,7 @@ def test_denominators_over_groups_of_one_process_are_those_without_groups(alone)
 
 
 def test_a_rank_without_data_adds_nothing(alone):
-    total = sum_denominators(Denominators(0.0, 0.0), alone, device=torch.device("cpu"))
+    total = sum_denominators(Denominators(0.0, 0.0), alone)
     assert (total.tokens.item(), total.sequences.item()) == (0.0, 0.0)
     assert total.tokens.dtype == torch.float64
 

@@ -143,9 +143,11 @@ def correct(
     )
     counts, statistics, fingerprint = StepCounts(), None, None
     if resolved is None:
-        weights, loss_mask, sequence_kept = _nothing(inputs, out)
-
         # There are no statistics to count from, and every response token stays.
+        weights, loss_mask = None, inputs.valid
+        if out is not None:
+            loss_mask = out[1].copy_(loss_mask)
+        sequence_kept = loss_mask.new_ones(sequence_count(loss_mask, cu_seqlens=inputs.cu_seqlens))
         counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
@@ -268,13 +270,6 @@ def _corrected(
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
     return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics, output.policy_sums)
-
-
-def _nothing(inputs: _CorrectionInputs, out: Out | None) -> tuple[None, Tensor, Tensor]:
-    """No correction at all: the response mask is the loss mask."""
-    mask = inputs.valid
-    kept = mask.new_ones(sequence_count(mask, cu_seqlens=inputs.cu_seqlens))
-    return None, mask if out is None else out[1].copy_(mask), kept
 
 
 def _kernel(
