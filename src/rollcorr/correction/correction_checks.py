@@ -125,9 +125,7 @@ def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two layouts are the same, as far as that is known without waiting for a device."""
     if one is None or other is None or one is other:
         return one is other
-    if one.shape != other.shape:
-        return False
-    return not in_host_memory(one, other) or torch.equal(one.to(torch.int64), other.to(torch.int64))
+    return one.shape == other.shape and (not in_host_memory(one, other) or torch.equal(one.long(), other.long()))
 
 
 def compare_policies(

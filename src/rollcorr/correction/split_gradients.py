@@ -86,11 +86,9 @@ class SplitGradients:
                 raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
 
         # FSDP2 divides by its ranks, and the sum over ranks is wanted: each parameter knows what to multiply by.
-        averaged = _averaged(self._fsdp, ranks)
+        self._averaged = _averaged(self._fsdp, ranks)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._averaged = [averaged.get(parameter, 1.0) for parameter in self.parameters]
-        self._own = [parameter for parameter in self.parameters if parameter not in averaged]
         if any(parameter.grad is not None for parameter in self.parameters):
             raise ValueError(
                 "there are gradients already, and they may or may not be summed over ranks: call "
@@ -144,7 +142,7 @@ class SplitGradients:
         """Scale each part, add the gradients of other losses, and sum over ranks what no wrapper has summed."""
         # FSDP2 has divided everything by its ranks. The factors belong to the parts only.
         for i, parameter in enumerate(self.parameters):
-            averaged = self._averaged[i]
+            averaged = self._averaged.get(parameter, 1.0)
             if parameter.grad is not None and averaged != 1:
                 local_part(parameter.grad).mul_(averaged)
             for held, factor in zip(self._held, factors, strict=True):
@@ -157,8 +155,9 @@ class SplitGradients:
         self._held, self._state = [], "finished"
 
         # What FSDP2 reduced is a sum over all ranks already.
+        own = [parameter for parameter in self.parameters if parameter not in self._averaged]
         for group in (self.context_group, self.group):
-            sum_gradients(self._own, group)
+            sum_gradients(own, group)
 
     def _check_open(self, call: str) -> None:
         if self._state != "open":

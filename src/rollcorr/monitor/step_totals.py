@@ -85,8 +85,7 @@ class StepTotals:
     def forget_values(self) -> None:
         """Drop the trainer's own numbers: those of a call of `step` that failed are given again."""
         self._numbers.clear()
-        for key in [key for key in self._statistics if key[0] == "values"]:
-            del self._statistics[key]
+        self._statistics = {key: found for key, found in self._statistics.items() if key[0] != "values"}
 
     def add_statistics(self, source: Source, statistics: Statistics) -> None:
         """Add what a correction or a loss has measured.

@@ -78,9 +78,6 @@ class StoredStep(Mapping[str, Any]):
         """Names and values, as a dictionary has them."""
         return {**dict(zip(self._places, self._numbers, strict=True)), **self._objects}.items()
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
 
 class StepStore:
     """Makes `StoredStep`s that share their names, and counts their memory.
