@@ -55,7 +55,7 @@ def main() -> None:
             monitor.step(reward=rewards, loss=0.1, lr=1e-4, grad_norm=0.5, entropy=0.3, epoch=step)
             stepped.append(time.thread_time() - start)
             clock.append(time.perf_counter() - now)
-        transfers = monitor.transfers
+        transfers = monitor._exchange.transfers
 
     print(f"{train.numel():,} tokens, {arguments.steps} steps, {transfers / arguments.steps:g} transfers a step")
     print(f"{'ms of processor time':24s} {'median':>8s} {'least':>8s}")

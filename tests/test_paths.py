@@ -12,7 +12,7 @@ import rollcorr
 from rollcorr.diagnostics import check_logs, null_of_logs, read_null, run_report, write_report
 from rollcorr.rollout_log import JsonlSource, LogSource, ParquetSource, PickledSource
 from rollcorr.run_directory import read_metrics, read_run
-from rollcorr.run_directory.growing_metrics import GrowingMetrics
+from rollcorr.run_directory.metrics_file import GrowingMetrics
 from rollcorr.run_directory.sinks import JsonLines
 from tests.diagnostics.null_logs import rollouts, write_rows
 
@@ -76,6 +76,6 @@ def test_a_log_a_null_a_run_and_a_report_are_found_by_any_path(tmp_path, form):
     with_lines.write(1, {"rollout_corr/kl": 0.01})
     with_lines.close()
     assert read_metrics(metrics) == [{"step": 1, "rollout_corr/kl": 0.01}]
-    assert len(GrowingMetrics(metrics).new_steps().steps) == 1
+    assert len([*GrowingMetrics(metrics).new_steps()]) == 1
     page = write_report(run_report(read_run(form(tmp_path / "run"))), form(tmp_path / "page"))
     assert page == tmp_path / "page" / "report.html"

@@ -16,7 +16,6 @@ from .core import Statistics as Statistics
 
 # Advantages.
 from .core import dr_grpo_advantages as dr_grpo_advantages
-from .core import finalize as finalize
 from .core import gae_advantages as gae_advantages
 from .core import grpo_advantages as grpo_advantages
 from .core import merge_statistics as merge_statistics

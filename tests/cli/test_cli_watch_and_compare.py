@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rollcorr import Monitor, RolloutSample
 from rollcorr.cli import app
-from rollcorr.run_directory.growing_metrics import GrowingMetrics
+from rollcorr.run_directory.metrics_file import GrowingMetrics
 
 
 def noisy(noise, seed):
@@ -83,24 +83,19 @@ def test_watch_without_a_run_is_bad_input(tmp_path):
 def test_a_line_is_read_when_it_is_whole(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     metrics = GrowingMetrics(path)
-    assert metrics.new_steps() == ((), False)
+    assert [*metrics.new_steps()] == []
     path.write_text('{"step": 1}\n{"st')
-    assert metrics.new_steps() == (({"step": 1},), False)
-    assert metrics.new_steps() == ((), False)
+    assert [*metrics.new_steps()] == [{"step": 1}]
+    assert [*metrics.new_steps()] == []
     with path.open("a") as file:
         file.write('ep": 2}\n')
-    assert metrics.new_steps() == (({"step": 2},), False)
+    assert [*metrics.new_steps()] == [{"step": 2}]
     with path.open("a") as file:
         file.write('[]\n{"a": 1}\n{"step": 3}\n')
-    assert metrics.new_steps() == (({"step": 3},), False)
+    assert [*metrics.new_steps()] == [{"step": 3}]
+    assert not metrics.begins_again()
     assert "metrics.jsonl:3 is left out: expected a JSON object" in caplog.text
     assert "metrics.jsonl:4 is left out: it has no step" in caplog.text
-
-
-def test_watch_reads_a_long_run_in_parts(runs, monkeypatch):
-    monkeypatch.setattr("rollcorr.run_directory.growing_metrics.MOST_NEW_BYTES", 1)
-    shown = invoke("watch", runs[0], "--once")
-    assert (shown.exit_code, shown.stdout.count("step ")) == (3, 3)
 
 
 def test_compare_puts_verdicts_and_medians_side_by_side(runs):

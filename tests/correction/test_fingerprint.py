@@ -11,7 +11,7 @@ from implementations import per_implementation
 
 from rollcorr import Monitor, PolicyLogProbs, correct, policy_loss
 from rollcorr.config import checks
-from rollcorr.correction import correction_checks, fingerprint
+from rollcorr.correction import correction_checks
 from rollcorr.kernels.correction.dispatch import correction_kernel
 
 PRESET = "decoupled_token_is"
@@ -99,8 +99,7 @@ def _packed(corrected, given):
 @pytest.fixture
 def device(monkeypatch):
     """Treat tensors as if they were on a device, whose values must not be read."""
-    for module in (fingerprint, correction_checks):
-        monkeypatch.setattr(module, "in_host_memory", lambda *_: False)
+    monkeypatch.setattr(correction_checks, "in_host_memory", lambda *_: False)
 
 
 @per_implementation
@@ -151,12 +150,12 @@ CORRECT = {
 @per_implementation
 @pytest.mark.parametrize("loop", CORRECT)
 def test_correct_loops_pass(loop):
-    assert CORRECT[loop](B.correct()).statistics.names["moments"].count(fingerprint.MISMATCH) == 0
+    assert CORRECT[loop](B.correct()).statistics.names["moments"].count(correction_checks.MISMATCH) == 0
 
 
 @pytest.mark.parametrize("loop", CORRECT)
 def test_correct_loops_show_no_mismatch_on_devices(loop, device):
-    assert CORRECT[loop](B.correct()).statistics.read().moments[fingerprint.MISMATCH].mean == 0.0
+    assert CORRECT[loop](B.correct()).statistics.read().moments[correction_checks.MISMATCH].mean == 0.0
 
 
 def test_a_float64_correction_serves_a_float32_loss():
@@ -233,7 +232,7 @@ def test_another_number_of_tokens_is_found_on_devices(device):
     policies = PolicyLogProbs(log_prob=B.now, old_log_prob=B.old, rollout_log_prob=B.rollout)
     correction = correct(B.old, B.rollout, B.mask, "measure")
     moments = policy_loss(policies, B.advantages, mask, correction=correction).statistics.read().moments
-    assert moments[fingerprint.MISMATCH].mean == 1 / 4
+    assert moments[correction_checks.MISMATCH].mean == 1 / 4
 
 
 def test_a_correction_moved_to_a_device_keeps_its_fingerprint():

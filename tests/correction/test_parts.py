@@ -449,16 +449,16 @@ def test_another_device_has_everything():
     assert all(tensor.is_meta for tensor in tensors)
     assert moved.statistics.pack().is_meta
     assert moved.denominators().tokens.is_meta
-    assert moved.knows_its_step
+    assert moved.counts is not None
     assert correction.to("cpu") is correction
 
 
 def test_changes_by_hand_leave_the_context_behind():
     correction = Batch().correct({"rollout_is": "token"})
-    assert correction.knows_its_step
-    assert correction[1:].knows_its_step
-    assert not dataclasses.replace(correction, weights=None).knows_its_step
-    assert not dataclasses.replace(correction)[1:].knows_its_step
+    assert correction.counts is not None
+    assert correction[1:].counts is not None
+    assert dataclasses.replace(correction, weights=None).counts is None
+    assert dataclasses.replace(correction)[1:].counts is None
 
 
 # --- Swapped policies -------------------------------------------------------------------------------------------------

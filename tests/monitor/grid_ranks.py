@@ -140,7 +140,7 @@ def run_of_rank(folder: Path, scenario: str, rank: int, groups: tuple[Any, Any])
         arguments, shard, folder = {"group": context}, SHARDS[0], folder / str(data_rank)
     with Monitor(folder, configuration(scenario), **arguments) as monitor:
         metrics = [step_of(monitor, scenario, shard, tokens, context) for _ in range(2)]
-        return {"metrics": metrics, "transfers": monitor.transfers}
+        return {"metrics": metrics, "transfers": monitor._exchange.transfers}
 
 
 def pickled_correction(folder: Path, rank: int, groups: tuple[Any, Any]) -> float:

@@ -98,7 +98,7 @@ def run_of_ranks(folder: Path, rank: int, *, over_ranks: bool) -> dict[str, Any]
             # One number is known to two ranks only, and is the mean of theirs.
             own = {"number": 1.0 + rank} if rank != 1 else {}
             found.append(monitor.step(reward=rewards(numbers), **own))
-        return {"metrics": found, "transfers": monitor.transfers, "tokens": tokens, "alarms": seen}
+        return {"metrics": found, "transfers": monitor._exchange.transfers, "tokens": tokens, "alarms": seen}
 
 
 def late_numbers(folder: Path, rank: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def late_numbers(folder: Path, rank: int) -> dict[str, Any]:
             if rank == 2 and step >= 2:
                 own |= {f"late/{number}": [1.0, 2.0] for number in range({2: 2, 3: 50, 4: 3}[step])}
             found.append(monitor.step(**own))
-            transfers.append(monitor.transfers)
+            transfers.append(monitor._exchange.transfers)
         return {"metrics": found, "transfers": transfers}
 
 

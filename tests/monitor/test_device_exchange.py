@@ -10,8 +10,7 @@ from fake_cuda import fake_cuda, numbers_are_one
 from rollcorr import correct
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.correction.process_groups import BLOCK, gather_marked, reads_host_memory
-from rollcorr.monitor.rank_exchange import RankExchange
-from rollcorr.monitor.step_totals import StepTotals
+from rollcorr.monitor.step_totals import RankExchange, StepTotals
 
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 

@@ -94,11 +94,6 @@ def test_a_packed_batch_brings_its_offsets():
     assert read_fields({**tensors, "cu_seqlens": [0, 3, 6]}).cu_seqlens.tolist() == [0, 3, 6]
 
 
-def test_log_probs_that_a_framework_did_not_compute_are_missing():
-    with pytest.raises(ValueError, match="has no old_per_token_logps; it has"):
-        read_fields({**TRL, "old_per_token_logps": None}, "trl")
-
-
 @pytest.mark.parametrize(
     ("batch", "name", "fix"),
     [

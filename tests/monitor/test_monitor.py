@@ -20,7 +20,7 @@ from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, po
 from rollcorr.config.finding import Finding
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.diagnostics import bare_metrics
-from rollcorr.monitor import rank_exchange
+from rollcorr.monitor import step_totals
 from rollcorr.monitor.running_judge import RunningJudge
 
 CONFIG = {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05}
@@ -158,7 +158,7 @@ def test_a_step_is_one_transfer_whatever_it_holds(tmp_path, monkeypatch, packed)
         reads.append(vector.numel())
         return torch.zeros(vector.numel(), dtype=STATISTICS_DTYPE)
 
-    monkeypatch.setattr(rank_exchange.RankExchange, "_to_host", on_host)
+    monkeypatch.setattr(step_totals.RankExchange, "_to_host", on_host)
     shape = (12,) if packed else (3, 4)
     with torch.device("meta"):
         log_prob, mask, reward, loss = torch.zeros(shape), torch.ones(shape).bool(), torch.zeros(3), torch.zeros(())
@@ -316,7 +316,7 @@ def test_a_run_goes_on_after_the_steps_that_count(tmp_path):
     with pytest.raises(FileExistsError, match="has 4 steps already: say how many of them count, start=N"):
         Monitor(tmp_path, CONFIG)
     with Monitor(tmp_path, CONFIG, start=2, rollouts=RolloutSample()) as monitor:
-        assert (monitor.steps, len(monitor._judge.recent.history)) == (2, 2)
+        assert (monitor.steps, len(monitor._judge._history)) == (2, 2)
         monitor.correct(*batch(seed=9))
         monitor.step(reward=30.0)
     run = read_run(tmp_path)

@@ -16,8 +16,7 @@ from faulty_disk import ERRORS, Faults, faulty_disk
 from recording_sinks import Recording
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
-from rollcorr.monitor import run_writer
-from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutRows
+from rollcorr.monitor import rollout_sample, run_writer
 from rollcorr.run_directory import read_metrics
 from rollcorr.run_directory.sinks import JsonLines
 
@@ -162,21 +161,21 @@ def test_rollouts_that_cannot_be_copied_cost_no_line(tmp_path, monkeypatch):
 
     log_prob = torch.full((2, 3), -1.0)
     with Monitor(tmp_path / "run", rollouts=RolloutSample()) as monitor:
-        monkeypatch.setattr(CollectedRollouts, "rows", no_memory)
+        monkeypatch.setattr(rollout_sample.CollectedRollouts, "task", no_memory)
         monitor.correct(log_prob, log_prob, torch.ones(2, 3))
         monitor.step(x=1.0)
     assert [json.loads(line)["x"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [1.0]
 
 
 def test_a_line_is_written_without_its_rows(tmp_path, monkeypatch):
-    write, is_full = RolloutRows.write, [True]
+    write, is_full = rollout_sample.write_rows, [True]
 
-    def writing(rows):
+    def writing(*arguments):
         if is_full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(rows)
+        write(*arguments)
 
-    monkeypatch.setattr(RolloutRows, "write", writing)
+    monkeypatch.setattr(rollout_sample, "write_rows", writing)
     with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
         monitor.correct(-torch.ones(2, 3), -torch.ones(2, 3), torch.ones(2, 3))
         monitor.step(x=1.0)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
-from rollcorr.monitor import run_writer
-from rollcorr.monitor.rollout_sample import RolloutRows
+from rollcorr.monitor import rollout_sample, run_writer
 from rollcorr.run_directory import read_metrics
 from rollcorr.run_directory.run_lock import RunInUseError
 from rollcorr.run_directory.sinks import JsonLines
@@ -60,7 +59,7 @@ def test_step_returns_while_its_files_hang(tmp_path, monkeypatch, place):
     if place == "the file":
         monkeypatch.setattr(JsonLines, "write", hanging.wrap(JsonLines.write))
     if place == "the rollout log":
-        monkeypatch.setattr(RolloutRows, "write", hanging.wrap(RolloutRows.write))
+        monkeypatch.setattr(rollout_sample, "write_rows", hanging.wrap(rollout_sample.write_rows))
     with Monitor(tmp_path, rollouts=RolloutSample(), sinks=[hanging] if place == "a sink" else []) as monitor:
         train = -torch.rand(4, 5)
         for step in range(3):
@@ -78,7 +77,7 @@ def test_step_returns_while_its_files_hang(tmp_path, monkeypatch, place):
 
 def test_a_full_queue_drops_the_oldest_rows_and_no_line(tmp_path, monkeypatch, caplog):
     hanging = Hanging()
-    monkeypatch.setattr(RolloutRows, "write", hanging.wrap(RolloutRows.write))
+    monkeypatch.setattr(rollout_sample, "write_rows", hanging.wrap(rollout_sample.write_rows))
     monkeypatch.setattr(run_writer, "LOG_BYTES", 2 * 4 * 4 * 10 + 8 * 4 + 100)  # one step, not two
     with Monitor(tmp_path, rollouts=RolloutSample()) as monitor:
         for _ in range(5):

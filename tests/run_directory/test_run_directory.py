@@ -9,10 +9,9 @@ import tracemalloc
 import pytest
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.run_directory import growing_metrics, read_run, stored_run
+from rollcorr.run_directory import read_run, stored_run
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.growing_metrics import GrowingMetrics
-from rollcorr.run_directory.metrics_file import BadInputError, StepStore, drop_later_steps, read_metrics
+from rollcorr.run_directory.metrics_file import BadInputError, GrowingMetrics, StepStore, drop_later_steps, read_metrics
 
 
 def run(path, metrics, config=None):
@@ -69,7 +68,7 @@ def test_a_broken_line_is_left_out_with_a_remark(tmp_path, caplog, line, fault):
     assert read.series == ({"step": 1}, {"step": 2})
     assert re.fullmatch(rf"1 line was left out; metrics\.jsonl:2: {fault}.*", read.remarks[0])
     assert read_metrics(path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-    assert GrowingMetrics(path / "metrics.jsonl").new_steps().steps == ({"step": 1}, {"step": 2})
+    assert [*GrowingMetrics(path / "metrics.jsonl").new_steps()] == [{"step": 1}, {"step": 2}]
     assert len(re.findall(rf"metrics\.jsonl:2 is left out: {fault}", caplog.text)) == 2
     assert drop_later_steps(RunDirectory(path), 2) == []
     assert (path / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 1}\n{"step": 2}\n'
@@ -88,7 +87,7 @@ def test_a_file_without_a_step_is_bad_input(tmp_path, text):
 
 def test_a_line_beyond_the_limit_is_bad_input(tmp_path):
     path = run(tmp_path, '{"step": 1}\n{"a": "' + "x" * (1 << 20) + '"}\n')
-    for read in (read_run, lambda _: GrowingMetrics(path / "metrics.jsonl").new_steps()):
+    for read in (read_run, lambda _: [*GrowingMetrics(path / "metrics.jsonl").new_steps()]):
         with pytest.raises(BadInputError, match=r"metrics\.jsonl:2: the line has more than 1,048,576 bytes"):
             read(path)
 
@@ -116,15 +115,6 @@ def test_memory_is_not_underestimated(value):
         assert used <= store.bytes, (value, len(kept))
 
 
-def test_a_growing_file_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(growing_metrics, "MOST_NEW_BYTES", 30)
-    path = run(tmp_path, "".join(f'{{"step": {step}}}\n' for step in range(1, 8)))
-    metrics, parts = GrowingMetrics(path / "metrics.jsonl"), []
-    while not parts or metrics.has_more:
-        parts.append([step["step"] for step in metrics.new_steps().steps])
-    assert parts == [[1, 2, 3], [4, 5, 6], [7]]
-
-
 def test_what_is_no_run_directory_is_said(tmp_path):
     with pytest.raises(BadInputError, match=r"is not a run directory; give the folder that holds metrics\.jsonl"):
         read_run(tmp_path / "nowhere")
@@ -148,7 +138,7 @@ def test_a_configuration_that_cannot_be_read_is_a_remark(tmp_path, config, remar
 
 
 def test_a_run_is_read_without_torch_and_without_the_trainers():
-    names = "directory, growing_metrics, metrics_file, read_run, run_lock, sinks, tracker_sinks"
+    names = "directory, metrics_file, read_run, run_lock, sinks, tracker_sinks"
     heavy = "{'torch', 'rollcorr.train'} & set(sys.modules)"
     code = f"import sys; from rollcorr.run_directory import {names}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ def watch(
     from rollcorr.monitor.running_judge import RunningJudge, alarm_text
     from rollcorr.run_directory import read_run
     from rollcorr.run_directory.directory import RunDirectory
-    from rollcorr.run_directory.growing_metrics import GrowingMetrics
+    from rollcorr.run_directory.metrics_file import GrowingMetrics
     from rollcorr.run_directory.stored_run import check_run_directory
     from rollcorr.run_directory.tracker_sinks import step_line
 
@@ -45,13 +45,12 @@ def watch(
             typer.echo(f"judged against {null.source}")
         judge = RunningJudge(null)
         while True:
-            new = metrics.new_steps()
-            if new.again:
+            if metrics.begins_again():
                 typer.echo("the run went on from an earlier step")
                 judge = RunningJudge(null)
-            if new.steps and config is None:
-                config = read_run(run).config
-            for step in new.steps:
+            for number, step in enumerate(metrics.new_steps()):
+                if number == 0 and config is None:
+                    config = read_run(run).config
                 numbers = {name: value for name, value in step.items() if isinstance(value, (int, float))}
                 typer.echo(step_line(step["step"], numbers))
                 changes = judge.judge(step["step"], bare_metrics(numbers), config)
@@ -59,8 +58,6 @@ def watch(
                     typer.secho(alarm_text(step["step"], finding), fg="red")
                 for finding in changes.passed:
                     typer.secho(f"step {step['step']}: has passed: {finding.title}", fg="green")
-            if metrics.has_more:
-                continue
             if once:
                 _show_verdict(judge)
                 raise typer.Exit(judge.exit_code)

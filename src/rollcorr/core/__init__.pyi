@@ -17,7 +17,6 @@ from .logprobs import token_log_prob as token_log_prob
 from .losses import ppo_clip_loss as ppo_clip_loss
 from .mergeable_statistics import Statistics as Statistics
 from .mergeable_statistics import merge_statistics as merge_statistics
-from .metric_registry import finalize as finalize
 from .metric_registry import metric as metric
 from .sampling import KeptSets as KeptSets
 from .sampling import check_kept_sets as check_kept_sets

@@ -127,25 +127,20 @@ def loss_denominators(
     )
 
 
-def sum_denominators(
-    own: Denominators, group: ProcessGroup | None, *, device: torch.device | None = None
-) -> Denominators:
+def sum_denominators(own: Denominators, group: ProcessGroup | None) -> Denominators:
     """The sum of all ranks' denominators, with the same bits on each rank: 0-d float64 tensors.
 
     Args:
         own: this rank's, e.g. the sum over its micro-batches. A rank without data gives 0 and 0.
         group: the process group. None: this process is alone.
-        device: where the group communicates. None: where the amounts are.
     """
-    amounts = [_double(amount, device) for amount in (own.tokens, own.sequences)]
-    return Denominators(*sum_over(torch.stack(amounts), group))
+    return Denominators(*sum_over(torch.stack([_double(own.tokens), _double(own.sequences)]), group))
 
 
 def sequence_lengths(
     mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
     """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments are as in `count_denominators`."""
-    check_layout(mask=mask, cu_seqlens=cu_seqlens)
     return sum_over(token_count(truth(mask), cu_seqlens=cu_seqlens).double(), context_group)
 
 

@@ -33,7 +33,7 @@ from rollcorr.core.losses import (
     reinforce_loss,
 )
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
-from rollcorr.correction.correction_checks import check_belongs, context_group_of, has_context
+from rollcorr.correction.correction_checks import check_belongs, compare_policies, context_group_of, has_context
 from rollcorr.correction.denominators import (
     Averaged,
     aggregate,
@@ -43,7 +43,6 @@ from rollcorr.correction.denominators import (
     sequence_lengths,
     sum_denominators,
 )
-from rollcorr.correction.fingerprint import compare_policies
 from rollcorr.correction.process_groups import members, warn_without_group
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
@@ -254,8 +253,7 @@ def loss_config_of(loss: LossConfig | None) -> LossConfig:
     Raises:
         TypeError: it is something else, such as a dictionary.
     """
-    if loss is None:
-        return LossConfig()
+    loss = LossConfig() if loss is None else loss
     if not isinstance(loss, LossConfig):
         raise TypeError(f"loss must be a LossConfig, such as LossConfig(clip_ratio_low=0.2); got {loss!r}")
     return loss
@@ -373,7 +371,20 @@ def _bypass(
     whole_step: bool,
     counted: bool,
 ) -> _TokenLoss:
-    log_prob, rollout_log_prob = inputs.policies.log_prob, _behavior_policy(inputs.policies, correction)
+    log_prob, rollout_log_prob = inputs.policies.log_prob, inputs.policies.rollout_log_prob
+    if rollout_log_prob is None:
+        raise ValueError("bypass mode needs rollout_log_prob, what the sampling policy gave the tokens")
+    old_log_prob = inputs.policies.old_log_prob
+    if old_log_prob is not None and old_log_prob is not rollout_log_prob:
+        raise ValueError(
+            "in bypass mode π_old is μ, but old_log_prob is another tensor than rollout_log_prob: leave it out, or "
+            "set bypass_mode=False to use it"
+        )
+    if correction is not None:
+        raise ValueError(
+            "in bypass mode policy_loss computes the correction itself, against π_θ. Another one would apply the "
+            "behavior ratio twice, or an old one: leave correction out"
+        )
     check_whole_step(whole_step, "denominators", given=counted)
     if config.weights_reach_loss and config.rollout_is_batch_normalize and counted:
         raise ValueError(
@@ -447,28 +458,28 @@ def _regularization(
         raise ValueError(f"entropy_coef={loss.entropy_coef} needs entropy, one value per token")
 
     # A term without a coefficient is still measured, where its tensor is there.
-    terms: list[tuple[str, Tensor, Tensor, float]] = []
+    terms: dict[str, tuple[Tensor, Tensor, float]] = {}
     if ref_log_prob is not None:
         trained = log_prob if full_log_prob is None else full_log_prob
         kl, measured = reference_kl(trained, ref_log_prob, mask, estimate=ESTIMATES[loss.kl_estimator])
-        terms.append(("kl_ref", kl, measured, loss.kl_coef))
+        terms["kl_ref"] = kl, measured, loss.kl_coef
     if entropy is not None:
         check_layout(log_prob=log_prob, entropy=entropy, cu_seqlens=cu_seqlens)
-        terms.append(("entropy", entropy, mask & entropy.isfinite(), -loss.entropy_coef))
-    moments = {name: moments_of(values.detach(), measured) for name, values, measured, _ in terms}
+        terms["entropy"] = entropy, mask & entropy.isfinite(), -loss.entropy_coef
+    moments = {name: moments_of(values.detach(), measured) for name, (values, measured, _) in terms.items()}
     statistics = Statistics.of(moments=moments, device=mask.device)
-
-    if not (loss.kl_coef or loss.entropy_coef):
+    weighted = [term for term in terms.values() if term[2]]
+    if not weighted:
         return None, statistics
 
     # Both terms average over the whole response mask, also where a value could not be measured.
     lengths, scale = _lengths(inputs, mask, mode), loss.loss_scale_factor
-    total = None
-    for _, values, measured, coefficient in terms:
-        if coefficient:
-            mean = aggregate(values, measured, mode, denominators, lengths=lengths, scale=scale, cu_seqlens=cu_seqlens)
-            total = coefficient * mean if total is None else total + coefficient * mean
-    return total, statistics
+    parts = [
+        coefficient
+        * aggregate(values, measured, mode, denominators, lengths=lengths, scale=scale, cu_seqlens=cu_seqlens)
+        for values, measured, coefficient in weighted
+    ]
+    return sum(parts[1:], start=parts[0]), statistics
 
 
 def _lengths(inputs: _LossInputs, mask: Tensor, mode: LossAggMode) -> Tensor | None:
@@ -476,21 +487,3 @@ def _lengths(inputs: _LossInputs, mask: Tensor, mode: LossAggMode) -> Tensor | N
     if mode != "seq-mean-token-mean":
         return None
     return sequence_lengths(mask, cu_seqlens=inputs.cu_seqlens, context_group=inputs.context_group)
-
-
-def _behavior_policy(policies: PolicyLogProbs, correction: Correction | None) -> Tensor:
-    """log μ, after checks that no other tensor plays its part or applies it again."""
-    rollout_log_prob, old_log_prob = policies.rollout_log_prob, policies.old_log_prob
-    if rollout_log_prob is None:
-        raise ValueError("bypass mode needs rollout_log_prob, what the sampling policy gave the tokens")
-    if old_log_prob is not None and old_log_prob is not rollout_log_prob:
-        raise ValueError(
-            "in bypass mode π_old is μ, but old_log_prob is another tensor than rollout_log_prob: leave it out, or "
-            "set bypass_mode=False to use it"
-        )
-    if correction is not None:
-        raise ValueError(
-            "in bypass mode policy_loss computes the correction itself, against π_θ. Another one would apply the "
-            "behavior ratio twice, or an old one: leave correction out"
-        )
-    return rollout_log_prob

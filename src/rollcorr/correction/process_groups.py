@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -57,9 +58,7 @@ def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Sta
     if parts.device.type == "cpu":
         for rank, other in enumerate(parts[:, 0].tolist()):
             if other != mark:
-                raise RuntimeError(
-                    _out_of_step(rank, "statistics", "Monitor.step" if other > 0 else "other statistics")
-                )
+                raise RuntimeError(out_of_step(rank, "statistics", "Monitor.step" if other > 0 else "other statistics"))
     return merge_statistics(statistics.unpack(part[HEADER : HEADER + vector.numel()]) for part in parts)
 
 
@@ -84,7 +83,10 @@ def gather(vector: Tensor, group: ProcessGroup) -> Tensor:
     devices = _devices_of(group)
     if vector.device.type not in devices:
         vector = vector.to(torch.device(devices[0]))
-    return _gather(vector, group)
+    parts = [torch.empty_like(vector) for _ in range(group.size())]
+    with explained_failure(group):
+        torch.distributed.all_gather(parts, vector.contiguous(), group=group)
+    return torch.stack(parts)
 
 
 def filled_blocks(numbers: int) -> int:
@@ -99,18 +101,8 @@ def number_of(layout: object) -> int:
     return 1 + (int.from_bytes(digest, "big") >> 12)
 
 
-def check_in_step(marks: Iterable[float]) -> None:
-    """Check that all ranks are in `Monitor.step`.
-
-    Raises:
-        RuntimeError: one of them is still in `correct`.
-    """
-    for rank, mark in enumerate(marks):
-        if mark < 0:
-            raise RuntimeError(_out_of_step(rank, "Monitor.step", "correct"))
-
-
-def _out_of_step(rank: int, here: str, there: str) -> str:
+def out_of_step(rank: int, here: str, there: str) -> str:
+    """The error of ranks whose exchanges met, and were not of one call."""
     why = (
         "its rows are those of another configuration or another detail"
         if there == "other statistics"
@@ -158,7 +150,7 @@ def context_reduction(group: ProcessGroup | None) -> Reduction | None:
         columns = table.pack()
 
         # Both travel in one vector: an exchange costs more than its bytes.
-        parts = _gather(torch.cat([columns.flatten(), statistics.pack()]), group)
+        parts = gather(torch.cat([columns.flatten(), statistics.pack()]), group)
         table.merge(parts[:, : columns.numel()].unflatten(1, columns.shape))
         return merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts)
 
@@ -233,10 +225,10 @@ def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGro
         sequences, ids = cu_seqlens.numel() - 1, sequence_ids(tensors[0], cu_seqlens=cu_seqlens)
 
     # Ranks may hold different numbers of tokens, and an all-gather needs equal ones: pad, gather, and cut again.
-    sizes = [int(n) for n in _gather(torch.tensor([ids.numel()], device=device), group).flatten().tolist()]
+    sizes = [int(n) for n in gather(torch.tensor([ids.numel()], device=device), group).flatten().tolist()]
     rows = torch.stack([x.flatten().double() for x in (*tensors, ids)])
     padded = torch.nn.functional.pad(rows, (0, max(sizes) - ids.numel()))
-    parts = _gather(padded.flatten(), group).unflatten(1, padded.shape)
+    parts = gather(padded.flatten(), group).unflatten(1, padded.shape)
     whole = torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
 
     # A stable sort by sequence puts the slices of each sequence together, in rank order.
@@ -253,11 +245,11 @@ def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGro
 
 def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
     """Σ over the ranks of a group, with the same bits on each. None returns the values as they are."""
-    return values if group is None else _gather(values, group).sum(0)
+    return values if group is None else gather(values, group).sum(0)
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
-    """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype and 64 MiB.
+    """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype and about 64 MiB.
 
     With the denominators of the whole step the ranks' losses add up, so their gradients are added, not averaged. A
     missing gradient counts as 0. One that is missing on every rank stays missing, because an optimizer treats it
@@ -296,17 +288,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of at most `limit` bytes each, or of one larger tensor."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    """The tensors in order, in lists of about `limit` bytes: those that end within the same `limit` bytes."""
+    ends = accumulate(tensor.nbytes for tensor in tensors)
+    for _, numbered in groupby(zip(ends, tensors, strict=True), key=lambda pair: (pair[0] - 1) // limit):
+        yield [tensor for _, tensor in numbered]
 
 
 def reads_host_memory(group: ProcessGroup) -> bool:
@@ -317,11 +302,3 @@ def reads_host_memory(group: ProcessGroup) -> bool:
 def _devices_of(group: ProcessGroup) -> list[str]:
     """The kinds of device that the group has a backend for, as in "cpu:gloo,cuda:nccl"."""
     return [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]
-
-
-def _gather(vector: Tensor, group: ProcessGroup) -> Tensor:
-    """The vectors of all ranks, (P, n), in rank order."""
-    parts = [torch.empty_like(vector) for _ in range(group.size())]
-    with explained_failure(group):
-        torch.distributed.all_gather(parts, vector.contiguous(), group=group)
-    return torch.stack(parts)

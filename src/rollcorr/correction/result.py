@@ -14,13 +14,13 @@ from torch import Tensor
 from rollcorr.config import Normalizer, RolloutCorrectionConfig
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
+from rollcorr.core.boundary import check_integers
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
+from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import loss_denominators
-from rollcorr.correction.fingerprint import Fingerprint
-from rollcorr.correction.overview import short_text, summary_table, summary_text
-from rollcorr.correction.parts import index_of, packed_tokens
+from rollcorr.correction.overview import short_text, summary_text
 from rollcorr.correction.process_groups import members
 
 if TYPE_CHECKING:
@@ -125,11 +125,6 @@ class Correction:
         return Denominators(row("kept_weight") / factor, row("kept_sequence_weight") / factor)
 
     @property
-    def knows_its_step(self) -> bool:
-        """Whether `denominators` are those of the optimizer step: False for what `dataclasses.replace` has changed."""
-        return self.counts is not None
-
-    @property
     def sequences(self) -> int:
         """B. There is no `len`: a correction of a rank without sequences would count as false."""
         return self.sequence_kept.shape[0]
@@ -147,7 +142,7 @@ class Correction:
             TypeError: `rows` is none of these, for instance a single integer, or columns too.
             ValueError: an index tensor is not 1-D, or a bool one is not (B,).
         """
-        index = index_of(rows, self.sequences, self.loss_mask.device)
+        index = _index_of(rows, self.sequences, self.loss_mask.device)
         cu_seqlens, tokens = self.cu_seqlens, index
         if cu_seqlens is not None:
             tokens, cu_seqlens = packed_tokens(index, cu_seqlens)
@@ -213,26 +208,16 @@ class Correction:
         if self.loss_mask.device == torch.device(device):
             return self
 
-        def there(value: Any) -> Any:  # noqa: ANN401 - a tensor, or a number or None, which stays
-            return value.to(device) if isinstance(value, Tensor) else value
-
         # One transfer moves all statistics.
         statistics = self.statistics
         if statistics is not None:
             statistics = statistics.unpack(statistics.pack().to(device))
-        copy = dataclasses.replace(
-            self,
-            weights=there(self.weights),
-            loss_mask=self.loss_mask.to(device),
-            sequence_kept=self.sequence_kept.to(device),
-            statistics=statistics,
-            response_mask=there(self.response_mask),
-            cu_seqlens=there(self.cu_seqlens),
-        )
-        counts = self.counts and StepCounts(
-            *(own and Denominators(there(own.tokens), there(own.sequences)) for own in self.counts)
-        )
-        fingerprint = self.fingerprint and self.fingerprint._replace(sums=there(self.fingerprint.sums))
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        copy = dataclasses.replace(self, **moved, statistics=statistics)
+        counts = self.counts and StepCounts(*(own and _moved(own, device) for own in self.counts))
+        fingerprint = self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums.to(device))
         return with_context(copy, counts, fingerprint)
 
     def summary(self) -> str:
@@ -247,10 +232,6 @@ class Correction:
         """Two lines: what it is, and its numbers. On a device the numbers stay there: reading them would wait."""
         return short_text(self)
 
-    def _repr_html_(self) -> str:
-        """The summary as a table, for notebooks."""
-        return summary_table(self)
-
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to this process: its groups."""
         return self.__dict__ | {"group": None, "context_group": None}
@@ -264,6 +245,10 @@ class StepCounts(NamedTuple):
     weights: Denominators | None = None
 
 
+def _moved(own: Denominators, device: torch.device | str) -> Denominators:
+    return Denominators(*(torch.as_tensor(amount, device=device) for amount in (own.tokens, own.sequences)))
+
+
 def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
     """The correction, knowing its step and the policies that it compared."""
     object.__setattr__(correction, "counts", counts)
@@ -274,3 +259,43 @@ def with_context(correction: Correction, counts: StepCounts | None, fingerprint:
 def mean_weight(statistics: Statistics) -> Tensor:
     """What batch normalization divides the weights by: their mean."""
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
+
+
+def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
+    """What selects sequences: a slice, or a 1-D tensor on the device."""
+    if isinstance(rows, slice):
+        return rows
+    if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
+        return torch.tensor(list(rows), dtype=torch.int64, device=device)
+    if not isinstance(rows, Tensor):
+        raise TypeError(
+            f"a part of a correction is some of its sequences: give a slice, a list or a tensor; got {rows!r}"
+        )
+    if rows.dim() != 1 or (rows.dtype == torch.bool and rows.shape[0] != sequences):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} must be 1-D, and ({sequences},) if bool: one entry for each sequence"
+        )
+    if rows.dtype == torch.bool:
+        return rows.to(device)
+
+    # As an index, torch would take bytes for a mask.
+    check_integers(rows=rows)
+    return rows.to(device, torch.int64)
+
+
+def packed_tokens(index: slice | Tensor, cu_seqlens: Tensor) -> tuple[slice | Tensor, Tensor]:
+    """The tokens of some packed sequences, and the offsets of those among themselves. Reads offsets and index.
+
+    Args:
+        index: a slice, or a 1-D tensor of numbers or bools.
+        cu_seqlens: (B + 1,) token offsets.
+    """
+    starts, lengths = cu_seqlens[:-1].long()[index], cu_seqlens.long().diff()[index]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+    # Neighbors share the memory of the whole; others are gathered.
+    if isinstance(index, slice) and index.step in (None, 1):
+        first = int(starts[0]) if len(starts) else 0
+        return slice(first, first + int(offsets[-1])), offsets
+    tokens = torch.arange(int(offsets[-1]), device=offsets.device)
+    return tokens + (starts - offsets[:-1]).repeat_interleave(lengths), offsets

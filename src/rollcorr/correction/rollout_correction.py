@@ -18,8 +18,8 @@ from rollcorr.core.integer_checks import bounded_offsets, truth
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
+from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import count_denominators
-from rollcorr.correction.fingerprint import Fingerprint
 from rollcorr.correction.process_groups import (
     check_groups,
     context_reduction,
@@ -143,9 +143,11 @@ def correct(
     )
     counts, statistics, fingerprint = StepCounts(), None, None
     if resolved is None:
-        weights, loss_mask, sequence_kept = _nothing(inputs, out)
-
         # There are no statistics to count from, and every response token stays.
+        weights, loss_mask = None, inputs.valid
+        if out is not None:
+            loss_mask = out[1].copy_(loss_mask)
+        sequence_kept = loss_mask.new_ones(sequence_count(loss_mask, cu_seqlens=inputs.cu_seqlens))
         counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
@@ -154,7 +156,10 @@ def correct(
             _check_no_probabilities(inputs, sums)
         fingerprint = Fingerprint(sums, (train_log_prob.dtype, rollout_log_prob.dtype))
         if weights is not None and fill:
-            weights = weights.masked_fill_(_without_weight(inputs, resolved), fill)
+            # Outside the response mask, and where a token is rejected because a log-prob is missing.
+            _, _, missing = classify_tokens(inputs.train, inputs.rollout, inputs.valid)
+            has_none = ~inputs.valid if resolved.nonfinite == "neutral" else ~inputs.valid | missing
+            weights = weights.masked_fill_(has_none, fill)
 
     correction = Correction(
         weights,
@@ -252,26 +257,19 @@ def _corrected(
         if group is not None:
             statistics = gather_statistics(statistics, group)
         if config.nonfinite == "raise":
-            _raise_on_nonfinite(statistics)
+            missing = int(statistics.sum("nonfinite").item())
+            if missing:
+                of_tokens = f"{missing} of {int(statistics.sum('tokens').item())} response tokens"
+                raise ValueError(
+                    f"{of_tokens} have a missing or non-finite log-prob; find out why, or choose "
+                    "nonfinite='reject_token', 'reject_sequence' or 'neutral'"
+                )
 
         # The mean weight is that of the group, so it is known only now. No weight has left this function yet.
         weights = output.weights
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
     return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics, output.policy_sums)
-
-
-def _without_weight(inputs: _CorrectionInputs, config: RolloutCorrectionConfig) -> Tensor:
-    """The tokens that have no weight: outside the response mask, or rejected because a log-prob is missing."""
-    _, _, missing = classify_tokens(inputs.train, inputs.rollout, inputs.valid)
-    return ~inputs.valid if config.nonfinite == "neutral" else ~inputs.valid | missing
-
-
-def _nothing(inputs: _CorrectionInputs, out: Out | None) -> tuple[None, Tensor, Tensor]:
-    """No correction at all: the response mask is the loss mask."""
-    mask = inputs.valid
-    kept = mask.new_ones(sequence_count(mask, cu_seqlens=inputs.cu_seqlens))
-    return None, mask if out is None else out[1].copy_(mask), kept
 
 
 def _kernel(
@@ -322,13 +320,3 @@ def _detail(
         tokens = gather_statistics(tokens, context_group)
         reduce(table, Statistics.of(device=mask.device))
     return tokens | sequence_detail(table, detail)
-
-
-def _raise_on_nonfinite(statistics: Statistics) -> None:
-    missing = int(statistics.sum("nonfinite").item())
-    if missing:
-        total = int(statistics.sum("tokens").item())
-        raise ValueError(
-            f"{missing} of {total} response tokens have a missing or non-finite log-prob; find out why, or choose "
-            "nonfinite='reject_token', 'reject_sequence' or 'neutral'"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,6 @@ from rollcorr.core.sampling import (
 from rollcorr.kernels.linear_logprob import linear_log_prob
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 
-Recorded = TypeVar("Recorded", KeptSets, Tensor)
-
-_NO_SETS = "support='replayed' needs the engine's kept sets; record them, or use 'recomputed'"
-_NO_MASS = "support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token"
-
 
 def actor_log_prob(
     logits: Tensor,
@@ -62,16 +57,15 @@ def actor_log_prob(
         ValueError: shapes do not fit, what the support needs is missing, or the spec has penalties or biases, which
             need the tokens before: apply them to the logits and take them out of the spec.
     """
-    _check_no_penalties(spec)
-    if not spec.restricts:
-        return _whole(token_log_prob(logits, token_ids, temperature=_temperature(spec)))
-    if spec.support == "replayed":
-        return kept_log_prob(logits, token_ids, _required(kept, _NO_SETS), temperature=spec.temperature)
-    if spec.support == "kept_mass":
-        whole = token_log_prob(logits, token_ids, temperature=spec.temperature)
-        return _whole(whole - _required(log_kept_mass, _NO_MASS).to(whole.dtype))
-    support = recomputed_support(logits, spec)
-    return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
+    sets = _replayed_sets(spec, kept)
+    if sets is not None:
+        return kept_log_prob(logits, token_ids, sets, temperature=spec.temperature)
+    if spec.restricts and spec.support != "kept_mass":
+        support = recomputed_support(logits, spec)
+        return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
+    whole = token_log_prob(logits, token_ids, temperature=_temperature(spec))
+    nowhere = whole.new_zeros(whole.shape, dtype=torch.bool)
+    return SupportedLogProb(_less_kept_mass(whole, spec, log_kept_mass), nowhere)
 
 
 def linear_actor_log_prob(
@@ -98,17 +92,11 @@ def linear_actor_log_prob(
     Raises:
         ValueError: as in `actor_log_prob`; or the support must be recomputed, which needs logits.
     """
-    _check_no_penalties(spec)
-    if not spec.restricts:
-        return linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), **options)
-    if spec.support == "replayed":
-        sets = _required(kept, _NO_SETS)
-        return linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, kept=sets, **options)
-    if spec.support == "kept_mass":
-        mass = _required(log_kept_mass, _NO_MASS)
-        whole = linear_log_prob(hidden, weight, token_ids, temperature=spec.temperature, **options)
-        return whole._replace(log_prob=whole.log_prob - mass.to(whole.log_prob.dtype))
-    raise ValueError(f"support={spec.support!r} needs logits: use actor_log_prob, or replay the engine's kept sets")
+    sets = _replayed_sets(spec, kept)
+    if spec.restricts and spec.support not in ("replayed", "kept_mass"):
+        raise ValueError(f"support={spec.support!r} needs logits: use actor_log_prob, or replay the engine's kept sets")
+    found = linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), kept=sets, **options)
+    return found._replace(log_prob=_less_kept_mass(found.log_prob, spec, log_kept_mass))
 
 
 def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
@@ -128,13 +116,13 @@ def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept
     Raises:
         ValueError: as `actor_log_prob`.
     """
-    _check_no_penalties(spec)
-    if not spec.restricts or spec.support == "kept_mass":
-        return token_entropy(logits, temperature=_temperature(spec))
-    if spec.support == "replayed":
-        return kept_entropy(logits, token_ids, _required(kept, _NO_SETS), temperature=spec.temperature)
-    support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
-    return token_entropy(logits.masked_fill(~support, -torch.inf), temperature=spec.temperature)
+    sets = _replayed_sets(spec, kept)
+    if sets is not None:
+        return kept_entropy(logits, token_ids, sets, temperature=spec.temperature)
+    if spec.restricts and spec.support != "kept_mass":
+        support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
+        logits = logits.masked_fill(~support, -torch.inf)
+    return token_entropy(logits, temperature=_temperature(spec))
 
 
 def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
@@ -166,17 +154,8 @@ def _temperature(spec: SamplingSpec) -> float:
     return 1.0 if spec.logprobs == "raw" else spec.temperature
 
 
-def _required(recorded: Recorded | None, missing: str) -> Recorded:
-    if recorded is None:
-        raise ValueError(missing)
-    return recorded
-
-
-def _whole(log_prob: Tensor) -> SupportedLogProb:
-    return SupportedLogProb(log_prob, log_prob.new_zeros(log_prob.shape, dtype=torch.bool))
-
-
-def _check_no_penalties(spec: SamplingSpec) -> None:
+def _replayed_sets(spec: SamplingSpec, kept: KeptSets | None) -> KeptSets | None:
+    """The engine's kept sets, if the support replays them. Penalties are refused for every support."""
     off = SamplingSpec()
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens"):
         if getattr(spec, name) != getattr(off, name):
@@ -184,3 +163,17 @@ def _check_no_penalties(spec: SamplingSpec) -> None:
                 f"{name}={getattr(spec, name)!r} depends on the tokens before: apply it to the logits and take it out "
                 "of the spec"
             )
+    if not spec.restricts or spec.support != "replayed":
+        return None
+    if kept is None:
+        raise ValueError("support='replayed' needs the engine's kept sets; record them, or use 'recomputed'")
+    return kept
+
+
+def _less_kept_mass(log_prob: Tensor, spec: SamplingSpec, log_kept_mass: Tensor | None) -> Tensor:
+    """log p − log S for the support "kept_mass", log p for every other."""
+    if not spec.restricts or spec.support != "kept_mass":
+        return log_prob
+    if log_kept_mass is None:
+        raise ValueError("support='kept_mass' needs log_kept_mass, the log of the engine's kept mass at each token")
+    return log_prob - log_kept_mass.to(log_prob.dtype)

@@ -17,7 +17,7 @@ docs/guides/distributed.md has the table of what users may do, and what is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -80,14 +80,15 @@ class SplitGradients:
 
         ranks = math.prod(self.ranks)
         for module in self._ddp:
-            _check_ddp(module, ranks)
+            if module.static_graph:
+                raise ValueError("DDP(static_graph=True) knows no no_sync() and no second backward pass: leave it out")
+            if module.process_group.size() != ranks:
+                raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
 
         # FSDP2 divides by its ranks, and the sum over ranks is wanted: each parameter knows what to multiply by.
-        averaged = _averaged(self._fsdp, ranks)
+        self._averaged = _averaged(self._fsdp, ranks)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._averaged = [averaged.get(parameter, 1.0) for parameter in self.parameters]
-        self._own = [parameter for parameter in self.parameters if parameter not in averaged]
         if any(parameter.grad is not None for parameter in self.parameters):
             raise ValueError(
                 "there are gradients already, and they may or may not be summed over ranks: call "
@@ -122,7 +123,11 @@ class SplitGradients:
 
         # A backward pass writes into `.grad`, so the set of its part is swapped in.
         for held, part in zip(self._held, parts, strict=False):
-            self._reduce_each_pass()
+            # FSDP2 reduces in every pass. Unreduced, both parts would be added in one buffer for good.
+            for module in self._fsdp:
+                module.set_requires_gradient_sync(True, recurse=False)
+                module.set_requires_all_reduce(True, recurse=False)
+                module.set_is_last_backward(True)
             self._swap(held)
             try:
                 if self.accumulation is None:
@@ -137,7 +142,7 @@ class SplitGradients:
         """Scale each part, add the gradients of other losses, and sum over ranks what no wrapper has summed."""
         # FSDP2 has divided everything by its ranks. The factors belong to the parts only.
         for i, parameter in enumerate(self.parameters):
-            averaged = self._averaged[i]
+            averaged = self._averaged.get(parameter, 1.0)
             if parameter.grad is not None and averaged != 1:
                 local_part(parameter.grad).mul_(averaged)
             for held, factor in zip(self._held, factors, strict=True):
@@ -150,8 +155,9 @@ class SplitGradients:
         self._held, self._state = [], "finished"
 
         # What FSDP2 reduced is a sum over all ranks already.
+        own = [parameter for parameter in self.parameters if parameter not in self._averaged]
         for group in (self.context_group, self.group):
-            sum_gradients(self._own, group)
+            sum_gradients(own, group)
 
     def _check_open(self, call: str) -> None:
         if self._state != "open":
@@ -162,13 +168,6 @@ class SplitGradients:
     def _swap(self, held: list[Tensor | None]) -> None:
         for i, parameter in enumerate(self.parameters):
             parameter.grad, held[i] = held[i], parameter.grad
-
-    def _reduce_each_pass(self) -> None:
-        """Let FSDP2 reduce in every pass. Unreduced, both parts would be added in one buffer for good."""
-        for module in self._fsdp:
-            module.set_requires_gradient_sync(True, recurse=False)
-            module.set_requires_all_reduce(True, recurse=False)
-            module.set_is_last_backward(True)
 
 
 def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -199,13 +198,6 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return ddp, [module for module in modules if isinstance(module, FSDPModule)]
 
 
-def _check_ddp(module: Any, ranks: int) -> None:  # noqa: ANN401 - DDP's attributes are not typed
-    if module.static_graph:
-        raise ValueError("DDP(static_graph=True) knows no no_sync() and no second backward pass: leave it out")
-    if module.process_group.size() != ranks:
-        raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
-
-
 def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
     """The parameters whose gradients FSDP2 reduces, and what it divides the sum over ranks by.
 
@@ -215,7 +207,9 @@ def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
     for module in modules:
         # After a forward pass without a backward pass, parameters() of a root would be the gathered ones.
         module.reshard()
-        for group in _parameter_groups(module):
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, groups):
             divisor = getattr(group, "gradient_divide_factor", None)
             mesh = group.mesh_info
             size = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
@@ -223,12 +217,6 @@ def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
                 raise ValueError(_OTHER_RANKS.format("FSDP2", size, ranks))
             found |= {p.sharded_param: float(size if divisor is None else divisor) for p in group.fsdp_params}
     return found
-
-
-def _parameter_groups(module: Any) -> Iterator[Any]:  # noqa: ANN401 - private to torch, and not typed
-    state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return (group for group in groups if group is not None)
 
 
 _OTHER_RANKS = (

@@ -152,7 +152,7 @@ class TrainingStep(SplitGradients):
 
         # The counts of a correction are those of the step only if it is of the same ranks, and applied as it is.
         wanted = self._regularized and not bypass_mode
-        if wanted and isinstance(config, Correction) and config.knows_its_step and config.ranks == self.ranks:
+        if wanted and isinstance(config, Correction) and config.counts is not None and config.ranks == self.ranks:
             kept, original = (amount_of(self._mode, config.denominators(name)) for name in (None, "original"))
             self._ratio = rescaling(original, kept)
         if bypass_mode and self._normalized:

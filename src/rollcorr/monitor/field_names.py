@@ -159,30 +159,31 @@ def _held_by(batch: object) -> dict[str, Any]:
 
 
 def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> FieldNames:
+    """The names that were asked for, or of the one framework whose names are all there."""
     if isinstance(names, FieldNames):
-        found = names
-    elif names is not None:
-        if names not in FIELD_NAMES:
-            raise ValueError(f"no framework is called {names!r}; there are {', '.join(FIELD_NAMES)}")
-        found = FIELD_NAMES[names]
+        candidates: Mapping[str, FieldNames] = {"your names": names}
+    elif names is None or names in FIELD_NAMES:
+        candidates = FIELD_NAMES if names is None else {names: FIELD_NAMES[names]}
     else:
-        fitting = [name for name, known in FIELD_NAMES.items() if not _missing(held, known)]
-        if len(fitting) > 1:
-            raise ValueError(
-                f"the batch has the fields of {' and of '.join(fitting)}; say which: fields={fitting[0]!r}"
-            )
-        if not fitting and (empty := _named_but_empty(held)):
-            raise ValueError(f"{empty}; the batch has {_listed(held)}")
-        if not fitting:
-            wanted = "; ".join(f"{name}: {', '.join(_required(known))}" for name, known in FIELD_NAMES.items())
-            raise ValueError(f"the batch has {_listed(held)}, and no framework's fields. {wanted}")
-        found = FIELD_NAMES[fitting[0]]
+        raise ValueError(f"no framework is called {names!r}; there are {', '.join(FIELD_NAMES)}")
 
-    missing = _missing(held, found)
-    if missing:
-        empty = "".join(f". {text}" for text in _empty(held, found))
-        raise ValueError(f"the batch has no {', no '.join(missing)}; it has {_listed(held)}{empty}")
-    return found
+    missing = {framework: _missing(held, known) for framework, known in candidates.items()}
+    fitting = [framework for framework, lacking in missing.items() if not lacking]
+    if len(fitting) > 1:
+        raise ValueError(f"the batch has the fields of {' and of '.join(fitting)}; say which: fields={fitting[0]!r}")
+    if fitting:
+        return candidates[fitting[0]]
+
+    # Where all names of a framework are there, the error says what to do about those that are None.
+    listed = ", ".join(name if value is not None else f"{name} (None)" for name, value in held.items())
+    for lacking in missing.values():
+        if all(lacking.values()):
+            raise ValueError(f"{'; '.join(lacking.values())}; the batch has {listed}")
+    wanted = "; ".join(
+        f"{framework}: {', '.join(' or '.join(group) for group in _wanted(known))}"
+        for framework, known in candidates.items()
+    )
+    raise ValueError(f"the batch has {listed}, and no framework's fields. {wanted}")
 
 
 def _wanted(names: FieldNames) -> tuple[tuple[str, ...], ...]:
@@ -190,36 +191,16 @@ def _wanted(names: FieldNames) -> tuple[tuple[str, ...], ...]:
     return names.train_log_prob, names.rollout_log_prob, names.response_mask
 
 
-def _required(names: FieldNames) -> list[str]:
-    return [" or ".join(group) for group in _wanted(names)]
-
-
-def _missing(held: Mapping[str, Any], names: FieldNames) -> list[str]:
-    """What is not there, or None, as TRL's log-probs are where it computed none."""
-    return [" or ".join(group) for group in _wanted(names) if all(held.get(name) is None for name in group)]
-
-
-def _named_but_empty(held: Mapping[str, Any]) -> str:
-    """What is None, and what to do about it, in a batch that has all names of a framework; empty for any other."""
-    for known in FIELD_NAMES.values():
-        if all(any(name in held for name in group) for group in _wanted(known)):
-            return "; ".join(_empty(held, known))
-    return ""
-
-
-def _empty(held: Mapping[str, Any], names: FieldNames) -> list[str]:
-    """The names that stand for nothing, each with what to do about it."""
+def _missing(held: Mapping[str, Any], names: FieldNames) -> dict[str, str]:
+    """The tensors that are not there, or None, as TRL's are where it computed none: names → what to do about a None."""
     fixes = (
         "compute it first (the trainer's forward pass over this batch, before the update)",
         "let the sampler report the log-probs of its tokens",
         "it marks the sampled tokens with 1",
     )
-    return [
-        f"{next(name for name in group if name in held)} is None: {fix}"
-        for group, fix in zip(_wanted(names), fixes, strict=True)
-        if any(name in held for name in group) and all(held.get(name) is None for name in group)
-    ]
-
-
-def _listed(held: Mapping[str, Any]) -> str:
-    return ", ".join(name if value is not None else f"{name} (None)" for name, value in held.items())
+    missing = {}
+    for group, fix in zip(_wanted(names), fixes, strict=True):
+        if all(held.get(name) is None for name in group):
+            given = [name for name in group if name in held]
+            missing[" or ".join(group)] = f"{given[0]} is None: {fix}" if given else ""
+    return missing

@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollcorr.correction.parts import packed_tokens
 from rollcorr.correction.process_groups import gather_slices
+from rollcorr.correction.result import packed_tokens
+from rollcorr.monitor.run_writer import ROWS, WriteTask
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, check_columns
 
@@ -50,10 +52,6 @@ class RolloutSample:
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}; rollouts=None writes no log")
 
-    def takes_step(self, step: int) -> bool:
-        """Whether a step is logged at all."""
-        return step % self.every == 0
-
     def takes_row(self, step: int, key: object) -> bool:
         """Whether a row of such a step is logged.
 
@@ -65,52 +63,8 @@ class RolloutSample:
         return int.from_bytes(digest, "big") < self.share * 2**64
 
 
-class RolloutRows(NamedTuple):
-    """The rollout log of a step before it is a file.
-
-    Attributes:
-        path: the file.
-        step: number of the step.
-        batches: mask, offsets where it is packed, and columns of each micro-batch, on the host.
-    """
-
-    path: Path
-    step: int
-    batches: tuple[tuple[Tensor, Tensor | None, Mapping[str, Any]], ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its tensors."""
-        tensors = [value for mask, _, columns in self.batches for value in (mask, *columns.values())]
-        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-    def write(self) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: the disk is full or cannot be written; no file is left.
-        """
-        with RolloutLogWriter(self.path, overwrite=True) as log:
-            for mask, offsets, columns in self.batches:
-                if offsets is None:
-                    log.write(RolloutBatch.from_padded(mask, **columns))
-                else:
-                    log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
-
-
-def _on_host(columns: Mapping[str, object]) -> dict[str, object]:
-    """Columns that nobody else has: lists are of this object already."""
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in columns.items()}
-
-
-_Rows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
-
-
-class SampledBatch(NamedTuple):
-    """The number of sequences of a micro-batch, and its sampled rows: numbers in the step, mask, offsets, columns."""
-
-    sequences: int
-    rows: _Rows | None = None
+SampledRows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
+"""Numbers of rows in the step, and their mask, offsets and columns."""
 
 
 class CollectedRollouts:
@@ -126,7 +80,7 @@ class CollectedRollouts:
         self._sample = sample
         self._rank = rank
         self._writes = writes
-        self._batches: list[_Rows] = []
+        self._batches: list[SampledRows] = []
         self.seen = 0
 
     def sampled(
@@ -138,20 +92,18 @@ class CollectedRollouts:
         cu_seqlens: Tensor | None,
         position_ids: Tensor | None,
         context_group: ProcessGroup | None,
-    ) -> SampledBatch:
-        """Return the sampled rows of a micro-batch, for `keep`. Copies them, so that buffers can be used again.
+    ) -> tuple[int, SampledRows | None]:
+        """Return the sequences of a micro-batch, and the rows that its step logs: copies, for `keep`.
 
         Raises:
             ValueError: a column has another number of rows, or is none of the log.
         """
         check_columns(columns)
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if not self._sample.takes_step(step):
-            return SampledBatch(sequences)
-        keys = self._keys(columns, sequences, self.seen)
+        keys = self._keys(columns, sequences, self.seen) if step % self._sample.every == 0 else ()
         rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
         if not rows:
-            return SampledBatch(sequences)
+            return sequences, None
 
         index = torch.tensor(rows, dtype=torch.int64, device=response_mask.device)
         tokens, offsets = (index, None) if cu_seqlens is None else packed_tokens(index, cu_seqlens)
@@ -165,13 +117,13 @@ class CollectedRollouts:
         if context_group is not None and context_group.size() > 1:
             mask, offsets, kept = _whole_sequences(mask, offsets, kept, context_group)
         kept.pop("position_ids", None)
-        return SampledBatch(sequences, ([self.seen + row for row in rows], mask, offsets, kept))
+        return sequences, ([self.seen + row for row in rows], mask, offsets, kept)
 
-    def keep(self, batch: SampledBatch) -> None:
+    def keep(self, sequences: int, rows: SampledRows | None) -> None:
         """Add what `sampled` returned."""
-        self.seen += batch.sequences
-        if self._writes and batch.rows is not None:
-            self._batches.append(batch.rows)
+        self.seen += sequences
+        if self._writes and rows is not None:
+            self._batches.append(rows)
 
     def checked_rewards(self, reward: object | None) -> Tensor | None:
         """The rewards of a step on the host, as a copy. One number for the whole step is no column of the log.
@@ -192,8 +144,8 @@ class CollectedRollouts:
             )
         return rewards
 
-    def rows(self, path: Path, step: int, rewards: Tensor | None) -> RolloutRows | None:
-        """Return the rows of the step on the host; None if none of them is logged.
+    def task(self, path: Path, step: int, rewards: Tensor | None) -> WriteTask | None:
+        """Bring the rows of the step to the host, to be written; None if none of them is logged.
 
         Args:
             path: the file; an existing one is replaced.
@@ -202,12 +154,14 @@ class CollectedRollouts:
         """
         if not self._batches:
             return None
-        batches = []
+        batches, size = [], 0
         for rows, mask, offsets, columns in self._batches:
             own = {} if rewards is None else {"reward": rewards[rows]}
             named = {**own, "step": step, **columns}
-            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), _on_host(named)))
-        return RolloutRows(path, step, tuple(batches))
+            there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in named.items()}
+            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), there))
+            size += mask.nbytes + sum(value.nbytes for value in there.values() if isinstance(value, Tensor))
+        return WriteTask(ROWS, step, partial(write_rows, path, batches), size)
 
     def _keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
         for name in ("group_id", "sequence_id"):
@@ -218,6 +172,24 @@ class CollectedRollouts:
                     raise ValueError(f"{name} has {len(listed)} rows, response_mask has {sequences}")
                 return listed
         return [f"{self._rank}/{first + row}" for row in range(sequences)]
+
+
+def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mapping[str, Any]]]) -> None:
+    """Write a rollout log.
+
+    Args:
+        path: the file.
+        batches: mask, offsets where it is packed, and columns of each micro-batch, on the host.
+
+    Raises:
+        OSError: the disk is full or cannot be written; no file is left.
+    """
+    with RolloutLogWriter(path, overwrite=True) as log:
+        for mask, offsets, columns in batches:
+            if offsets is None:
+                log.write(RolloutBatch.from_padded(mask, **columns))
+            else:
+                log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
 
 
 def _rows_of(name: str, value: object, rows: list[int], tokens: slice | Tensor, sequences: int, mask: Tensor) -> object:
@@ -268,14 +240,3 @@ def _whole_sequences(
         joined = {name: tensor.reshape(len(mask), -1) for name, tensor in joined.items()}
     whole_mask = joined.pop("response_mask")
     return whole_mask, None if offsets is None else whole.cu_seqlens, {**columns, **joined}
-
-
-def check_log_can_be_written() -> None:
-    """Find a missing extra before the first step.
-
-    Raises:
-        ImportError: pyarrow is missing; the message names the extra.
-    """
-    from rollcorr.rollout_log.arrow import pa
-
-    _ = pa.int64()

@@ -29,11 +29,11 @@ from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.monitor.field_names import FieldNames, read_fields
-from rollcorr.monitor.rank_exchange import RankExchange
-from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample, check_log_can_be_written
+from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
-from rollcorr.monitor.step_totals import StepTotals, merged_metrics
+from rollcorr.monitor.step_totals import RankExchange, StepTotals, merged_metrics
+from rollcorr.rollout_log.arrow import pa as pyarrow
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.metrics_file import drop_later_steps, metrics_lines
@@ -131,7 +131,12 @@ class Monitor:
         self._exchange = RankExchange(group, context_group)
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
-        self._judge = RunningJudge(_null_beside(self.directory))
+        null: Noise | None = None
+        if self.directory.null.exists():
+            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+
+            null = noise_beside(self.directory.path)
+        self._judge = RunningJudge(null)
         self._judged_config = self.config
         self._sample = rollouts
         self._strict = strict
@@ -148,7 +153,7 @@ class Monitor:
         earlier: list[dict[str, Any]] = []
         try:
             if rollouts is not None:
-                check_log_can_be_written()
+                pyarrow.int64()  # imports it now: a missing extra is found before the first step
 
             # The lock and the file stay with the thread that writes: a write that hangs keeps them until it ends.
             held = ExitStack()
@@ -217,7 +222,12 @@ class Monitor:
             cu_seqlens, columns = found.cu_seqlens, {**found.columns, **(columns or {})}
         if rollout_log_prob is None or response_mask is None:
             raise TypeError("correct takes train_log_prob, rollout_log_prob and response_mask, or one batch")
-        _no_configuration_here(configuration, options)
+        if configuration or "config" in options:
+            given = repr(configuration[0] if configuration else options.get("config"))
+            raise TypeError(
+                f"a run has one configuration: give it to the constructor, Monitor(run_dir, {given}), and call "
+                "monitor.correct(train_log_prob, rollout_log_prob, response_mask) without it"
+            )
 
         correction = correct(
             train_log_prob,
@@ -247,7 +257,7 @@ class Monitor:
             )
         self.add(correction)
         if self._rollouts is not None and sampled is not None:
-            self._rollouts.keep(sampled)
+            self._rollouts.keep(*sampled)
         return correction
 
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
@@ -331,7 +341,7 @@ class Monitor:
     def flush(self) -> bool:
         """Wait until the steps so far are in the files and with the trackers; try what failed once more.
 
-        Gives up after half a minute for each attempt of files and sinks.
+        Gives up after half a minute for the files, and as long for the sinks.
 
         Returns:
             Whether everything is written.
@@ -362,11 +372,6 @@ class Monitor:
     def not_judged(self) -> tuple[str, ...]:
         """What could not be judged so far, and why: a sentence each."""
         return self._judge.not_judged
-
-    @property
-    def transfers(self) -> int:
-        """How often a step brought something to the host, rollout logs aside: once, or twice where a layout is new."""
-        return self._exchange.transfers
 
     def close(self) -> None:
         """Finish files and sinks, which may take half a minute each. An unfinished step is not logged.
@@ -471,13 +476,13 @@ class Monitor:
     ) -> Iterator[WriteTask]:
         """The files of a step, in the order that a reader relies on. The rows come to the host here."""
         if rollouts is not None:
-            rows = None
+            task = None
             try:
-                rows = rollouts.rows(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
+                task = rollouts.task(self.directory.rollout_log(step, self._exchange.rank), step, rewards)
             except Exception as error:  # no memory on the host, for example: the line of the step is still written
                 self._log_or_raise(error, "step %d: its rollouts are lost", step)
-            if rows is not None:
-                yield WriteTask(ROWS, step, rows.write, rows.bytes)
+            if task is not None:
+                yield task
         if self._file is not None:
             yield WriteTask(LINE, step, partial(self._file.write, step, metrics))
 
@@ -545,26 +550,3 @@ class Monitor:
         if self._strict:
             raise error
         logger.error(line, step, exc_info=error)
-
-
-def _no_configuration_here(configuration: tuple[object, ...], options: Mapping[str, Any]) -> None:
-    """Check that a call brings no configuration of its own: all steps of a run are judged by one.
-
-    Raises:
-        TypeError: it does; the message names the constructor.
-    """
-    if configuration or "config" in options:
-        given = repr(configuration[0] if configuration else options["config"])
-        raise TypeError(
-            f"a run has one configuration: give it to the constructor, Monitor(run_dir, {given}), and call "
-            "monitor.correct(train_log_prob, rollout_log_prob, response_mask) without it"
-        )
-
-
-def _null_beside(directory: RunDirectory) -> Noise | None:
-    """The noise of the null that was put into the directory, if any."""
-    if not directory.null.exists():
-        return None
-    from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
-
-    return noise_beside(directory.path)

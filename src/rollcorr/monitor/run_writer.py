@@ -12,10 +12,13 @@ import contextvars
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
+from queue import Empty, SimpleQueue
 
 logger = logging.getLogger("rollcorr.monitor")
 
@@ -59,17 +62,20 @@ class RunWriter:
         self.lost: Counter[str] = Counter()
         self._on_error, self._finish = on_error, finish
 
-        # Tasks in the order in which they came; one is there until it is done. Kinds whose last attempt failed, and
-        # those of them that wait for the next request.
+        # Tasks in the order in which they came; one is there until it is done. A step takes no lock: each use of this
+        # dictionary is atomic. Then kinds whose last attempt failed, and those of them that wait for the next request.
         self._waiting: dict[WriteTask, None] = {}
-        self._current: WriteTask | None = None
         self._failing: set[str] = set()
         self._postponed: set[str] = set()
 
-        # Held for a moment only, never during I/O.
-        self._changed = threading.Condition()
-        self._urgent = threading.Event()
-        self._is_closing = self._has_refused = False
+        # What wakes the thread: None after a step, an event of `flush`, which is set when everything was tried. While
+        # it is awake, it will look for new tasks in any case.
+        self._requests: SimpleQueue[threading.Event | None] = SimpleQueue()
+        self._is_awake = self._is_closing = self._has_refused = False
+
+        # Held for a moment only, to choose a task or to drop some: never during I/O.
+        self._choosing = threading.RLock()
+        self._current: WriteTask | None = None
 
         # No thread survives `fork`. At its end a program waits for this one, but not for ever.
         self._process = os.getpid()
@@ -94,37 +100,40 @@ class RunWriter:
             False in a forked child and after `close`: nothing is written, and the first time an error is logged.
         """
         if self._is_in_child() or self._is_closing:
-            self._refuse()
+            if not self._has_refused:
+                forked = (
+                    f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write "
+                    "here; make one of its own in the child, with a different directory"
+                )
+                closed = "this Monitor is closed: make another one, with start=N, to go on"
+                logger.error("%s", forked if self._is_in_child() else closed)
+            self._has_refused = True
             return False
-        with self._changed:
-            # Of several configurations the newest counts.
-            for older in self._of_kind(CONFIG) if tasks and tasks[0].kind == CONFIG else ():
-                del self._waiting[older]
-            self._waiting.update(dict.fromkeys(tasks))
-            self._try_again()
 
-            # A program that is faster than its disk for a moment waits here, and loses nothing.
-            self._changed.wait_for(lambda: self._has_room() or self._is_idle(), PATIENCE)
-            oldest = iter([*self._of_kind(ROWS), *self._of_kind(SINKS)][:-1])
-            while not self._has_room() and (task := next(oldest, None)) is not None:
-                if task is not self._current:
-                    self._lose(task, "too much waits to be written")
+        # Of several configurations the newest counts.
+        for older in self._of_kind(CONFIG) if tasks and tasks[0].kind == CONFIG else ():
+            self._waiting.pop(older, None)
+        self._waiting.update(dict.fromkeys(tasks))
+        if not self._is_awake:
+            self._is_awake = True
+            self._requests.put(None)
+        if not self._has_room():
+            self._make_room()
         return True
 
     def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait until everything was tried, and what failed once more; returns whether all of it is written.
 
         Args:
-            seconds: the longest wait for each of the two.
+            seconds: the longest wait.
         """
         if self._is_in_child():
             return False
-        with self._changed:
-            self._urgent.set()
-            if self._changed.wait_for(self._is_idle, seconds) and self._waiting:
-                self._try_again()
-                self._changed.wait_for(self._is_idle, seconds)
-            return not self._waiting
+        if not self._is_closing:
+            tried = threading.Event()
+            self._requests.put(tried)
+            tried.wait(seconds)
+        return not self._waiting
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Try once more, and end the thread; what it has not begun after `seconds` is given up.
@@ -134,87 +143,83 @@ class RunWriter:
         if self._is_in_child() or self._is_closing:
             return
         self._at_exit.cancel()
-        with self._changed:
-            self._is_closing = True
-            self._try_again()
-        self._urgent.set()
+        self._is_closing = True
+        self._requests.put(None)
         self._thread.join(seconds)
 
         # A task that hangs may end later; nothing else is written after that.
-        with self._changed:
-            if self._waiting:
-                logger.error("not written: %s", self.waiting())
-            elif self._thread.is_alive():
-                logger.error("a sink or a file is not closed after %g seconds; its thread goes on", seconds)
-            self._waiting.clear()
+        if self._waiting:
+            logger.error("not written: %s", self.waiting())
+        elif self._thread.is_alive():
+            logger.error("a sink or a file is not closed after %g seconds; its thread goes on", seconds)
+        self._waiting.clear()
 
     def _is_in_child(self) -> bool:
         return os.getpid() != self._process
-
-    def _refuse(self) -> None:
-        forked = (
-            f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write here; "
-            "make one of its own in the child, with a different directory"
-        )
-        closed = "this Monitor is closed: make another one, with start=N, to go on"
-        if not self._has_refused:
-            logger.error("%s", forked if self._is_in_child() else closed)
-        self._has_refused = True
-
-    def _try_again(self) -> None:
-        self._postponed.clear()
-        self._changed.notify_all()
 
     def _of_kind(self, kind: str) -> list[WriteTask]:
         return [task for task in list(self._waiting) if task.kind == kind]
 
     def _has_room(self) -> bool:
-        return len(self._waiting) < FULL_QUEUE and sum(task.bytes for task in self._waiting) <= LOG_BYTES
+        return len(self._waiting) < FULL_QUEUE and sum(task.bytes for task in list(self._waiting)) <= LOG_BYTES
 
-    def _is_idle(self) -> bool:
-        """Whether everything that waits has failed since the last request."""
-        return all(task.kind in self._postponed for task in self._waiting)
+    def _make_room(self) -> None:
+        """Wait for the thread for a moment, then drop the oldest rows or steps of sinks."""
+        # A program that is faster than its disk for a moment waits here, and loses nothing.
+        end = time.monotonic() + PATIENCE
+        while not (self._has_room() or self._failing) and time.monotonic() < end:
+            time.sleep(0.001)
+        with self._choosing:
+            for task in [*self._of_kind(ROWS), *self._of_kind(SINKS)][:-1]:
+                if task is not self._current and not self._has_room():
+                    self._lose(task, "too much waits to be written")
 
     def _work(self) -> None:
         """The thread: try what waits, until it is closed and everything was tried once more."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or not self._is_idle())
-                if self._is_idle():
-                    break
-            self._urgent.wait(AFTER_STEP)
-            while (task := self._next()) is not None:
-                self._try(task)
-            self._urgent.clear()
+        while not self._is_closing:
+            request = self._requests.get()
+            if request is None:
+                self._postponed.clear()
+                with suppress(Empty):
+                    request = self._requests.get(timeout=AFTER_STEP)
+
+            # From here on, a step wakes it again: a task that comes now may be too late for this round.
+            self._is_awake = False
+            self._try_all()
+            if request is not None:
+                self._postponed.clear()
+                self._try_all()
+                request.set()
+        self._postponed.clear()
+        self._try_all()
         self._finish()
+
+    def _try_all(self) -> None:
+        while (task := self._next()) is not None:
+            self._try(task)
 
     def _next(self) -> WriteTask | None:
         """Return the first task that may be tried now. It stays in the queue until it is done."""
-        with self._changed:
-            self._current = next((task for task in self._waiting if task.kind not in self._postponed), None)
+        with self._choosing:
+            may_be_tried = (task for task in list(self._waiting) if task.kind not in self._postponed)
+            self._current = next(may_be_tried, None)
             return self._current
 
     def _try(self, task: WriteTask) -> None:
-        error: BaseException | None = None
         try:
             task.write()
-        except BaseException as caught:  # a tracker's CancelledError, for example, must not end this thread
-            error = caught
-            self._on_error(error)
-        with self._changed:
-            self._current = None
-            if error is None:
-                self._waiting.pop(task, None)  # `close` may have given it up
-                if task.kind in self._failing:
-                    self._failing.remove(task.kind)
-                    logger.warning("%s is written again", task.kind)
-
+        except OSError as error:
             # A disk may work again later. Any other error, such as of rows that no log can hold, would come again.
-            elif isinstance(error, OSError):
-                self._postpone(task.kind, error)
-            else:
-                self._lose(task, str(error))
-            self._changed.notify_all()
+            self._on_error(error)
+            self._postpone(task.kind, error)
+        except BaseException as error:  # a tracker's CancelledError, for example, must not end this thread
+            self._on_error(error)
+            self._lose(task, str(error))
+        else:
+            self._waiting.pop(task, None)  # `close` may have given it up
+            if task.kind in self._failing:
+                self._failing.remove(task.kind)
+                logger.warning("%s is written again", task.kind)
 
     def _postpone(self, kind: str, error: OSError) -> None:
         """Keep the tasks of a kind for the next request, and log the first failure."""
@@ -227,7 +232,8 @@ class RunWriter:
 
     def _lose(self, task: WriteTask, why: str) -> None:
         """Give a task up, count it, and log the first of its kind."""
-        self._waiting.pop(task, None)
-        if not self.lost[task.kind]:
-            logger.error("step %d is lost for %s: %s", task.step, task.kind, why)
-        self.lost[task.kind] += 1
+        with self._choosing:
+            self._waiting.pop(task, None)
+            if not self.lost[task.kind]:
+                logger.error("step %d is lost for %s: %s", task.step, task.kind, why)
+            self.lost[task.kind] += 1

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
-from rollcorr.correction.fingerprint import MISMATCH
+from rollcorr.correction.correction_checks import MISMATCH
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import (
     EXIT_CODES,
@@ -40,32 +41,6 @@ class Changes(NamedTuple):
 
     began: tuple[Finding, ...]
     passed: tuple[Finding, ...]
-
-
-class RecentSteps:
-    """The recent steps that measured a token, with the times that each metric was outside its range in them.
-
-    Attributes:
-        history: (step, metrics by bare name), the oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
-        self._broken: deque[tuple[str, ...]] = deque()
-        self._times_broken: Counter[str] = Counter()
-
-    def add(self, step: int, bare: dict[str, float]) -> None:
-        """Take a step in, and let the oldest go."""
-        self.history.append((step, bare))
-        broken = tuple(name for name, value in bare.items() if is_broken(name, value))
-        self._broken.append(broken)
-        self._times_broken.update(broken)
-        if len(self._broken) > RECENT_STEPS:
-            self._times_broken.subtract(self._broken.popleft())
-
-    def broken(self) -> list[str]:
-        """The metrics that were outside their range in one of these steps; a median is so only where a value is."""
-        return [name for name, times in self._times_broken.items() if times]
 
 
 class RecentMedians(Mapping[str, float]):
@@ -99,13 +74,12 @@ class RunningJudge:
 
     Args:
         null: the noise of two policies that are the same, from a null; None: the first steps serve as one.
-
-    Attributes:
-        recent: the steps that it judges by.
     """
 
     def __init__(self, null: Noise | None = None) -> None:
-        self.recent = RecentSteps()
+        # The recent steps that measured a token, (step, metrics by bare name), and the metrics outside their range.
+        self._history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
+        self._broken: deque[list[str]] = deque(maxlen=RECENT_STEPS)
         self._null = null
         self._watch = SeriesWatch()
         self._differed = False
@@ -129,7 +103,7 @@ class RunningJudge:
     @property
     def not_judged(self) -> tuple[str, ...]:
         """What could not be judged so far, and why: a sentence each."""
-        current = self.recent.history[-1][1] if self.recent.history else {}
+        current = self._history[-1][1] if self._history else {}
         evidence = Evidence(current=current, history=self._first, changes=self._watch.changes, noise=self._null)
         return unjudged(evidence, counted=self._counted)[1]
 
@@ -158,7 +132,7 @@ class RunningJudge:
         warnings = _foreign_rows(bare)
         if "token_count" in bare:
             self._take(step, bare)
-            history = list(self.recent.history)
+            history = list(self._history)
             evidence = Evidence(
                 current=RecentMedians(history),
                 history=history,
@@ -168,7 +142,9 @@ class RunningJudge:
                 differed=self._differed,
                 first=self._first[0] if self._first else None,
             )
-            warnings += judge(evidence, broken=self.recent.broken()).warnings
+
+            # A median is outside its range only where a value is.
+            warnings += judge(evidence, broken=dict.fromkeys(chain.from_iterable(self._broken))).warnings
         elif not warnings:
             return Changes((), ())
         found = {(finding.code, finding.metric): finding for finding in warnings}
@@ -196,7 +172,8 @@ class RunningJudge:
 
     def _take(self, step: int, bare: dict[str, float]) -> None:
         if bare.get("token_count", 1.0) > 0:
-            self.recent.add(step, bare)
+            self._history.append((step, bare))
+            self._broken.append([name for name, value in bare.items() if is_broken(name, value)])
             self._watch.add(step, bare)
             self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
             if len(self._first) < 2 * FIRST_STEPS:

@@ -1,14 +1,25 @@
-"""What one training step adds up: statistics of corrections and losses, and the trainer's own numbers.
+"""What one training step adds up over all ranks: statistics of corrections and losses, and the trainer's own numbers.
 
 Everything stays where it is until the step ends. Then it is one float64 vector, with a layout that says what is where.
+It is exchanged and brought to the host in one transfer.
+
+With a context group the vectors are gathered over it first, and these together over the data-parallel group. So every
+rank reads the vectors of all ranks in one order.
+
+Ranks may have measured different things in a step: a rank without sequences has no statistics, and a number may be
+known to one rank only. So each vector begins with the number of its layout. Layouts are exchanged, as objects, only
+when one of them is new, which is in the first step of nearly every run.
+
+The exchange of `correct` has marks of its own, so a rank that is still there is recognized.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +32,21 @@ from rollcorr.core.mergeable_statistics import (
     moments_of,
 )
 from rollcorr.core.metric_registry import finalize, metric
+from rollcorr.correction.process_groups import (
+    BLOCK,
+    HEADER,
+    explained_failure,
+    filled_blocks,
+    gather,
+    gather_marked,
+    number_of,
+    out_of_step,
+    reads_host_memory,
+)
 from rollcorr.diagnostics.health.evidence import bare_metrics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Source = Literal["correction", "counted elsewhere", "loss", "values", "number"]
 """Where a part comes from. A correction counted elsewhere is sent by another rank that has it too; values have a
@@ -60,8 +85,7 @@ class StepTotals:
     def forget_values(self) -> None:
         """Drop the trainer's own numbers: those of a call of `step` that failed are given again."""
         self._numbers.clear()
-        for key in [key for key in self._statistics if key[0] == "values"]:
-            del self._statistics[key]
+        self._statistics = {key: found for key, found in self._statistics.items() if key[0] != "values"}
 
     def add_statistics(self, source: Source, statistics: Statistics) -> None:
         """Add what a correction or a loss has measured.
@@ -127,9 +151,11 @@ class StepTotals:
         if plain:
             packed = torch.tensor(list(plain.values()), dtype=STATISTICS_DTYPE, device="cpu")
             parts.append(([LayoutEntry("number", name, (), 1) for name in plain], packed))
-        for name, value in self._numbers.items():
-            if isinstance(value, Tensor):
-                parts.append(([LayoutEntry("number", name, (), 1)], value.reshape(1).to(STATISTICS_DTYPE)))
+        parts += [
+            ([LayoutEntry("number", name, (), 1)], value.reshape(1).to(STATISTICS_DTYPE))
+            for name, value in self._numbers.items()
+            if isinstance(value, Tensor)
+        ]
 
         # What is on the host joins the rest in one copy.
         device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
@@ -140,6 +166,89 @@ class StepTotals:
             tensors.append(torch.cat([part.cpu() for _, part in elsewhere]).to(device))
         vector = torch.cat(tensors) if tensors else torch.zeros(0, dtype=STATISTICS_DTYPE, device=device)
         return tuple(entry for entries, _ in (*there, *elsewhere) for entry in entries), vector
+
+
+class RankExchange:
+    """The ranks whose steps are one step.
+
+    Args:
+        group: the data-parallel ranks. None: this process alone.
+        context_group: the ranks with other tokens of the same sequences. None: the sequences are whole.
+
+    Attributes:
+        rank: this one's number among the data-parallel ranks.
+        context_ranks: the number of ranks with the same sequences.
+        transfers: how often something was brought to the host.
+    """
+
+    def __init__(self, group: ProcessGroup | None, context_group: ProcessGroup | None = None) -> None:
+        self.rank = 0 if group is None else group.rank()
+        self.context_ranks = 1 if context_group is None else context_group.size()
+        self.transfers = 0
+        self._groups = [group for group in (context_group, group) if group is not None]
+        self._layouts: dict[int, Layout] = {}
+        self._room = BLOCK
+
+    def counts_for(self, group: ProcessGroup | None) -> bool:
+        """Return whether this rank sends a part that the ranks of a group share: the first that steps here does."""
+        if group is None or not self._groups:
+            return True
+        ranks_of = torch.distributed.get_process_group_ranks
+        here = {rank for own in self._groups for rank in ranks_of(own)}
+        return next(rank for rank in ranks_of(group) if rank in here) == torch.distributed.get_rank()
+
+    def read(self, layout: Layout, vector: Tensor) -> list[tuple[Layout, Tensor]]:
+        """The layouts and vectors of all ranks, on the host: one transfer, and another one if room is lacking.
+
+        Raises:
+            RuntimeError: a rank is still in `correct`, or an exchange failed.
+        """
+        if not self._groups:
+            return [(layout, self._to_host(vector))]
+
+        number = number_of(layout)
+        marks, parts = self._gathered(number, vector)
+        late = next((rank for rank, mark in enumerate(marks) if mark < 0), None)
+        if late is not None:
+            raise RuntimeError(out_of_step(late, "Monitor.step", "correct"))
+        if any(other not in self._layouts for other in marks):
+            # Every rank sees the same marks, so every rank takes part in this.
+            self._layouts |= {number_of(found): found for found in self.of_all_ranks(layout)}
+            room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
+            if room > self._room:
+                self._room = room
+                marks, parts = self._gathered(number, vector)
+        layouts = [self._layouts[other] for other in marks]
+        sizes = [sum(entry.size for entry in found) for found in layouts]
+        return [(found, part[HEADER : HEADER + size]) for found, part, size in zip(layouts, parts, sizes, strict=True)]
+
+    def _gathered(self, number: int, vector: Tensor) -> tuple[list[int], Tensor]:
+        """The number of each rank's layout, and the vectors behind them, (P, room)."""
+        # Where the groups read host memory, the transfer comes first, and the exchange after it.
+        on_host = all(reads_host_memory(group) for group in self._groups)
+        if on_host:
+            vector = self._to_host(vector)
+        first, *further = self._groups
+        parts = gather_marked(vector, number, first, room=self._room)
+        for group in further:
+            parts = gather(parts, group).flatten(0, 1)
+        if not on_host:
+            parts = self._to_host(parts)
+        return [int(other) for other in parts[:, 0].tolist()], parts
+
+    def of_all_ranks(self, own: object) -> list[Any]:
+        """Return an object of every rank, in the order of the vectors; all of them must call this together."""
+        found = [own]
+        for group in self._groups:
+            parts: list[Any] = [None] * group.size()
+            with explained_failure(group):
+                torch.distributed.all_gather_object(parts, found, group=group)
+            found = [one for part in parts for one in part]
+        return found
+
+    def _to_host(self, vector: Tensor) -> Tensor:
+        self.transfers += 1
+        return vector.to("cpu")
 
 
 def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 1) -> dict[str, float]:
@@ -165,18 +274,16 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
                 statistics.setdefault((entry.source, entry.name), []).append((rank // context_ranks, found))
             start = end
 
-    read: dict[tuple[str, str], HostStatistics] = {}
-    for key, found_parts in statistics.items():
-        may_repeat = context_ranks > 1 and key[0] == "values"
-        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
-        read[key] = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
     metrics: dict[str, float] = {}
-    if ("correction", "") in read:
-        metrics |= finalize(read["correction", ""])
-    if ("loss", "") in read:
-        metrics |= {LOSS_PREFIX + name: moments.mean for name, moments in read["loss", ""].moments.items()}
-    for (source, name), host in read.items():
-        if source == "values":
+    for (source, name), found_parts in sorted(statistics.items(), key=lambda item: item[0][0]):
+        may_repeat = context_ranks > 1 and source == "values"
+        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
+        host = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
+        if source == "correction":
+            metrics |= finalize(host)
+        elif source == "loss":
+            metrics |= {LOSS_PREFIX + row: moments.mean for row, moments in host.moments.items()}
+        else:
             metrics |= _distribution_metrics(name, host)
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
 
@@ -211,9 +318,22 @@ def _is_reserved(name: str) -> bool:
 def _distribution(values: Tensor) -> Statistics:
     """How many values are not finite, and the moments and extremes of the others."""
     flat = values.reshape(-1).to(STATISTICS_DTYPE)
+    if flat.device.type == "cpu":
+        return Statistics.from_vector(
+            _VALUE_ROWS, torch.tensor(_of_array(flat.numpy()), dtype=flat.dtype, device="cpu")
+        )
     finite = flat.isfinite()
     parts = [(~finite).sum().reshape(1).to(flat.dtype), moments_of(flat, finite), extremes_of(flat, finite)]
     return Statistics.from_vector(_VALUE_ROWS, torch.cat(parts))
+
+
+def _of_array(values: np.ndarray) -> tuple[float, ...]:
+    """The same on the host, in a third of the time: each operation of torch costs more than the arithmetic."""
+    finite = values[np.isfinite(values)]
+    mean = finite.sum() / max(len(finite), 1)
+    deviations = finite - mean
+    extremes = finite.min(initial=np.inf), finite.max(initial=-np.inf)
+    return len(values) - len(finite), len(finite), mean, deviations @ deviations, *extremes
 
 
 def _distribution_metrics(name: str, host: HostStatistics) -> Mapping[str, float]:

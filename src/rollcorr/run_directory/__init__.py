@@ -3,11 +3,10 @@
     directory      the names of everything in a run's directory
     run_lock       one process at a time
     sinks          where the metrics of a step go: metrics.jsonl, TensorBoard, the console, your own
-    metrics_file   reading metrics.jsonl, and forgetting the steps that a resumed run computes again
+    metrics_file   reading metrics.jsonl, also while a run writes it; forgetting steps that a resumed run computes again
     stored_run     reading a run
 
     tracker_sinks      sinks of Weights & Biases, MLflow, Trackio, and the standard output; `Sinks` guards them all
-    growing_metrics    reading metrics.jsonl while a run writes it
 
 Names are imported on first use; `__init__.pyi` lists them.
 """

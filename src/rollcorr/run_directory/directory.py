@@ -94,11 +94,10 @@ def step_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step that a file or folder belongs to; None if its name is not that of a step."""
-    digits = path.name.partition(".")[0].removeprefix(STEP_PREFIX)
-    if not (digits.isascii() and digits.isdigit()):
-        return None
-    step = int(digits)
-    return step if path.name.partition(".")[0] == step_name(step) else None
+    name = path.name.partition(".")[0]
+    digits = name.removeprefix(STEP_PREFIX)
+    is_step = digits.isascii() and digits.isdigit() and name == step_name(int(digits))
+    return int(digits) if is_step else None
 
 
 def paths_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcorr.config.input_file import BadInputError as BadInputError
+from rollcorr.config.input_file import open_input
 from rollcorr.config.json_text import load_json
 from rollcorr.run_directory.directory import RANK_PREFIX, STEP_PREFIX, RunDirectory, step_of
 from rollcorr.run_directory.durable_files import atomic_write, partial_path
@@ -76,9 +77,6 @@ class StoredStep(Mapping[str, Any]):
     def items(self) -> ItemsView[str, Any]:
         """Names and values, as a dictionary has them."""
         return {**dict(zip(self._places, self._numbers, strict=True)), **self._objects}.items()
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 class StepStore:
@@ -209,3 +207,50 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
         with atomic_write(directory.metrics, needed=size) as partial, partial.open("wb") as file:
             file.writelines(line.text for line in kept())
     return sorted(set(range(1, step + 1)) - numbers)
+
+
+class GrowingMetrics:
+    """A `metrics.jsonl` that grows. A line without an end is not whole yet, and is read when it is.
+
+    Args:
+        path: the file; it need not exist yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._position = self._lines = self._file_number = 0
+
+    def begins_again(self) -> bool:
+        """Return whether `new_steps` begins with a new file: a run that went on dropped steps, or began anew."""
+        if not self._position or not self._path.exists():
+            return False
+        state = self._path.stat()
+        again = state.st_size < self._position or state.st_ino != self._file_number
+        if again:
+            self._position = self._lines = 0
+        return again
+
+    def new_steps(self) -> Iterator[dict[str, Any]]:
+        """Yield the metrics of each step that is new since the last call. A broken line is logged.
+
+        Raises:
+            BadInputError: a line has more than a megabyte.
+            OSError: the file cannot be read.
+            ValueError: it is a named pipe.
+        """
+        if not self._path.exists():
+            return
+        with open_input(self._path) as file:
+            if not self._position:
+                self._file_number = os.fstat(file.fileno()).st_ino
+            file.seek(self._position)
+            while (text := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
+                self._position += len(text)
+                self._lines += 1
+                line = read_line(self._lines, text)
+                if "step" in line.metrics:
+                    yield line.metrics
+                elif text.strip():
+                    logger.warning("%s:%d is left out: %s", self._path, line.number, line.fault or "it has no step")
+        if len(text) > MAX_LINE_BYTES:
+            raise BadInputError(f"{self._path}:{self._lines + 1}: the line has more than {MAX_LINE_BYTES:,} bytes")

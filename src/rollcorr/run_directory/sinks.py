@@ -30,7 +30,7 @@ from rich.table import Table
 
 from rollcorr.config.secrets import redact_text
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.durable_files import disk_error, make_folder_durably
+from rollcorr.run_directory.durable_files import disk_error, flush_to_disk, make_folder_durably
 
 RECENT_STEPS = 8
 """Steps that a terminal shows."""
@@ -78,8 +78,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._file: io.FileIO | None = None
-        self._opened()
+        self._file = self._opened()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line. After an error the file is as it was, and the same line can be written again.
@@ -95,40 +94,36 @@ class JsonLines:
         text = json.dumps(line, allow_nan=False).encode() + b"\n"
         rest = memoryview(text)
         try:
-            file = self._opened()
+            if self._file.closed:
+                self._file = self._opened()
             while rest:
-                rest = rest[file.write(rest) :]
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             # Remove the partial line, if possible, and close the handle, which may be stale.
-            if self._file is not None:
-                with suppress(OSError):
-                    _remove_partial_line(self._file)
+            with suppress(OSError, ValueError):  # the file could not be opened again, for example
+                _remove_partial_line(self._file)
             self.close()
             raise disk_error(error, self._path, needed=len(text)) from error
 
     def flush(self) -> None:
         """Wait until every line is on the disk."""
-        os.fsync(self._opened().fileno())
+        flush_to_disk(self._path)
 
     def close(self) -> None:
         """Close the file. It has no buffer, so an error here is harmless."""
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def _opened(self) -> io.FileIO:
         """The file, with whole lines only."""
-        if self._file is None:
-            # Without a buffer, a line that could not be written is not tried again when the file is closed.
-            file = self._path.open("a+b", buffering=0)
-            try:
-                _remove_partial_line(file)
-            except OSError:
-                file.close()
-                raise
-            self._file = file
-        return self._file
+        # Without a buffer, a line that could not be written is not tried again when the file is closed.
+        file = self._path.open("a+b", buffering=0)
+        try:
+            _remove_partial_line(file)
+        except OSError:
+            file.close()
+            raise
+        return file
 
 
 def _remove_partial_line(file: io.FileIO) -> None:

@@ -99,8 +99,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         remarks.append(f"{some} logged twice (a resumed run); the later one counts")
 
     config, config_text, config_remarks = _read_config(directory.config, path)
-    measured = _evaluations(directory.summary, path)
-    drawn = [(heading + measured.get(when, ""), directory.picture(when)) for when, heading in PICTURES.items()]
+    drawn = [(heading, directory.picture(when)) for when, heading in PICTURES.items()]
     strange = [file for _, file in drawn if _leads_out(file, path)]
     remarks += [f"{file.relative_to(path)} {LINK_LEFT_OUT}" for file in strange]
     return Run(
@@ -155,28 +154,6 @@ def _changes(path: Path, run: Path) -> list[str]:
         ]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
-
-
-def _evaluations(path: Path, run: Path) -> dict[str, str]:
-    """What the evaluations in a summary.json say of color and shape, by when they were made; none if it has none."""
-    if _leads_out(path, run):
-        return {}
-    try:
-        with path.open("rb") as file:
-            summary = load_json(file.read(MAX_LINE_BYTES))
-        found = {}
-        for when in PICTURES:
-            values = summary.get(when) or {}
-            parts = [
-                f"{what} right in {values[f'{kind}_accuracy']:.0%}, of held-out prompts in "
-                f"{values[f'held_out_{kind}_accuracy']:.0%}"
-                for kind, what in (("color", "color"), ("shape", "shape"))
-                if f"held_out_{kind}_accuracy" in values
-            ]
-            found[when] = ": " + "; ".join(parts) if parts else ""
-        return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
 
 
 def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
