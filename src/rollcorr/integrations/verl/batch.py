@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 WEIGHTS = "rollout_is_weights"
 
-
-class Batch(Protocol):
-    """What the functions here need of a batch: named tensors, and a union with another batch."""
-
-    batch: Any
-
-    def union(self, other: Any) -> Any:  # noqa: ANN401 (a DataProto, or the stand-in below)
-        """This batch with the other's tensors."""
+Batch = Any  # verl's DataProto, or a `TensorBatch`: named tensors under `.batch`, and a union with another batch
 
 
 @dataclass
@@ -54,15 +46,3 @@ def weight_batch(weights: Tensor) -> Batch:
     except ImportError:
         return TensorBatch({WEIGHTS: weights})
     return DataProto.from_dict(tensors={WEIGHTS: weights})
-
-
-@contextmanager
-def new_keys_allowed(config: Any) -> Iterator[None]:  # noqa: ANN401 (a verl dataclass, an OmegaConf node or a dict)
-    """Let a struct-locked OmegaConf node take new keys; any other mapping takes them anyway."""
-    if not type(config).__module__.startswith("omegaconf"):
-        yield
-        return
-    from omegaconf import open_dict
-
-    with open_dict(config):
-        yield

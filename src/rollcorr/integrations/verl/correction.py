@@ -6,8 +6,8 @@ docs/coming_from/verl.md lists the differences. Log-probs and masks are (B, T); 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +21,7 @@ from rollcorr.core.metric_registry import PREFIX, finalize
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
-from rollcorr.integrations.verl.config import RolloutCorrectionConfig
-
-Settings = TypeVar("Settings")
-
-Corrected = tuple[Tensor | None, Tensor, dict[str, float]]
-"""Weights or None, the loss mask in the dtype of the response mask, and prefixed metrics."""
-
-CorrectWith = Callable[[Tensor, Tensor, Tensor, Settings], Corrected]
-"""`corrected` of any generation: log π, log μ, the response mask, and that generation's options."""
+from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig
 
 WEIGHT_METRICS = ("rollout_is_", "saturated_")
 REJECTION_METRICS = ("rollout_rs_",)
@@ -71,49 +63,53 @@ def compute_rollout_correction_and_rejection_mask(
     """
     weighting = rollout_is, rollout_is_threshold, rollout_is_batch_normalize
     config = RolloutCorrectionConfig(*weighting, rollout_rs, rollout_rs_threshold, verl_parity=verl_parity)
-    weights, mask, metrics = corrected(old_log_prob, rollout_log_prob, response_mask, config)
+    weights, mask, metrics = config.corrected(old_log_prob, rollout_log_prob, response_mask)
     return None if weights is None else weight_batch(weights), mask, metrics
 
 
-def corrected(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig, *, in_loss: bool = False
-) -> Corrected:
-    """Correct, as the public functions do that wrap this.
-
-    Args:
-        train: log π, nats, (B, T).
-        rollout: log μ, nats, (B, T).
-        response_mask: non-zero on tokens that the policy sampled, (B, T). It is returned as it is, bit for bit, where
-            the configuration only measures.
-        config: verl's options.
-        in_loss: the mask is for a loss that reads `rollout`, so a missing log-prob leaves it in any case.
-    """
-    checked = config.to_correction()
-    if config.verl_parity:
-        weights, mask, found = parity.correct(train, rollout, response_mask, checked)
-        weights, metrics = weights if checked.apply_is else None, parity.to_floats(found, prefix=PREFIX)
-    else:
-        correction = correct(train, rollout, response_mask, checked, group=_group(checked), densities=True)
-        weights, metrics = correction.loss_weights, correction.metrics()
-        mask = correction.loss_mask.to(response_mask.dtype)
-    return weights, response_mask if checked.only_measures and not in_loss else mask, metrics
-
-
-def weights_alone(
-    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
-) -> tuple[Tensor, dict[str, float]]:
-    """The weights of a log-ratio and their metrics without prefix, by one generation's `corrected`."""
-    weights, _, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
+def weights_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) -> tuple[Tensor, dict[str, float]]:
+    """The weights of a log-ratio and their metrics without prefix."""
+    weights, _, metrics = settings.corrected(log_ratio, torch.zeros_like(log_ratio), response_mask)
     assert weights is not None
     return weights, family(metrics, WEIGHT_METRICS)
 
 
-def mask_alone(
-    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss mask of a log-ratio and its metrics without prefix, by one generation's `corrected`."""
-    _, mask, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
+def mask_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) -> tuple[Tensor, dict[str, float]]:
+    """The loss mask of a log-ratio and its metrics without prefix."""
+    _, mask, metrics = settings.corrected(log_ratio, torch.zeros_like(log_ratio), response_mask)
     return mask, family(metrics, REJECTION_METRICS)
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
+) -> tuple[Batch, dict[str, float]]:
+    """Replace the batch's response_mask by the loss mask, and add rollout_is_weights when weights are asked for.
+
+    Args:
+        batch: has old_log_probs, rollout_log_probs and response_mask, each (B, T).
+        rollout_corr_config: any mapping with verl's keys.
+        verl_parity: compute verl 0.9.1's numbers; the config's own `verl_parity` does the same.
+
+    Returns:
+        The batch, and every metric under "rollout_corr/".
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an unknown key, an option outside its limits, or shapes that differ.
+    """
+    return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity))
+
+
+def corrected_batch(batch: Batch, settings: RawConfig) -> tuple[Batch, dict[str, float]]:
+    """The batch with its loss mask, and weights if there are any; and the metrics.
+
+    The mask takes the place of response_mask: that is how a rejected token leaves verl's loss.
+    """
+    tensors = batch.batch
+    weights, tensors["response_mask"], metrics = settings.corrected(
+        tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]
+    )
+    return batch if weights is None else batch.union(weight_batch(weights)), metrics
 
 
 def compute_rollout_correction_weights(
@@ -149,7 +145,7 @@ def compute_rollout_correction_weights(
     config = RolloutCorrectionConfig(
         rollout_is, rollout_is_threshold, rollout_is_batch_normalize, verl_parity=verl_parity
     )
-    return weights_alone(log_ratio, response_mask, config, corrected)
+    return weights_alone(log_ratio, response_mask, config)
 
 
 def compute_rollout_rejection_mask(
@@ -181,7 +177,7 @@ def compute_rollout_rejection_mask(
     config = RolloutCorrectionConfig(
         rollout_is=None, rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold, verl_parity=verl_parity
     )
-    return mask_alone(log_ratio, response_mask, config, corrected)
+    return mask_alone(log_ratio, response_mask, config)
 
 
 def compute_offpolicy_metrics(
@@ -299,11 +295,3 @@ def family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, fl
     """The metrics of one family, without "rollout_corr/"."""
     bare = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
     return {name: value for name, value in bare.items() if name.startswith(prefixes)}
-
-
-def _group(config: CheckedConfig) -> torch.distributed.ProcessGroup | None:
-    """verl normalizes over the default process group; everything else is local to the caller's batch."""
-    distributed = torch.distributed
-    if config.rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
-        return distributed.group.WORLD
-    return None

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from rollcorr.config import Level, convert
+from torch import Tensor
+
+from rollcorr.config import PRESETS, Level, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.generations import KEYS
-from rollcorr.integrations.verl.config import RawConfig
+from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, NamedPreset
+from rollcorr.core.metric_registry import PREFIX
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.integrations.verl.config import Corrected, RawConfig
+from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
 
 BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
 """The level of a rejection band, by the scope of the criterion that it becomes."""
@@ -44,105 +51,80 @@ class RolloutCorrectionConfig(RawConfig):
     verl_parity: bool = False
     impl: str = "auto"
 
-    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
-        impl = options.pop("impl")
-        config = convert(options, schema="2025-11").config
+    _elsewhere = dict.fromkeys(
+        KEYS["newest"], "It is newer than November 2025: rollcorr.integrations.verl takes the newest options"
+    )
+
+    def to_config(self) -> CheckedConfig:
+        """The checked configuration of this library: the same correction, operating mode and loss.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        config = convert({name: self[name] for name in KEYS["2025-11"]}, schema="2025-11").config
         assert config is not None  # only October 2025 could switch everything off
-        return config.with_options(impl=impl)
+        return config.with_options(impl=self.impl)
 
-    @classmethod
-    def _hint(cls, key: str) -> str:
-        if key in KEYS["newest"]:
-            return " It is newer than November 2025: rollcorr.integrations.verl takes the newest options"
-        return ""
+    def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
+        """Correct by `rollcorr.correct`, or with that release's own numbers; the metrics have that release's names."""
+        config, data = self.to_config(), (train, rollout, response_mask)
+        if self.verl_parity:
+            weights, mask, metrics = _reference(*data, config)
+        else:
+            correction = correct(*data, config, densities=True)
+            weights, mask = correction.weights, correction.loss_mask.to(response_mask.dtype)
+            metrics = {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
+            metrics |= correction.metrics(prefix="")
 
-    @classmethod
-    def token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Token weights min(ρ_t, threshold)."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
+            # That release also reported the ratio that the band judges. Weights without a ceiling measure it.
+            for criterion in config.criteria:
+                ratio = CheckedConfig(
+                    rollout_is=BAND_LEVELS[criterion.scope],
+                    rollout_is_threshold=None,
+                    rollout_rs=config.rollout_rs,
+                    rollout_rs_threshold=config.rollout_rs_threshold,
+                )
+                measured = measured_ratio(correct(*data, ratio, densities=True).metrics(prefix=""))
+                metrics |= {f"rollout_rs_{name}": value for name, value in measured.items()}
 
-    @classmethod
-    def token_tis(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """The same as `token_is`."""
-        return cls.token_is(threshold)
+        mask = response_mask if config.only_measures and not in_loss else mask
+        return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
-    @classmethod
-    def seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Sequence weights min(Π_t ρ_t, threshold)."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
 
-    @classmethod
-    def seq_is_rs(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
-    ) -> RolloutCorrectionConfig:
-        """Sequence weights, and only sequences with Π_t ρ_t inside the band.
+def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig) -> Corrected:
+    """That release's own numbers. It has one band at the most."""
+    weighting = rejection = None
+    if config.rollout_is is not None and config.is_upper is not None:
+        weighting = ratio_band(config.rollout_is, 1 / config.is_upper, config.is_upper)
+    for criterion in config.criteria:
+        ends = criterion.lower or 0.0, criterion.upper or math.inf
+        rejection = "rollout_rs_", ratio_band(BAND_LEVELS[criterion.scope], *ends)
 
-        Args:
-            is_threshold: ceiling of the weights.
-            rs_threshold: upper end of the band.
-            rs_threshold_lower: its lower end; None is 1 / upper.
-        """
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="sequence",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-        )
+    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
+    return reference_correction(*data, weighting=weighting, ceiling=config.is_upper, rejection=rejection, veto=veto)
 
-    @classmethod
-    def seq_mis(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """`seq_is_rs` with one threshold and the lower side open."""
-        return cls.seq_is_rs(threshold, threshold, 0)
 
-    @classmethod
-    def geo_rs(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 1e-4
-    ) -> RolloutCorrectionConfig:
-        """No weights; only sequences with (Π_t ρ_t)^(1/T) inside the band, and the veto.
+def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+    """The preset with some thresholds replaced, in the options of that release."""
+    values = dict(PRESETS[name].values)
+    for argument, value in given.items():
+        values |= dict.fromkeys(PRESETS[name].parameters[argument], value)
+    return owner(
+        rollout_is=values.get("rollout_is"),
+        rollout_is_threshold=values.get("rollout_is_threshold", 2.0),
+        rollout_rs=RS_LEVELS[values.get("rollout_rs")],
+        rollout_rs_threshold=values.get("rollout_rs_threshold"),
+        rollout_rs_threshold_lower=values.get(BAND_LOWER, 0 if name == "seq_mis" else None),
+        rollout_token_veto_threshold=values.get("rollout_token_veto_threshold"),
+        bypass_old_logprob_for_rollout=values.get("bypass_mode", False),
+        use_pure_rollout_correction=values.get("loss_type") == "reinforce",
+    )
 
-        Args:
-            rs_threshold: upper end of the band.
-            rs_threshold_lower: its lower end; None is 1 / upper.
-            veto_threshold: reject a sequence with a token of ratio below this; None for no veto.
-        """
-        return cls(
-            rollout_is=None,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-        )
 
-    @classmethod
-    def geo_mis(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float = 0.999, veto_threshold: float = 1e-4
-    ) -> RolloutCorrectionConfig:
-        """`geo_rs` with its lower end given.
-
-        Args:
-            rs_threshold: upper end of the band.
-            rs_threshold_lower: its lower end; None is 1 / upper.
-            veto_threshold: reject a sequence with a token of ratio below this; None for no veto.
-        """
-        return cls.geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
-
-    @classmethod
-    def ppo_is_bypass(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """PPO clipped against the rollout policy; token weights are metrics."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold, bypass_old_logprob_for_rollout=True)
-
-    @classmethod
-    def pure_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """REINFORCE with sequence weights against the rollout policy."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=threshold,
-            bypass_old_logprob_for_rollout=True,
-            use_pure_rollout_correction=True,
-        )
-
-    @classmethod
-    def disabled(cls) -> RolloutCorrectionConfig:
-        """Metrics only."""
-        return cls(rollout_is=None)
+# The constructors of that release. In its `seq_mis` the lower side of the band is always open.
+RS_LEVELS = {None: None, "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+for _name, _preset in PRESETS.items():
+    if _preset.source == VERL_2025_11 or _name == "disabled":
+        _arguments = [argument for argument in _preset.parameters if argument != "lower"]
+        setattr(RolloutCorrectionConfig, _name, NamedPreset(_name, _construct, _arguments))

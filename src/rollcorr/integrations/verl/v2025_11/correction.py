@@ -10,16 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.core.metric_registry import PREFIX
-from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.bypass import take_rollout_log_probs, tell_actor
-from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
-from rollcorr.integrations.verl.trainer import corrected_batch
-from rollcorr.integrations.verl.v2025_11.config import BAND_LEVELS, RolloutCorrectionConfig
+from rollcorr.integrations.verl.older import ratio_band
+from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -61,51 +57,8 @@ def compute_rollout_correction_and_rejection_mask(
     settings = RolloutCorrectionConfig(
         rollout_is, rollout_is_threshold, *band, rollout_token_veto_threshold, verl_parity=verl_parity
     )
-    weights, mask, metrics = corrected(old_log_prob, rollout_log_prob, response_mask, settings)
+    weights, mask, metrics = settings.corrected(old_log_prob, rollout_log_prob, response_mask)
     return None if weights is None else weight_batch(weights), mask, metrics
-
-
-def corrected(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, settings: RolloutCorrectionConfig, *, in_loss: bool = False
-) -> newest.Corrected:
-    """Correct, as `rollcorr.integrations.verl.correction.corrected` does."""
-    config = settings.to_config()
-    if settings.verl_parity:
-        weights, mask, metrics = _reference(train, rollout, response_mask, config)
-        mask = response_mask if config.only_measures and not in_loss else mask
-        return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
-
-    correction = correct(train, rollout, response_mask, config, densities=True)
-    metrics = {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
-    metrics |= correction.metrics(prefix="")
-
-    # That release also reported the ratio that the band judges. Weights without a ceiling measure it.
-    for criterion in config.criteria:
-        ratio = CheckedConfig(
-            rollout_is=BAND_LEVELS[criterion.scope],
-            rollout_is_threshold=None,
-            rollout_rs=config.rollout_rs,
-            rollout_rs_threshold=config.rollout_rs_threshold,
-        )
-        ratio_metrics = correct(train, rollout, response_mask, ratio, densities=True).metrics(prefix="")
-        metrics |= {f"rollout_rs_{name}": value for name, value in measured_ratio(ratio_metrics).items()}
-
-    named = {f"{PREFIX}{name}": value for name, value in metrics.items()}
-    mask = response_mask if config.only_measures and not in_loss else correction.loss_mask.to(response_mask.dtype)
-    return correction.weights, mask, named
-
-
-def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig) -> newest.Corrected:
-    """That release's own numbers. It has one band at the most."""
-    weighting = rejection = None
-    if config.rollout_is is not None and config.is_upper is not None:
-        weighting = ratio_band(config.rollout_is, 1 / config.is_upper, config.is_upper)
-    for criterion in config.criteria:
-        ends = criterion.lower or 0.0, criterion.upper or float("inf")
-        rejection = "rollout_rs_", ratio_band(BAND_LEVELS[criterion.scope], *ends)
-
-    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
-    return reference_correction(*data, weighting=weighting, ceiling=config.is_upper, rejection=rejection, veto=veto)
 
 
 def compute_rollout_correction_weights(
@@ -132,7 +85,7 @@ def compute_rollout_correction_weights(
     if rollout_is is None or rollout_is_threshold is None:
         raise TypeError(f"a level and a ceiling are needed; got {rollout_is!r} and {rollout_is_threshold!r}")
     settings = RolloutCorrectionConfig(rollout_is, rollout_is_threshold, verl_parity=verl_parity)
-    return newest.weights_alone(log_ratio, response_mask, settings, corrected)
+    return newest.weights_alone(log_ratio, response_mask, settings)
 
 
 def compute_rollout_rejection_mask(
@@ -169,7 +122,7 @@ def compute_rollout_rejection_mask(
         rollout_rs_threshold_lower=rollout_rs_threshold_lower,
         verl_parity=verl_parity,
     )
-    return newest.mask_alone(log_ratio, response_mask, settings, corrected)
+    return newest.mask_alone(log_ratio, response_mask, settings)
 
 
 def compute_is_metrics(
@@ -211,7 +164,7 @@ def compute_rollout_correction_and_add_to_batch(
         rollout_corr_config: the options, as `RolloutCorrectionConfig` here has them.
         verl_parity: compute that release's numbers.
     """
-    return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity), corrected)
+    return newest.corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity))
 
 
 def maybe_apply_rollout_correction(

@@ -6,19 +6,17 @@ import dataclasses
 
 from torch import Tensor
 
-from rollcorr.core.losses import reinforce_loss
+from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.integrations.verl.losses import (
     Config,
     FourTensors,
     actor_correction,
     checked_actor,
     clip_constants,
-    clipped,
     four_tensors,
 )
 from rollcorr.integrations.verl.older import older_agg_loss
 from rollcorr.integrations.verl.v2025_11.config import RolloutCorrectionConfig
-from rollcorr.integrations.verl.v2025_11.correction import corrected
 
 
 def compute_policy_loss_vanilla(
@@ -47,10 +45,8 @@ def compute_policy_loss_vanilla(
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    constants = clip_constants(checked_actor(config))
-    per_token, statistics = clipped(
-        old_log_prob, log_prob, advantages, response_mask, constants, weights=rollout_is_weights
-    )
+    data = log_prob, old_log_prob, advantages, response_mask
+    per_token, statistics = ppo_clip_loss(*data, **clip_constants(checked_actor(config)), weights=rollout_is_weights)
     return four_tensors(older_agg_loss(per_token, response_mask, loss_agg_mode), statistics)
 
 
@@ -144,7 +140,7 @@ def _pure_loss(
     scale: float,
 ) -> FourTensors:
     """REINFORCE with the weights and the mask of π_θ / μ."""
-    weights, mask, _ = corrected(log_prob, rollout_log_prob, response_mask, settings, in_loss=True)
+    weights, mask, _ = settings.corrected(log_prob, rollout_log_prob, response_mask, in_loss=True)
 
     # That release looked at the mask only beside a band, so a veto alone never reached its loss.
     if settings.verl_parity and settings.rollout_rs is None:
