@@ -255,7 +255,7 @@ def compute_is_metrics(
     weights = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
     if verl_parity:
         band = parity.Band(level=rollout_is, lower=lower, upper=upper, clip_low=0.0)
-        return parity.to_floats(parity.metrics_of_given_weights(*weights, response_mask, band))
+        return parity.metrics_of_given_weights(*weights, response_mask, band)
     statistics = _weight_statistics(*weights, response_mask != 0, rollout_is, (lower, upper))
     return finalize(statistics.read(), prefix="")
 

@@ -267,7 +267,7 @@ def four_tensors(loss: Tensor, statistics: Statistics) -> FourTensors:
     return loss, clip_fraction, kl, dual_fraction
 
 
-def clip_constants(config: Config) -> dict[str, float]:
+def clip_constants(config: Config) -> dict[str, Any]:
     """ε_low, ε_high and c of verl's actor config, for `ppo_clip_loss`; clip_ratio stands in for either ε."""
     return {
         "clip_low": config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,

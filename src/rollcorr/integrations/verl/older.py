@@ -86,7 +86,12 @@ def reference_correction(
         prefix, band = rejection
         _, outside, own = _reference_ratio(log_ratio, mask, band)
         kept = kept & ~outside
-        metrics |= parity.prefixed(prefix, own | _rejected_shares(outside, mask, level=band.level))
+
+        # A row without a token counts as a sequence.
+        touched = (outside & (mask != 0)).any(-1) if band.level == "token" else outside
+        own["masked_fraction"] = parity.token_mean(outside.double(), mask)
+        own["seq_masked_fraction"] = touched.double().mean()
+        metrics |= parity.prefixed(prefix, own)
 
     spared, veto_metrics = parity.veto(log_ratio, mask, veto)
     kept = kept & spared
@@ -101,12 +106,6 @@ def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tupl
     unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
     return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)
-
-
-def _rejected_shares(outside: Tensor, mask: Tensor, *, level: str) -> parity.Metrics:
-    """verl's shares of rejected tokens and sequences; a row without a token counts as a sequence."""
-    touched = (outside & (mask != 0)).any(-1) if level == "token" else outside
-    return {"masked_fraction": parity.share(outside, mask), "seq_masked_fraction": parity.mean_of(touched)}
 
 
 def older_agg_loss(loss: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:

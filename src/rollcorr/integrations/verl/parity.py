@@ -133,16 +133,6 @@ def clipped_deviation(values: Tensor, mask: Tensor, *, low: float, high: float) 
     return torch.where(mask.sum() > 1, variance.clamp(min=0).sqrt(), 0.0)
 
 
-def share(condition: Tensor, mask: Tensor) -> Tensor:
-    """The share of V where a condition holds."""
-    return token_mean(condition.to(torch.float64), mask)
-
-
-def mean_of(condition: Tensor) -> Tensor:
-    """The share of all entries where a condition holds."""
-    return condition.to(torch.float64).mean()
-
-
 def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
     """Perplexities, KL estimates and χ² between the two policies; only π's perplexity without μ."""
     train_mean = sequence_mean(train, mask)
@@ -216,16 +206,16 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         metrics = {
             "max": applied.masked_fill(mask == 0, -torch.inf).max(),
             "min": applied.masked_fill(mask == 0, torch.inf).min(),
-            "ratio_fraction_high": share(raw > band.upper, mask),
-            "ratio_fraction_low": share(raw < band.lower, mask),
+            "ratio_fraction_high": token_mean((raw > band.upper).double(), mask),
+            "ratio_fraction_low": token_mean((raw < band.lower).double(), mask),
         }
     else:
         high, low = log_weight > _log(band.upper), log_weight < _log(band.lower)
         metrics = {
             "max": log_weight.max().clamp(max=SAFETY_BOUND).exp(),
             "min": log_weight.min().exp(),
-            "ratio_fraction_high": share(high, mask) if band.shares_of_tokens else mean_of(high),
-            "ratio_fraction_low": share(low, mask) if band.shares_of_tokens else mean_of(low),
+            "ratio_fraction_high": token_mean(high.double(), mask) if band.shares_of_tokens else high.double().mean(),
+            "ratio_fraction_low": token_mean(low.double(), mask) if band.shares_of_tokens else low.double().mean(),
         }
 
     # std and ESS are of clipped values: verl lets no outlier into them.
@@ -241,21 +231,22 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         "seq_max": per_sequence.max(),
         "seq_min": per_sequence.min(),
         "seq_max_deviation": (per_sequence - 1).abs().max(),
-        "seq_fraction_high": mean_of(raw_per_sequence > band.upper),
-        "seq_fraction_low": mean_of(raw_per_sequence < band.lower),
+        "seq_fraction_high": (raw_per_sequence > band.upper).double().mean(),
+        "seq_fraction_low": (raw_per_sequence < band.lower).double().mean(),
     }
 
 
 def metrics_of_given_weights(
     applied: Tensor, raw: Tensor, log_weight: Tensor, response_mask: Tensor, band: Band
-) -> Metrics:
-    """`weight_metrics` of weights that were computed elsewhere, under "rollout_is_".
+) -> dict[str, float]:
+    """`weight_metrics` of weights that were computed elsewhere, on the host, under "rollout_is_".
 
     Raises:
         ValueError: a batch without a token.
     """
     check_tokens(response_mask)
-    return prefixed("rollout_is_", weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band))
+    metrics = weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band)
+    return to_floats(metrics, prefix="rollout_is_")
 
 
 def importance_weights(
@@ -277,7 +268,7 @@ def importance_weights(
     band = Band(level=level, lower=1 / upper if lower is None else lower, upper=upper, clip_low=0.0)
     metrics = prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
     if lower is not None:
-        metrics["rollout_is_oob_ratio"] = share(outside, mask)
+        metrics["rollout_is_oob_ratio"] = token_mean(outside.double(), mask)
 
     if normalize:
         factor = _batch_mean(weights, mask, level)
@@ -311,8 +302,8 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         metrics |= prefixed(f"rollout_rs_{criterion.name}_", _criterion_metrics(criterion, statistic, keep, mask))
         kept = kept & keep
 
-    metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & valid).any(-1))
+    metrics["rollout_rs_masked_fraction"] = token_mean((~kept).double(), mask)
+    metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(-1).double().mean()
     return valid & kept, metrics
 
 
@@ -321,8 +312,8 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tens
     catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {
-        "rollout_is_veto_fraction": mean_of(vetoed),
-        "rollout_is_catastrophic_token_fraction": share(catastrophic, mask),
+        "rollout_is_veto_fraction": vetoed.double().mean(),
+        "rollout_is_catastrophic_token_fraction": token_mean(catastrophic.double(), mask),
     }
 
 
@@ -368,20 +359,20 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
         "mean": token_mean(statistic, mask),
         "max": unit.max(),
         "min": unit.min(),
-        "fraction_high": mean_of(unit > upper),
-        "fraction_low": mean_of(unit < lower),
+        "fraction_high": (unit > upper).double().mean(),
+        "fraction_low": (unit < lower).double().mean(),
         "std": clipped_deviation(statistic, mask, low=lower if two_sided else 0.0, high=upper),
         "seq_mean": per_sequence.mean(),
         "seq_std": deviation(per_sequence),
         "seq_max": per_sequence.max(),
         "seq_min": per_sequence.min(),
         "seq_max_deviation": per_sequence.abs().max(),
-        "seq_fraction_high": mean_of(per_sequence > upper),
-        "masked_fraction": share(~keep, mask),
-        "seq_masked_fraction": mean_of((~keep & valid).any(-1)[nonempty]),
+        "seq_fraction_high": (per_sequence > upper).double().mean(),
+        "masked_fraction": token_mean((~keep).double(), mask),
+        "seq_masked_fraction": (~keep & valid).any(-1)[nonempty].double().mean(),
     }
     if two_sided:
-        metrics["seq_fraction_low"] = mean_of(per_sequence < lower)
+        metrics["seq_fraction_low"] = (per_sequence < lower).double().mean()
     return metrics
 
 

@@ -7,6 +7,7 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -28,8 +29,7 @@ HELPER = "verl.trainer.ppo.rollout_corr_helper"
 CORE_ALGOS = "verl.trainer.ppo.core_algos"
 UTILS = "verl.trainer.ppo.utils"
 
-_ABSENT: Any = object()
-_put_back: list[Callable[[], None]] = []
+_put_back = contextlib.ExitStack()
 
 
 def install() -> None:
@@ -62,8 +62,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take back what `install` did in this process. Ray workers that are running keep our functions."""
-    while _put_back:
-        _put_back.pop()()
+    _put_back.close()
 
 
 def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
@@ -135,15 +134,10 @@ def _replace_values(holder: MutableMapping[str, Any], by_identity: dict[int, Any
 
 
 def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (whatever was there)
-    before = holder.get(name, _ABSENT)
-
-    def put_back() -> None:
-        if before is _ABSENT:
-            holder.pop(name, None)
-        else:
-            holder[name] = before
-
-    _put_back.append(put_back)
+    if name in holder:
+        _put_back.callback(holder.__setitem__, name, holder[name])
+    else:
+        _put_back.callback(holder.pop, name, None)
     holder[name] = value
 
 

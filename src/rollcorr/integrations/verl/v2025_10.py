@@ -94,7 +94,9 @@ def compute_rollout_importance_weights(
 
     if verl_parity:
         lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-        band = _band(rollout_is_level, lower, rollout_is_threshold)
+        band = ratio_band(
+            rollout_is_level, lower, rollout_is_threshold, shares_of_tokens=rollout_is_level == "geometric"
+        )
         weights, mask, metrics = _reference(old_log_prob, rollout_log_prob, response_mask, config, band)
     else:
         weights, mask, metrics = _measured(old_log_prob, rollout_log_prob, response_mask, config)
@@ -155,30 +157,24 @@ def compute_is_metrics(
     """
     # Without the two veto arguments, nothing was vetoed.
     valid = response_mask != 0
-    no_token = torch.zeros_like(valid)
+    no_token, nonempty = torch.zeros_like(valid), valid.any(-1)
     vetoed_tokens = no_token if catastrophic_tokens is None else catastrophic_tokens & valid
     vetoed_rows = no_token[:, :1] if has_catastrophic is None else has_catastrophic
-
-    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
-    lower, upper = rollout_is_threshold_lower, rollout_is_threshold
-    if verl_parity:
-        band = _band(rollout_is_level, lower, upper)
-        metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
-        mask = parity.widened_mask(response_mask)
-        shares = {
-            "veto_fraction": parity.mean_of(vetoed_rows),
-            "catastrophic_token_fraction": parity.share(vetoed_tokens, mask),
-        }
-        return parity.to_floats(metrics | parity.prefixed("rollout_is_", shares))
-
-    measured = newest.compute_is_metrics(*weights, response_mask, rollout_is_level, upper, lower)
-    nonempty = valid.any(-1)
-    ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
     shares = {
-        "veto_fraction": sequence_mean(vetoed_rows[:, 0].double(), nonempty),
+        "veto_fraction": sequence_mean(vetoed_rows[:, 0].double(), nonempty | verl_parity),
         "catastrophic_token_fraction": sequence_mean(vetoed_tokens.double().flatten(), valid.flatten()),
     }
-    return {f"rollout_is_{name}": value for name, value in (ratio | parity.to_floats(shares)).items()}
+
+    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
+    level, lower, upper = rollout_is_level, rollout_is_threshold_lower, rollout_is_threshold
+    if verl_parity:
+        band = ratio_band(level, lower, upper, shares_of_tokens=level == "geometric")
+        metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
+    else:
+        measured = newest.compute_is_metrics(*weights, response_mask, level, upper, lower)
+        ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
+        metrics = {f"rollout_is_{name}": value for name, value in ratio.items()}
+    return metrics | parity.to_floats(shares, prefix="rollout_is_")
 
 
 def _measured(
@@ -215,8 +211,3 @@ def _reference(
     assert weights is not None
     own = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
     return weights, mask, own | _gap_metrics(found)
-
-
-def _band(level: str, lower: float, upper: float) -> parity.Band:
-    """That release counted the shares of a geometric ratio over tokens."""
-    return ratio_band(level, lower, upper, shares_of_tokens=level == "geometric")

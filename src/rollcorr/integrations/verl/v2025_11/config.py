@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcorr.config import PRESETS, Level, convert
+from rollcorr.config import PRESETS, Implementation, Level, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, NamedPreset
@@ -49,7 +49,7 @@ class RolloutCorrectionConfig(RawConfig):
     bypass_old_logprob_for_rollout: bool = False
     use_pure_rollout_correction: bool = False
     verl_parity: bool = False
-    impl: str = "auto"
+    impl: Implementation = "auto"
 
     _elsewhere = dict.fromkeys(
         KEYS["newest"], "It is newer than November 2025: rollcorr.integrations.verl takes the newest options"
@@ -123,7 +123,7 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
 
 
 # The constructors of that release. In its `seq_mis` the lower side of the band is always open.
-RS_LEVELS = {None: None, "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+RS_LEVELS: dict[object, str | None] = {None: None, "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL_2025_11 or _name == "disabled":
         _arguments = [argument for argument in _preset.parameters if argument != "lower"]

@@ -151,7 +151,7 @@ def compute_is_metrics(
     if not verl_parity:
         return newest.compute_is_metrics(*weights, response_mask, rollout_is, rollout_is_threshold)
     band = ratio_band(rollout_is, 1 / rollout_is_threshold, rollout_is_threshold)
-    return parity.to_floats(parity.metrics_of_given_weights(*weights, response_mask, band))
+    return parity.metrics_of_given_weights(*weights, response_mask, band)
 
 
 def compute_rollout_correction_and_add_to_batch(
