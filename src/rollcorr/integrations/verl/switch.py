@@ -48,14 +48,12 @@ def install() -> None:
         return
 
     # Modules that were imported before hold verl's functions under names of their own.
-    by_identity = {id(original): ours for original, ours in replacements}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("verl."):
-            _replace_values(vars(module), by_identity)
+            _replace_values(vars(module), replacements)
 
     # Actors look their loss up by name.
-    registry = modules[CORE_ALGOS].POLICY_LOSS_REGISTRY
-    losses = _replace_values(registry, by_identity)
+    losses = _replace_values(modules[CORE_ALGOS].POLICY_LOSS_REGISTRY, replacements)
     _carry_to_ray_workers()
     logger.warning("%s", _start_up_line(modules, losses))
 
@@ -65,8 +63,8 @@ def uninstall() -> None:
     _put_back.close()
 
 
-def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
-    """Each function of verl that is still in its place, with ours.
+def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any]]:
+    """Our functions, each by the identity of the one of verl that is still in its place.
 
     Raises:
         ImportError: verl has no `need_critic`, where its trainers hand over their configuration before they build a
@@ -78,17 +76,17 @@ def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
             f"{UTILS} has no need_critic: this verl is not one that install() knows. Change the imports as "
             "docs/coming_from/verl.md says, and call wire_bypass_mode(config) before the trainer is built"
         )
-    pairs = []
+    replacements: dict[int, Callable[..., Any]] = {}
     if not hasattr(need_critic, "wires_bypass_mode"):
-        pairs.append((need_critic, _wiring(need_critic)))
+        replacements[id(need_critic)] = _wiring(need_critic)
 
     for module in (modules[HELPER], modules[CORE_ALGOS]):
         for name, ours in _functions_of(module).items():
             theirs = vars(module)[name]
             if theirs is not ours:
                 _check_arguments(f"{module.__name__}.{name}", theirs, ours)
-                pairs.append((theirs, ours))
-    return pairs
+                replacements[id(theirs)] = ours
+    return replacements
 
 
 def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -125,11 +123,11 @@ def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return wired
 
 
-def _replace_values(holder: MutableMapping[str, Any], by_identity: dict[int, Any]) -> list[str]:
+def _replace_values(holder: MutableMapping[str, Any], replacements: dict[int, Any]) -> list[str]:
     """Put our function in the place of each of verl's in a module or a registry, and return the names of the places."""
-    names = [name for name, value in holder.items() if id(value) in by_identity]
+    names = [name for name, value in holder.items() if id(value) in replacements]
     for name in names:
-        _put(holder, name, by_identity[id(holder[name])])
+        _put(holder, name, replacements[id(holder[name])])
     return names
 
 
