@@ -31,23 +31,6 @@ TRL_PREFIX = "trl/"
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
 
-def asked_of_monitor(asked: Any, monitor: Monitor | None) -> Any:  # noqa: ANN401 (what `attach` takes as configuration)
-    """The configuration that `attach` was given, else the one that the Monitor was made with, else None."""
-    if asked is None and monitor is not None and monitor.config_was_given:
-        return "disabled" if monitor.config is None else monitor.config
-    return asked
-
-
-def sampling_of(trainer: Trainer) -> SamplingSpec | None:
-    """How the trainer's engine samples, and which engine it is; None where vLLM or the policy itself samples.
-
-    Without the policy version: TRL numbers its steps itself, and samples anew or trains on an earlier batch.
-    """
-    engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
-    sampling = getattr(engine, "sampling", None)
-    return dataclasses.replace(sampling, policy_version=None) if isinstance(sampling, SamplingSpec) else None
-
-
 def console_metrics(
     metrics: dict[str, float], config: RolloutCorrectionConfig, steps: MonitoredSteps | None
 ) -> dict[str, Any]:
@@ -129,9 +112,12 @@ class MonitoredSteps:
             first = self._rows + accelerator.process_index * len(mask)
             columns["group_id"] = [f"{step}-{(first + row) // generations}" for row in range(len(mask))]
             self._rows += accelerator.num_processes * len(mask)
-        sampling = sampling_of(self._trainer)
-        if sampling is not None:
-            columns["sampling"] = sampling
+
+        # Without the policy version: TRL numbers its steps itself, and samples anew or trains on an earlier batch.
+        engine = getattr(getattr(self._trainer, "vllm_generation", None), "engine", None)
+        sampling = getattr(engine, "sampling", None)
+        if isinstance(sampling, SamplingSpec):
+            columns["sampling"] = dataclasses.replace(sampling, policy_version=None)
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0, densities=True)
         self._own_rows += len(mask)
@@ -168,21 +154,13 @@ class MonitoredSteps:
         self.monitor.step(reward=reward, **own)
 
     def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
-        """What the trainer calls at its start and after each step."""
+        """Return what the trainer calls at its start and after each step."""
         from transformers import TrainerCallback
 
-        steps = self
-
-        class RolloutMonitorCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-            """Ends the Monitor's step with the trainer's."""
-
-            def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ANN401
-                steps.check_start(state.global_step)
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ANN401
-                steps.end_step()
-
-        return RolloutMonitorCallback()
+        callback = TrainerCallback()
+        callback.on_train_begin = lambda args, state, *_, **__: self.check_start(state.global_step)
+        callback.on_step_end = lambda *_, **__: self.end_step()
+        return callback
 
     def _new_metrics(self) -> dict[str, float]:
         """The mean of what TRL has added to each of its metrics, without NaN, as TRL itself logs it."""
