@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, SWITCH
@@ -54,7 +55,7 @@ def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     # Ray may run on a cluster that was started without our environment, and a worker may lack the entry point.
     extended = dict(runtime_env or {})
     if before := os.environ.get(RAY_HOOK_BEFORE):
-        extended = dict(_loaded(before)(extended) or {})
+        extended = dict(pkgutil.resolve_name(before)(extended) or {})
     variables = dict(extended.get("env_vars") or {})
     modules = _names(variables.get(MODULES, os.environ.get(MODULES, "")))
     if __name__ not in modules:
@@ -64,11 +65,6 @@ def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _names(modules: str) -> list[str]:
     return [name.strip() for name in modules.split(",") if name.strip()]
-
-
-def _loaded(path: str) -> Callable[[dict[str, Any]], Mapping[str, Any] | None]:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 start()

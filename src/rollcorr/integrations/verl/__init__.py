@@ -6,10 +6,10 @@ that cannot be edited. `rollcorr.integrations.verl.v2025_11` and `.v2025_10` hav
 generations.
 """
 
-from rollcorr.integrations.verl.batch import TensorBatch
 from rollcorr.integrations.verl.bypass import apply_bypass_mode, wire_bypass_mode
 from rollcorr.integrations.verl.config import SUPPORTED_ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import (
+    TensorBatch,
     compute_is_metrics,
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.integrations.verl.batch import Batch
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
+from rollcorr.integrations.verl.correction import Batch
 
 Config = Any  # the whole configuration of a verl run: an OmegaConf node or nested dictionaries
 

@@ -6,7 +6,8 @@ docs/coming_from/verl.md lists the differences. Log-probs and masks are (B, T); 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +21,48 @@ from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_
 from rollcorr.core.metric_registry import PREFIX, finalize
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.batch import Batch, weight_batch
 from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig
 
 WEIGHT_METRICS = ("rollout_is_", "saturated_")
 REJECTION_METRICS = ("rollout_rs_",)
+
+WEIGHTS = "rollout_is_weights"
+Batch = Any  # verl's DataProto, or a `TensorBatch`: named tensors under `.batch`, and a union with another batch
+
+
+@dataclass
+class TensorBatch:
+    """Named tensors under `.batch`, as in verl's DataProto; what is returned where verl is not installed.
+
+    Attributes:
+        batch: name → tensor, all with the same first dimension.
+    """
+
+    batch: MutableMapping[str, Tensor] = field(default_factory=dict)
+
+    def union(self, other: TensorBatch) -> TensorBatch:
+        """This batch with the other's tensors.
+
+        Args:
+            other: tensors with the same number of rows, of any shape.
+
+        Raises:
+            ValueError: both hold different tensors under one name.
+        """
+        for name, tensor in other.batch.items():
+            if name in self.batch and not self.batch[name].equal(tensor):
+                raise ValueError(f"both batches hold {name!r}, with different values")
+            self.batch[name] = tensor
+        return self
+
+
+def weight_batch(weights: Tensor) -> Batch:
+    """Weights as `.batch["rollout_is_weights"]` of a DataProto, or of a `TensorBatch` without verl."""
+    try:
+        from verl.protocol import DataProto
+    except ImportError:
+        return TensorBatch({WEIGHTS: weights})
+    return DataProto.from_dict(tensors={WEIGHTS: weights})
 
 
 def compute_rollout_correction_and_rejection_mask(

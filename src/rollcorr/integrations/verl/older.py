@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.losses import agg_loss
 
 SUMMARY = ("mean", "std", "min", "max", "ratio_fraction_high", "ratio_fraction_low", "eff_sample_size")
 SEQUENCE_SUMMARY = ("mean", "std", "min", "max", "max_deviation", "fraction_high", "fraction_low")
@@ -106,8 +105,3 @@ def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tupl
     unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
     return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)
-
-
-def older_agg_loss(loss: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """`agg_loss` over one batch; "seq-mean-token-sum-norm" divided by T alone in 2025."""
-    return agg_loss(loss, loss_mask, loss_agg_mode, global_batch_size=1 if loss_agg_mode.endswith("-norm") else None)

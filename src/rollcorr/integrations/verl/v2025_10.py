@@ -16,10 +16,10 @@ from rollcorr.core.layout import sequence_mean
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.batch import Batch, weight_batch
+from rollcorr.integrations.verl.correction import Batch, weight_batch
 from rollcorr.integrations.verl.losses import compute_policy_loss
 from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
-from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
+from rollcorr.integrations.verl.v2025_11 import compute_policy_loss_vanilla
 
 __all__ = [
     "compute_is_metrics",
