@@ -354,9 +354,8 @@ def _mode(trainer: Trainer) -> str:
 
 def _group() -> torch.distributed.ProcessGroup | None:
     """All ranks, each with sequences of its own. None if this process is alone."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    return torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
+    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    return None if world is None or world.size() == 1 else world
 
 
 def _report_missing(trainer: Trainer, of_ranks: list[bool]) -> None:

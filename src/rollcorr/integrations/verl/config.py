@@ -228,7 +228,6 @@ def _level(config: RolloutCorrectionConfig) -> str | None:
 
 def _group(config: CheckedConfig) -> torch.distributed.ProcessGroup | None:
     """verl normalizes over the default process group; everything else is local to the caller's batch."""
-    distributed = torch.distributed
-    if config.rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
-        return distributed.group.WORLD
+    if config.rollout_is_batch_normalize and torch.distributed.is_available():
+        return torch.distributed.group.WORLD  # None where no group is initialized
     return None

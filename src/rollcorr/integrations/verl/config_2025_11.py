@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcorr.config import PRESETS, Implementation, Level, convert
+from rollcorr.config import PRESETS, Implementation, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.config.generations import KEYS
+from rollcorr.config.generations import KEYS, OLDER_CRITERIA
 from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, NamedPreset
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl.config import Corrected, RawConfig
 from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
 
-BAND_LEVELS: dict[str, Level] = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}
-"""The level of a rejection band, by the scope of the criterion that it becomes."""
+LEVELS: dict[object, Any] = {criterion: level for level, criterion in OLDER_CRITERIA.items()}
+"""The level of a rejection band, by the criterion that it becomes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RolloutCorrectionConfig(RawConfig):
             # That release also reported the ratio that the band judges. Weights without a ceiling measure it.
             for criterion in config.criteria:
                 ratio = CheckedConfig(
-                    rollout_is=BAND_LEVELS[criterion.scope],
+                    rollout_is=LEVELS[criterion.name],
                     rollout_is_threshold=None,
                     rollout_rs=config.rollout_rs,
                     rollout_rs_threshold=config.rollout_rs_threshold,
@@ -99,7 +99,7 @@ def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: Ch
         weighting = ratio_band(config.rollout_is, 1 / config.is_upper, config.is_upper)
     for criterion in config.criteria:
         ends = criterion.lower or 0.0, criterion.upper or math.inf
-        rejection = "rollout_rs_", ratio_band(BAND_LEVELS[criterion.scope], *ends)
+        rejection = "rollout_rs_", ratio_band(LEVELS[criterion.name], *ends)
 
     data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
     return reference_correction(*data, weighting=weighting, ceiling=config.is_upper, rejection=rejection, veto=veto)
@@ -113,7 +113,7 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
     return owner(
         rollout_is=values.get("rollout_is"),
         rollout_is_threshold=values.get("rollout_is_threshold", 2.0),
-        rollout_rs=RS_LEVELS[values.get("rollout_rs")],
+        rollout_rs=LEVELS.get(values.get("rollout_rs")),
         rollout_rs_threshold=values.get("rollout_rs_threshold"),
         rollout_rs_threshold_lower=values.get(BAND_LOWER, 0 if name == "seq_mis" else None),
         rollout_token_veto_threshold=values.get("rollout_token_veto_threshold"),
@@ -123,7 +123,6 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
 
 
 # The constructors of that release. In its `seq_mis` the lower side of the band is always open.
-RS_LEVELS: dict[object, str | None] = {None: None, "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL_2025_11 or _name == "disabled":
         _arguments = [argument for argument in _preset.parameters if argument != "lower"]
