@@ -130,11 +130,9 @@ class GenerationRecorder:
         rows, width = like.shape
         if self.last is None or len(self.last) != rows or any(len(tokens) > width for tokens in self.last):
             return None
-        padded = torch.full(like.shape, torch.nan, dtype=torch.float32, device="cpu")
-        for row, tokens in zip(padded, self.last, strict=True):
-            values = [torch.nan if token[0] is None else token[0] for token in tokens]
-            row[: len(tokens)] = torch.tensor(values, device="cpu")
-        return padded.to(like.device)
+        values = [[torch.nan if token[0] is None else token[0] for token in tokens] for tokens in self.last]
+        padded = [row + [torch.nan] * (width - len(row)) for row in values]
+        return torch.tensor(padded, dtype=torch.float32, device=like.device).reshape(rows, width)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)
         return getattr(self._generation, name)

@@ -162,11 +162,9 @@ def _is_omegaconf(config: Any) -> bool:  # noqa: ANN401 (a node or a dictionary)
 
 def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's ActorConfig, or an object like it)
     """Say that an actor with a bypass correction uses the vanilla loss."""
-    policy_loss = getattr(actor, "policy_loss", None)
-    if policy_loss is None or policy_loss.get("loss_mode", None) in (None, "bypass_mode"):
-        return
-    correction = policy_loss.get("rollout_correction", None)
-    if correction is not None and correction.get("bypass_mode", False):
+    policy_loss = getattr(actor, "policy_loss", None) or {}
+    correction = policy_loss.get("rollout_correction", None) or {}
+    if policy_loss.get("loss_mode", None) not in (None, "bypass_mode") and correction.get("bypass_mode", False):
         _warn(
             "policy_loss.rollout_correction has bypass_mode=True, but the actor's loss_mode is "
             f"{policy_loss.get('loss_mode')!r}, which never reads it: rollout_correction does not act in this run. "

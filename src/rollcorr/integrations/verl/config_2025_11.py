@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from torch import Tensor
 
 from rollcorr.config import PRESETS, Implementation, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
-from rollcorr.config.generations import KEYS, OLDER_CRITERIA
+from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, NamedPreset
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl.config import Corrected, RawConfig
-from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
-
-LEVELS: dict[object, Any] = {criterion: level for level, criterion in OLDER_CRITERIA.items()}
-"""The level of a rejection band, by the criterion that it becomes."""
+from rollcorr.integrations.verl.older import LEVELS, measured_ratio, ratio_band, reference_correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +66,10 @@ class RolloutCorrectionConfig(RawConfig):
         """Correct by `rollcorr.correct`, or with that release's own numbers; the metrics have that release's names."""
         config, data = self.to_config(), (train, rollout, response_mask)
         if self.verl_parity:
-            weights, mask, metrics = _reference(*data, config)
+            band, upper = None, config.is_upper
+            if config.rollout_is is not None and upper is not None:
+                band = ratio_band(config.rollout_is, 1 / upper, upper)
+            weights, mask, metrics = reference_correction(*data, config, weighting=band, rejection_prefix="rollout_rs_")
         else:
             correction = correct(*data, config, densities=True)
             weights, mask = correction.weights, correction.loss_mask.to(response_mask.dtype)
@@ -90,19 +89,6 @@ class RolloutCorrectionConfig(RawConfig):
 
         mask = response_mask if config.only_measures and not in_loss else mask
         return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
-
-
-def _reference(train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig) -> Corrected:
-    """That release's own numbers. It has one band at the most."""
-    weighting = rejection = None
-    if config.rollout_is is not None and config.is_upper is not None:
-        weighting = ratio_band(config.rollout_is, 1 / config.is_upper, config.is_upper)
-    for criterion in config.criteria:
-        ends = criterion.lower or 0.0, criterion.upper or math.inf
-        rejection = "rollout_rs_", ratio_band(LEVELS[criterion.name], *ends)
-
-    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
-    return reference_correction(*data, weighting=weighting, ceiling=config.is_upper, rejection=rejection, veto=veto)
 
 
 def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.generations import OLDER_CRITERIA
 from rollcorr.integrations.verl import parity
 
-SUMMARY = ("mean", "std", "min", "max", "ratio_fraction_high", "ratio_fraction_low", "eff_sample_size")
-SEQUENCE_SUMMARY = ("mean", "std", "min", "max", "max_deviation", "fraction_high", "fraction_low")
+LEVELS: dict[object, Any] = {criterion: level for level, criterion in OLDER_CRITERIA.items()}
+"""The level of a rejection band, by the criterion that it becomes."""
+
+SUMMARY = (
+    *("mean", "std", "min", "max", "ratio_fraction_high", "ratio_fraction_low", "eff_sample_size"),
+    *("seq_mean", "seq_std", "seq_min", "seq_max", "seq_max_deviation", "seq_fraction_high", "seq_fraction_low"),
+)
 
 
 def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -27,8 +35,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
         "mean", …, "seq_fraction_low". At sequence levels min and max come from the log weight that was never clamped,
         the maximum capped at e^20.
     """
-    names = (*SUMMARY, *(f"seq_{name}" for name in SEQUENCE_SUMMARY))
-    found = {name: metrics[f"rollout_is_{name}"] for name in names if f"rollout_is_{name}" in metrics}
+    found = {name: metrics[f"rollout_is_{name}"] for name in SUMMARY if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
 
     # A sequence's weight overflows long before its log does.
@@ -47,11 +54,10 @@ def reference_correction(
     train: Tensor,
     rollout: Tensor,
     response_mask: Tensor,
+    config: RolloutCorrectionConfig,
     *,
     weighting: parity.Band | None,
-    ceiling: float | None,
-    rejection: tuple[str, parity.Band] | None,
-    veto: float | None,
+    rejection_prefix: str,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """An older release's own numbers.
 
@@ -59,10 +65,9 @@ def reference_correction(
         train: log π, (B, T), nats.
         rollout: log μ.
         response_mask: non-zero on tokens that the policy sampled.
-        weighting: level and bounds of the weights; None computes none.
-        ceiling: where weights are cut; None leaves them as they are.
-        rejection: the band that a ratio must lie in, after the prefix of its metrics; None for no band.
-        veto: reject a sequence with a token of ratio below this; None for no veto.
+        config: its ceiling cuts weights, its criteria are bands that a ratio must lie in, and its veto rejects.
+        weighting: level and bounds that describe the weights; None computes none.
+        rejection_prefix: stands before the names of a band's metrics.
 
     Returns:
         Weights or None; the mask in its own dtype; metrics without "rollout_corr/".
@@ -75,14 +80,8 @@ def reference_correction(
     weights, kept = None, mask != 0
     metrics: parity.Metrics = {}
 
-    if weighting is not None:
-        raw, _, own = _reference_ratio(log_ratio, mask, weighting)
-        bounded = raw if ceiling is None else raw.clamp(max=ceiling)
-        weights = bounded.to(torch.promote_types(train.dtype, response_mask.dtype))
-        metrics |= parity.prefixed("rollout_is_", own)
-
-    if rejection is not None:
-        prefix, band = rejection
+    for criterion in config.criteria:
+        band = ratio_band(LEVELS[criterion.name], criterion.lower or 0.0, criterion.upper or math.inf)
         _, outside, own = _reference_ratio(log_ratio, mask, band)
         kept = kept & ~outside
 
@@ -90,9 +89,15 @@ def reference_correction(
         touched = (outside & (mask != 0)).any(-1) if band.level == "token" else outside
         own["masked_fraction"] = parity.token_mean(outside.double(), mask)
         own["seq_masked_fraction"] = touched.double().mean()
-        metrics |= parity.prefixed(prefix, own)
+        metrics |= parity.prefixed(rejection_prefix, own)
 
-    spared, veto_metrics = parity.veto(log_ratio, mask, veto)
+    if weighting is not None:
+        raw, _, own = _reference_ratio(log_ratio, mask, weighting)
+        bounded = raw if config.is_upper is None else raw.clamp(max=config.is_upper)
+        weights = bounded.to(torch.promote_types(train.dtype, response_mask.dtype))
+        metrics |= parity.prefixed("rollout_is_", own)
+
+    spared, veto_metrics = parity.veto(log_ratio, mask, config.rollout_token_veto_threshold)
     kept = kept & spared
     metrics |= veto_metrics | parity.policy_gap(wide_train, wide_rollout, mask)
     return weights, kept.to(response_mask.dtype), parity.to_floats(metrics)

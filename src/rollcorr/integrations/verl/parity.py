@@ -121,11 +121,6 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return sequence_sum(values, mask != 0) / (mask.sum(-1) + EPSILON)
 
 
-def deviation(values: Tensor) -> Tensor:
-    """Standard deviation with n − 1; 0 for a single value."""
-    return values.std() if values.numel() > 1 else values.new_zeros(())
-
-
 def clipped_deviation(values: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """sqrt(mean(x²) − mean(x)²) over tokens of x = clip(values, low, high); 0 for a single token."""
     clipped = values.clamp(low, high)
@@ -227,7 +222,7 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         "std": clipped_deviation(applied, mask, low=band.clip_low, high=band.upper),
         "eff_sample_size": torch.where(spread == 0, 0.0, 1 / spread),
         "seq_mean": per_sequence.mean(),
-        "seq_std": deviation(per_sequence),
+        "seq_std": per_sequence.std(correction=min(1, len(per_sequence) - 1)),  # 0 for a single one
         "seq_max": per_sequence.max(),
         "seq_min": per_sequence.min(),
         "seq_max_deviation": (per_sequence - 1).abs().max(),
@@ -363,7 +358,7 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
         "fraction_low": (unit < lower).double().mean(),
         "std": clipped_deviation(statistic, mask, low=lower if two_sided else 0.0, high=upper),
         "seq_mean": per_sequence.mean(),
-        "seq_std": deviation(per_sequence),
+        "seq_std": per_sequence.std(correction=min(1, len(per_sequence) - 1)),  # 0 for a single one
         "seq_max": per_sequence.max(),
         "seq_min": per_sequence.min(),
         "seq_max_deviation": per_sequence.abs().max(),

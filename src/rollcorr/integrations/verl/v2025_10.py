@@ -92,14 +92,18 @@ def compute_rollout_importance_weights(
     if config is None or rollout_is_threshold is None:
         return None, response_mask, {}
 
+    data = old_log_prob, rollout_log_prob, response_mask
     if verl_parity:
         lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
         band = ratio_band(
             rollout_is_level, lower, rollout_is_threshold, shares_of_tokens=rollout_is_level == "geometric"
         )
-        weights, mask, metrics = _reference(old_log_prob, rollout_log_prob, response_mask, config, band)
+        weights, mask, found = reference_correction(*data, config, weighting=band, rejection_prefix="rollout_is_")
+        metrics = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
+        metrics |= _gap_metrics(found)
     else:
-        weights, mask, metrics = _measured(old_log_prob, rollout_log_prob, response_mask, config)
+        weights, mask, metrics = _measured(*data, config)
+    assert weights is not None  # every level of this generation has weights
     return weight_batch(weights), mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
@@ -179,10 +183,9 @@ def compute_is_metrics(
 
 def _measured(
     train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig
-) -> tuple[Tensor, Tensor, dict[str, float]]:
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Through `rollcorr.correct`, its metrics under that release's names."""
     correction = correct(train, rollout, response_mask, config, densities=True)
-    assert correction.weights is not None  # every level of this generation has weights
     found = correction.metrics(prefix="")
 
     metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
@@ -199,15 +202,3 @@ def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if "ppl_ratio_geo" in metrics:
         metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
     return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}
-
-
-def _reference(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: parity.Band
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The same with that release's own numbers: mask mode rejects by the band, truncate mode cuts at its upper end."""
-    rejection, ceiling = (("rollout_is_", band), None) if config.criteria else (None, band.upper)
-    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
-    weights, mask, found = reference_correction(*data, weighting=band, ceiling=ceiling, rejection=rejection, veto=veto)
-    assert weights is not None
-    own = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
-    return weights, mask, own | _gap_metrics(found)
