@@ -15,8 +15,7 @@ from typing import Any
 
 from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, SWITCH
 
-ON = ("1", "on", "true", "yes")
-OFF = ("0", "off", "false", "no")
+SWITCHES = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
 
 
 def is_asked_for(environment: Mapping[str, str]) -> bool:
@@ -26,11 +25,9 @@ def is_asked_for(environment: Mapping[str, str]) -> bool:
         ValueError: ROLLCORR_VERL is neither on nor off.
     """
     switch = environment.get(SWITCH, "").strip().lower()
-    if switch and switch not in ON + OFF:
+    if switch and switch not in SWITCHES:
         raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {environment[SWITCH]!r}")
-    if switch:
-        return switch in ON
-    return __name__ in _names(environment.get(MODULES, ""))
+    return SWITCHES[switch] if switch else __name__ in _names(environment.get(MODULES, ""))
 
 
 def start() -> None:

@@ -74,9 +74,8 @@ def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GR
     level, constraint = mode.split("_")
 
     # TRL copies the older name into the newer one; an object that has only the older one means the same.
-    upper = getattr(args, "vllm_importance_sampling_clip_max", None)
     cap = getattr(args, "vllm_importance_sampling_cap", None)
-    upper = upper if cap is None else cap
+    upper = getattr(args, "vllm_importance_sampling_clip_max", None) if cap is None else cap
 
     # No ratio is below 0, so such a bound is an open side.
     lower = getattr(args, "vllm_importance_sampling_clip_min", None)

@@ -63,9 +63,8 @@ def correct(
                 f"leave out {name}, or leave out verl_parity"
             )
     if config.rollout_is is not None and config.is_upper is not None:
-        bounds = config.is_lower, config.is_upper
-        normalize = config.rollout_is_batch_normalize
-        weights, metrics = importance_weights(log_ratio, mask, config.rollout_is, bounds, normalize=normalize)
+        options = config.rollout_is, config.is_lower, config.is_upper, config.rollout_is_batch_normalize
+        weights, metrics = importance_weights(log_ratio, mask, *options)
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
 
     if config.criteria:
@@ -245,14 +244,13 @@ def metrics_of_given_weights(
 
 
 def importance_weights(
-    log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float | None, float], *, normalize: bool
+    log_ratio: Tensor, mask: Tensor, level: str, lower: float | None, upper: float, normalize: bool
 ) -> tuple[Tensor, Metrics]:
     """Truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
 
     `normalize` divides by the mean over tokens, or over the rows that hold one. Where the default process group is
     initialized, the mean is taken over that group.
     """
-    lower, upper = bounds
     log_weight = level_log_ratio(log_ratio, mask, level)
     raw = bounded_ratio(log_weight, mask)
 

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 PREFIX = "mismatch/"
+VETO_METRICS = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
 _GAP = (
     "training_ppl",
     "training_log_ppl",
@@ -189,8 +190,7 @@ def _measured(
     found = correction.metrics(prefix="")
 
     metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
-    for name in ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"):
-        metrics[name] = found.get(name, 0.0)
+    metrics |= {name: found.get(name, 0.0) for name in VETO_METRICS}
     for criterion in config.criteria:
         for name in ("masked_fraction", "seq_masked_fraction"):
             metrics[f"rollout_is_{name}"] = found[f"rollout_rs_{criterion.name}_{name}"]
