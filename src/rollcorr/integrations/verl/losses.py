@@ -7,25 +7,18 @@ verl hands the arguments of `compute_policy_loss_vanilla` to every loss in its r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import LossAggMode
 from rollcorr.config.checks import check_choice
-from rollcorr.core.aggregation import (
-    Denominators,
-    seq_mean_token_mean,
-    seq_mean_token_sum,
-    seq_mean_token_sum_norm,
-    token_mean,
-    token_sum,
-)
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.correction.denominators import count_denominators
+from rollcorr.correction.denominators import aggregate, count_denominators
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
@@ -63,6 +56,8 @@ def agg_loss(
     Raises:
         ValueError: an unknown mode, or a missing count with dp_size > 1.
     """
+    check_choice("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
+
     # A count that is not given is that of this batch.
     local = count_denominators(loss_mask)
     denominators = Denominators(
@@ -77,15 +72,7 @@ def agg_loss(
         raise ValueError(f"{loss_agg_mode} with dp_size {dp_size} needs {name}, counted over the whole optimizer step")
 
     scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
-    aggregations: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
-        "token-mean": token_mean,
-        "token-sum": lambda loss, mask, _: token_sum(loss, mask),
-        "seq-mean-token-sum": seq_mean_token_sum,
-        "seq-mean-token-mean": seq_mean_token_mean,
-        "seq-mean-token-sum-norm": partial(seq_mean_token_sum_norm, scale=scale),
-    }
-    check_choice("loss_agg_mode", loss_agg_mode, aggregations)
-    return aggregations[loss_agg_mode](loss_mat, loss_mask, denominators) * dp_size
+    return aggregate(loss_mat, loss_mask, cast("LossAggMode", loss_agg_mode), denominators, scale=scale) * dp_size
 
 
 def compute_policy_loss(
