@@ -20,6 +20,7 @@ from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
+    Trainer,
     loss_type_of,
     of_all_ranks,
     remove_trl_weights,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Asked = RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None
-Trainer = Any  # one of TRL's trainers: they are not imported here
 
 # What a model is called with beside the tokens, as TRL puts it into its batch.
 MODEL_INPUTS = (

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from rollcorr.correction import Correction
     from rollcorr.monitor import Monitor
 
-TRL_PREFIX = "trl/"
-
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
 
@@ -145,7 +143,7 @@ class MonitoredSteps:
     def end_step(self) -> None:
         """One optimizer step is over: hand over what it has, and let the Monitor write and judge it."""
         own: dict[str, object] = {} if self._loss is None else {"loss": self._loss}
-        own |= {TRL_PREFIX + name: value for name, value in self._new_metrics().items()}
+        own |= {f"trl/{name}": value for name, value in self._new_metrics().items()}
 
         # A subclass may drop rows between reward and batch, and the Monitor takes one reward for each row.
         fits = sum(map(len, self._rewards)) == self._own_rows > 0

@@ -16,9 +16,7 @@ from typing import Any
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.criteria import Threshold
 from rollcorr.correction.overview import described
-from rollcorr.integrations.trl.generation_batch import loss_type_of, multiplies, rejects
-
-Trainer = Any  # one of TRL's trainers: they are not imported here
+from rollcorr.integrations.trl.generation_batch import Trainer, loss_type_of, multiplies, rejects
 
 # TRL has no such bound. This is the largest one that the compiled kernel takes, far beyond any weight that is of use.
 SAFETY_BOUND = 40.0
