@@ -153,7 +153,10 @@ class RolloutCorrectionConfig(RawConfig):
             weights, mask, found = parity.correct(train, rollout, response_mask, config)
             weights, metrics = weights if config.apply_is else None, parity.to_floats(found, prefix=PREFIX)
         else:
-            correction = correct(train, rollout, response_mask, config, group=_group(config), densities=True)
+            # verl normalizes over the default process group, if there is one; all else is local to the caller's batch.
+            over_all = config.rollout_is_batch_normalize and torch.distributed.is_available()
+            group = torch.distributed.group.WORLD if over_all else None
+            correction = correct(train, rollout, response_mask, config, group=group, densities=True)
             weights, metrics = correction.loss_weights, correction.metrics()
             mask = correction.loss_mask.to(response_mask.dtype)
         return weights, response_mask if config.only_measures and not in_loss else mask, metrics
@@ -224,10 +227,3 @@ def _level(config: RolloutCorrectionConfig) -> str | None:
         )
         return None
     return config.rollout_is
-
-
-def _group(config: CheckedConfig) -> torch.distributed.ProcessGroup | None:
-    """verl normalizes over the default process group; everything else is local to the caller's batch."""
-    if config.rollout_is_batch_normalize and torch.distributed.is_available():
-        return torch.distributed.group.WORLD  # None where no group is initialized
-    return None

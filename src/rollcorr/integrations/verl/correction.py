@@ -18,7 +18,7 @@ from rollcorr.config.criteria import Threshold
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.layout import check_layout, sequence_mean
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.core.metric_registry import PREFIX, finalize
+from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig
@@ -287,26 +287,18 @@ def compute_is_metrics(
     Raises:
         ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    upper = rollout_is_threshold
-    lower = 1 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-    check_layout(weights=rollout_is_weights, raw_weights=raw_rollout_is_weights, response_mask=response_mask)
-    weights = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
+    high = rollout_is_threshold
+    low = 1 / high if rollout_is_threshold_lower is None else rollout_is_threshold_lower
+    weights, raw, log_weight = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
+    check_layout(weights=weights, raw_weights=raw, response_mask=response_mask)
     if verl_parity:
-        band = parity.Band(level=rollout_is, lower=lower, upper=upper, clip_low=0.0)
-        return parity.metrics_of_given_weights(*weights, response_mask, band)
-    statistics = _weight_statistics(*weights, response_mask != 0, rollout_is, (lower, upper))
-    return finalize(statistics.read(), prefix="")
-
-
-def _weight_statistics(
-    weights: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, level: str, band: tuple[float, float]
-) -> Statistics:
-    """The registry's rows of given weights."""
-    low, high = band
+        band = parity.Band(level=rollout_is, lower=low, upper=high, clip_low=0.0)
+        return parity.metrics_of_given_weights(weights, raw, log_weight, response_mask, band)
 
     # What the bounds judge: each token, or each row that holds one.
+    mask, by_token = response_mask != 0, rollout_is == "token"
     nonempty = mask.any(-1)
-    unit = mask if level == "token" else nonempty.unsqueeze(-1)
+    unit = mask if by_token else nonempty.unsqueeze(-1)
 
     mean_weight = sequence_mean(weights.double(), mask)
     log_mean_raw = sequence_mean(raw.double(), mask).log()
@@ -323,10 +315,10 @@ def _weight_statistics(
     extremes = {name: extremes_of(values, where) for name, (values, where) in measured.items()}
 
     # ESS and the spread are over the level's unit; the range of a sequence's weight is that of its log.
-    moments["unit_weight"] = moments["weight" if level == "token" else "sequence_weight"]
-    if level != "token":
+    moments["unit_weight"] = moments["weight" if by_token else "sequence_weight"]
+    if not by_token:
         extremes["log_weight"] = extremes_of(log_weight, unit)
-    return Statistics.of(sums=sums, moments=moments, extremes=extremes)
+    return Statistics.of(sums=sums, moments=moments, extremes=extremes).metrics(prefix="")
 
 
 def family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, float]:

@@ -55,7 +55,12 @@ def install() -> None:
     # Actors look their loss up by name.
     losses = _replace_values(modules[CORE_ALGOS].POLICY_LOSS_REGISTRY, replacements)
     _carry_to_ray_workers()
-    logger.warning("%s", _start_up_line(modules, losses))
+
+    # What is active now, by name.
+    parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
+    parts.append(f"the policy losses {', '.join(losses)}")
+    text = "rollcorr %s replaces in %s: %s; bypass mode reaches the actor"
+    logger.warning(text, __version__, _verl_version(), "; ".join(parts))
 
 
 def uninstall() -> None:
@@ -83,9 +88,19 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
     for module in (modules[HELPER], modules[CORE_ALGOS]):
         for name, ours in _functions_of(module).items():
             theirs = vars(module)[name]
-            if theirs is not ours:
-                _check_arguments(f"{module.__name__}.{name}", theirs, ours)
-                replacements[id(theirs)] = ours
+            if theirs is ours:
+                continue
+
+            # Ours must understand whatever verl's callers pass.
+            expected, known = (list(inspect.signature(function).parameters) for function in (theirs, ours))
+            if expected != known[: len(expected)]:
+                raise ImportError(
+                    f"{module.__name__}.{name} of {_verl_version()} takes ({', '.join(expected)}), and ours "
+                    f"({', '.join(known)}): this verl is not one that install() knows. Change the imports as "
+                    "docs/coming_from/verl.md says; for verl of November 2025 use "
+                    "rollcorr.integrations.verl.v2025_11"
+                )
+            replacements[id(theirs)] = ours
     return replacements
 
 
@@ -94,21 +109,6 @@ def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
     package = importlib.import_module("rollcorr.integrations.verl")
     functions = {name: getattr(package, name) for name in package.__all__ if name in vars(module)}
     return {name: function for name, function in functions.items() if inspect.isfunction(function)}
-
-
-def _check_arguments(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Refuse to replace a function whose arguments ours would not understand.
-
-    Raises:
-        ImportError: an argument that ours lacks, or has at another place.
-    """
-    expected, known = list(inspect.signature(theirs).parameters), list(inspect.signature(ours).parameters)
-    if expected != known[: len(expected)]:
-        raise ImportError(
-            f"{name} of {_verl_version()} takes ({', '.join(expected)}), and ours ({', '.join(known)}): this verl is "
-            "not one that install() knows. Change the imports as docs/coming_from/verl.md says; for verl of November "
-            "2025 use rollcorr.integrations.verl.v2025_11"
-        )
 
 
 def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -161,13 +161,6 @@ def _carry_to_ray_workers() -> None:
         if hook:
             _put(os.environ, RAY_HOOK_BEFORE, hook)
         _put(os.environ, RAY_HOOK, WITH_PLUGIN)
-
-
-def _start_up_line(modules: dict[str, ModuleType], losses: list[str]) -> str:
-    """What is active now, by name."""
-    parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
-    parts.append(f"the policy losses {', '.join(losses)}")
-    return f"rollcorr {__version__} replaces in {_verl_version()}: {'; '.join(parts)}; bypass mode reaches the actor"
 
 
 def _verl_version() -> str:
