@@ -18,27 +18,21 @@ from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, SWITC
 SWITCHES = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
 
 
-def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether these environment variables switch verl to this library.
-
-    Raises:
-        ValueError: ROLLCORR_VERL is neither on nor off.
-    """
-    switch = environment.get(SWITCH, "").strip().lower()
-    if switch and switch not in SWITCHES:
-        raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {environment[SWITCH]!r}")
-    return SWITCHES[switch] if switch else __name__ in _names(environment.get(MODULES, ""))
-
-
 def start() -> None:
     """Install our functions if the environment asks for them; a process that cannot have them ends.
 
     Raises:
-        SystemExit: they were asked for, and could not be installed. verl hides an ordinary error of a plugin, and the
-            run would go on without the correction.
+        SystemExit: they were asked for, and could not be installed, or the switch is neither on nor off. verl hides an
+            ordinary error of a plugin, and the run would go on without the correction.
     """
     try:
-        if is_asked_for(os.environ):
+        switch = os.environ.get(SWITCH, "").strip().lower()
+        if switch and switch not in SWITCHES:
+            raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {os.environ[SWITCH]!r}")
+
+        # The switch counts before verl's own list of modules.
+        is_named = __name__ in _names(os.environ.get(MODULES, ""))
+        if SWITCHES.get(switch, is_named):
             importlib.import_module("rollcorr.integrations.verl").install()
     except Exception as error:
         raise SystemExit(f"rollcorr could not be installed in verl, and {SWITCH}=0 runs verl alone: {error}") from error

@@ -105,8 +105,7 @@ def reference_correction(
 
 def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tuple[Tensor, Tensor, parity.Metrics]:
     """The bounded ratio (B, T), where it is out of the band, (B, T) or (B, 1), and verl's statistics of it."""
-    log_weight = parity.level_log_ratio(log_ratio, mask, band.level)
-    raw = parity.bounded_ratio(log_weight, mask)
+    log_weight, raw = parity.level_ratio(log_ratio, mask, band.level)
     unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
     return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)

@@ -153,17 +153,15 @@ def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
     }
 
 
-def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """ℓ: d per token (B, T); S_i or G_i per sequence (B, 1)."""
+def level_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """ℓ: d per token (B, T), S_i or G_i per sequence (B, 1); and exp(clamp(ℓ, ±20)), 0 at padding: (B, T)."""
     if level == "token":
-        return log_ratio.masked_fill(mask == 0, 0)
-    per_sequence = sequence_sum(log_ratio, mask != 0) if level == "sequence" else sequence_mean(log_ratio, mask)
-    return per_sequence.unsqueeze(-1)
-
-
-def bounded_ratio(log_weight: Tensor, mask: Tensor) -> Tensor:
-    """exp(clamp(ℓ, ±20)) on the valid tokens, 0 elsewhere: (B, T)."""
-    return log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().expand(mask.shape).masked_fill(mask == 0, 0)
+        log_weight = log_ratio.masked_fill(mask == 0, 0)
+    else:
+        per_sequence = sequence_sum(log_ratio, mask != 0) if level == "sequence" else sequence_mean(log_ratio, mask)
+        log_weight = per_sequence.unsqueeze(-1)
+    bounded = log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    return log_weight, bounded.expand(mask.shape).masked_fill(mask == 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +249,7 @@ def importance_weights(
     `normalize` divides by the mean over tokens, or over the rows that hold one. Where the default process group is
     initialized, the mean is taken over that group.
     """
-    log_weight = level_log_ratio(log_ratio, mask, level)
-    raw = bounded_ratio(log_weight, mask)
+    log_weight, raw = level_ratio(log_ratio, mask, level)
 
     # One bound is a ceiling; two are a band, and what lies outside gets weight 0.
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
