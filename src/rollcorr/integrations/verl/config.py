@@ -182,13 +182,12 @@ class RolloutCorrectionConfig(RawConfig):
             ValueError: a value outside its limits.
         """
         # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
-        names = ["rollout_token_veto_threshold", "nonfinite", "impl"]
-        if _level(self) is not None:
-            names += WEIGHT_OPTIONS
-        if self.rollout_rs is not None:
-            names += ["rollout_rs", "rollout_rs_threshold"]
-        options = {name: self[name] for name in names}
-        return CheckedConfig(**options)
+        unread = {"bypass_mode", "loss_type", "verl_parity"}
+        if _level(self) is None:
+            unread.update(WEIGHT_OPTIONS)
+        if self.rollout_rs is None:
+            unread.update(("rollout_rs", "rollout_rs_threshold"))
+        return CheckedConfig(**{name: value for name, value in self.items() if name not in unread})
 
 
 def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)

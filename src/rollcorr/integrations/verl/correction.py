@@ -176,10 +176,9 @@ def compute_rollout_correction_weights(
         TypeError: an option of the wrong type; a threshold of None is one.
         ValueError: an option outside its limits, or shapes that differ.
     """
-    if rollout_is_threshold is None:
-        raise TypeError("rollout_is_threshold must be a number or a text such as '0.5_5.0'; got None")
-    if rollout_is is None:
-        raise TypeError("rollout_is must be 'token', 'sequence' or 'geometric'; got None")
+    for name, value in {"rollout_is_threshold": rollout_is_threshold, "rollout_is": rollout_is}.items():
+        if value is None:
+            raise TypeError(f"{name} must be set, because weights need a level and a threshold; got None")
     config = RolloutCorrectionConfig(
         rollout_is, rollout_is_threshold, rollout_is_batch_normalize, verl_parity=verl_parity
     )
