@@ -157,10 +157,9 @@ def _carry_to_ray_workers() -> None:
     # A process that this one starts reads the first; `ray.init` calls what the second names.
     _put(os.environ, SWITCH, "1")
     hook = os.environ.get(RAY_HOOK)
-    if hook != WITH_PLUGIN:
-        if hook:
-            _put(os.environ, RAY_HOOK_BEFORE, hook)
-        _put(os.environ, RAY_HOOK, WITH_PLUGIN)
+    if hook and hook != WITH_PLUGIN:
+        _put(os.environ, RAY_HOOK_BEFORE, hook)
+    _put(os.environ, RAY_HOOK, WITH_PLUGIN)
 
 
 def _verl_version() -> str:

@@ -217,8 +217,8 @@ def maybe_apply_rollout_correction(
     Raises:
         ValueError: bypass without rollout_log_probs in the batch.
     """
-    settings = None if rollout_corr_config is None else RolloutCorrectionConfig.read(rollout_corr_config)
-    if settings is None or not settings.bypass_old_logprob_for_rollout:
+    settings = RolloutCorrectionConfig.read(rollout_corr_config or {})
+    if not settings.bypass_old_logprob_for_rollout:
         return True
 
     take_rollout_log_probs(batch, option="bypass_old_logprob_for_rollout")
