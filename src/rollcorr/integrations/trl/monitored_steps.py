@@ -74,7 +74,6 @@ class MonitoredSteps:
         self.monitor = monitor
         self._trainer = trainer
         self._loss: Tensor | None = None
-        self._scored: Tensor | None = None
         self._rewards: list[Tensor] = []
         self._rows, self._own_rows = 0, 0  # of the step's batches: over all ranks, and of this one
 
@@ -84,7 +83,7 @@ class MonitoredSteps:
         }
 
     def remember_rewards(self, of_functions: Tensor, own_rows: int) -> None:
-        """Keep the rewards of this rank's completions until their batch is corrected.
+        """Keep the rewards of this rank's completions until the step ends.
 
         Args:
             of_functions: of all ranks, (rows, functions); NaN where a function gave none.
@@ -98,7 +97,7 @@ class MonitoredSteps:
         weighted = of_functions * weights.to(of_functions.device)
         rewards = weighted.nansum(1).masked_fill(of_functions.isnan().all(1), torch.nan)
         first = self._trainer.accelerator.process_index * own_rows
-        self._scored = rewards[first : first + own_rows].detach()
+        self._rewards.append(rewards[first : first + own_rows].detach())
 
     def correct(self, batch: dict[str, Any], old: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
         """Correct a batch by the Monitor, which also logs it."""
@@ -119,9 +118,6 @@ class MonitoredSteps:
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0, densities=True)
         self._own_rows += len(mask)
-        if self._scored is not None:
-            self._rewards.append(self._scored)
-            self._scored = None
         return correction
 
     def add_loss(self, loss: Tensor) -> None:
@@ -145,7 +141,7 @@ class MonitoredSteps:
         own: dict[str, object] = {} if self._loss is None else {"loss": self._loss}
         own |= {f"trl/{name}": value for name, value in self._new_metrics().items()}
 
-        # A subclass may drop rows between reward and batch, and the Monitor takes one reward for each row.
+        # The Monitor takes one reward for each row. A subclass may drop rows, and a batch may stay uncorrected.
         fits = sum(map(len, self._rewards)) == self._own_rows > 0
         reward = torch.cat(self._rewards) if fits else None
         self._loss, self._rewards, self._rows, self._own_rows = None, [], 0, 0
