@@ -176,9 +176,8 @@ def compute_rollout_correction_weights(
         TypeError: an option of the wrong type; a threshold of None is one.
         ValueError: an option outside its limits, or shapes that differ.
     """
-    for name, value in {"rollout_is_threshold": rollout_is_threshold, "rollout_is": rollout_is}.items():
-        if value is None:
-            raise TypeError(f"{name} must be set, because weights need a level and a threshold; got None")
+    if rollout_is_threshold is None or rollout_is is None:
+        raise TypeError(f"weights need a threshold and a level; got {rollout_is_threshold!r} and {rollout_is!r}")
     config = RolloutCorrectionConfig(
         rollout_is, rollout_is_threshold, rollout_is_batch_normalize, verl_parity=verl_parity
     )

@@ -59,8 +59,9 @@ def install() -> None:
     # What is active now, by name.
     parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
     parts.append(f"the policy losses {', '.join(losses)}")
-    text = "rollcorr %s replaces in %s: %s; bypass mode reaches the actor"
-    logger.warning(text, __version__, _verl_version(), "; ".join(parts))
+    logger.warning(
+        "rollcorr %s replaces in %s: %s; bypass mode reaches the actor", __version__, _verl_version(), "; ".join(parts)
+    )
 
 
 def uninstall() -> None:
