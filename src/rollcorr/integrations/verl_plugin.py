@@ -48,10 +48,8 @@ def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     if before := os.environ.get(RAY_HOOK_BEFORE):
         extended = dict(pkgutil.resolve_name(before)(extended) or {})
     variables = dict(extended.get("env_vars") or {})
-    modules = _names(variables.get(MODULES, os.environ.get(MODULES, "")))
-    if __name__ not in modules:
-        modules.append(__name__)
-    return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(modules)}}
+    modules = [*_names(variables.get(MODULES, os.environ.get(MODULES, ""))), __name__]
+    return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(dict.fromkeys(modules))}}
 
 
 def _names(modules: str) -> list[str]:

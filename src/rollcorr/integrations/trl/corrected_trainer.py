@@ -234,9 +234,7 @@ def _set_up(
             "them"
         )
     generation = None if engine is None else EngineGeneration(engine, trainer)
-    group = _group()
-    ranks = 1 if group is None else group.size()
-    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, ranks)
+    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, _group())
 
     # Nothing is refused from here on.
     if earlier is not None:

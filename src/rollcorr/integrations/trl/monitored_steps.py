@@ -58,13 +58,20 @@ class MonitoredSteps:
         trainer: one of TRL's trainers.
         monitor: what counts them. It takes on the trainer's configuration.
         config: what the trainer corrects by.
-        ranks: how many data-parallel ranks the trainer has.
+        group: the trainer's data-parallel ranks; None if it has one.
 
     Raises:
         ValueError: the Monitor was made for other ranks.
     """
 
-    def __init__(self, trainer: Trainer, monitor: Monitor, config: RolloutCorrectionConfig, ranks: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        monitor: Monitor,
+        config: RolloutCorrectionConfig,
+        group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        ranks = 1 if group is None else group.size()
         if monitor.ranks != ranks:
             raise ValueError(
                 f"the trainer has {ranks} ranks and the Monitor counts {monitor.ranks}: make it after the trainer, on "
