@@ -71,10 +71,8 @@ class RolloutCorrectionMixin:
         ValueError: TRL's loss cannot do what the configuration asks for, or the engine cannot sample for this trainer.
     """
 
-    _correction_asked: Asked
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
-    _disable_trl_correction: bool
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None

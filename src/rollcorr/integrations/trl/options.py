@@ -152,9 +152,8 @@ def start_up_line(trainer: Trainer) -> str:
 
     # Whose options these are, and whether they change anything.
     is_given = trainer._correction_asked is not None
-    of_trl = "TRL's vllm_importance_sampling_* options"
-    if loss_type == "rloo":
-        of_trl = "default, as RLOOTrainer has no options for it"
+    is_rloo = loss_type == "rloo"
+    of_trl = "default, as RLOOTrainer has no options for it" if is_rloo else "TRL's vllm_importance_sampling_* options"
     name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
     start = f"rollcorr corrects {name} by {'its own configuration' if is_given else of_trl}"
     if sampler == THE_POLICY:

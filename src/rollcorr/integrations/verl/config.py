@@ -36,18 +36,6 @@ WEIGHT_OPTIONS = (
     "batch_normalize_over",
 )
 
-# Keys that verl's class does not have, and where they belong.
-ELSEWHERE = dict.fromkeys(
-    KEYS["2025-10"] + KEYS["2025-11"],
-    "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
-    ".v2025_10 take the older ones",
-) | {
-    "normalizer": (
-        "The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, all "
-        "tokens in bypass mode. Leave it out, or take rollcorr.policy_loss in the place of verl's loss"
-    )
-}
-
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 
 
@@ -144,7 +132,17 @@ class RolloutCorrectionConfig(RawConfig):
     verl_parity: bool = False
     impl: str = "auto"
 
-    _elsewhere = ELSEWHERE
+    # Keys that verl's class does not have, and where they belong.
+    _elsewhere = dict.fromkeys(
+        KEYS["2025-10"] + KEYS["2025-11"],
+        "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
+        ".v2025_10 take the older ones",
+    ) | {
+        "normalizer": (
+            "The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, "
+            "all tokens in bypass mode. Leave it out, or take rollcorr.policy_loss in the place of verl's loss"
+        )
+    }
 
     def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
         """Correct by `rollcorr.correct`, or with verl 0.9.1's own numbers."""

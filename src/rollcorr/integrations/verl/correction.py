@@ -23,8 +23,8 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig
 
-WEIGHT_METRICS = ("rollout_is_", "saturated_")
-REJECTION_METRICS = ("rollout_rs_",)
+WEIGHT_METRICS = (f"{PREFIX}rollout_is_", f"{PREFIX}saturated_")
+REJECTION_METRICS = f"{PREFIX}rollout_rs_"
 
 WEIGHTS = "rollout_is_weights"
 Batch = Any  # verl's DataProto, or a `TensorBatch`: named tensors under `.batch`, and a union with another batch
@@ -238,7 +238,7 @@ def compute_offpolicy_metrics(
     metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig(), densities=True).metrics(prefix="")
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
-    return {name: value for name, value in metrics.items() if not name.startswith(REJECTION_METRICS)}
+    return {name: value for name, value in metrics.items() if not name.startswith("rollout_rs_")}
 
 
 def compute_rollout_corr_metrics_from_logprobs(
@@ -319,7 +319,6 @@ def compute_is_metrics(
     return Statistics.of(sums=sums, moments=moments, extremes=extremes).metrics(prefix="")
 
 
-def family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, float]:
+def family(metrics: dict[str, float], prefixes: str | tuple[str, ...]) -> dict[str, float]:
     """The metrics of one family, without "rollout_corr/"."""
-    bare = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
-    return {name: value for name, value in bare.items() if name.startswith(prefixes)}
+    return {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(prefixes)}

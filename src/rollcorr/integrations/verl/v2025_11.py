@@ -17,7 +17,6 @@ from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import take_rollout_log_probs, tell_actor
-from rollcorr.integrations.verl.config_2025_11 import RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import (
     Batch,
     compute_offpolicy_metrics,
@@ -34,7 +33,7 @@ from rollcorr.integrations.verl.losses import (
     compute_policy_loss,
     four_tensors,
 )
-from rollcorr.integrations.verl.older import ratio_band
+from rollcorr.integrations.verl.older import RolloutCorrectionConfig, ratio_band
 
 __all__ = [
     "RolloutCorrectionConfig",
