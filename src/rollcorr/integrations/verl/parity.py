@@ -269,8 +269,7 @@ def importance_weights(
 
 def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     """The mean weight over the default process group; 1 where it is not above 1e-8."""
-    valid = mask != 0
-    unit, counted = (weights, valid) if level == "token" else (sequence_mean(weights, mask), valid.any(-1))
+    unit, counted = (weights, mask != 0) if level == "token" else (sequence_mean(weights, mask), mask.any(-1))
     totals = torch.stack([unit.masked_fill(~counted, 0).sum(), counted.sum().to(unit.dtype)])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(totals)

@@ -142,9 +142,8 @@ def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # no
 
 def _carry_to_ray_workers() -> None:
     """Switch verl in the workers of every later `ray.init`, and say so if it came before."""
-    was_asked_for = bool(os.environ.get(SWITCH))
     ray = sys.modules.get("ray")
-    if ray is not None and not was_asked_for and hasattr(ray, "is_initialized") and ray.is_initialized():
+    if ray is not None and not os.environ.get(SWITCH) and hasattr(ray, "is_initialized") and ray.is_initialized():
         context = ray.get_runtime_context()
         started_here = context.worker.mode == ray.SCRIPT_MODE
         if started_here and SWITCH not in context.runtime_env.get("env_vars", {}):

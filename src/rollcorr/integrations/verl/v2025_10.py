@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.conversion import convert
 from rollcorr.core.layout import sequence_mean
 from rollcorr.correction.rollout_correction import correct
@@ -101,10 +100,20 @@ def compute_rollout_importance_weights(
         )
         weights, mask, found = reference_correction(*data, config, weighting=band, rejection_prefix="rollout_is_")
         metrics = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
-        metrics |= _gap_metrics(found)
     else:
-        weights, mask, metrics = _measured(*data, config)
+        correction = correct(*data, config, densities=True)
+        weights, mask = correction.weights, correction.loss_mask.to(response_mask.dtype)
+        found = correction.metrics(prefix="")
+
+        # The same under that release's names.
+        metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
+        metrics |= {name: found.get(name, 0.0) for name in VETO_METRICS}
+        for criterion in config.criteria:
+            for name in ("masked_fraction", "seq_masked_fraction"):
+                metrics[f"rollout_is_{name}"] = found[f"rollout_rs_{criterion.name}_{name}"]
+
     assert weights is not None  # every level of this generation has weights
+    metrics |= _gap_metrics(found)
     return weight_batch(weights), mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
@@ -180,21 +189,6 @@ def compute_is_metrics(
         ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
         metrics = {f"rollout_is_{name}": value for name, value in ratio.items()}
     return metrics | parity.to_floats(shares, prefix="rollout_is_")
-
-
-def _measured(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Through `rollcorr.correct`, its metrics under that release's names."""
-    correction = correct(train, rollout, response_mask, config, densities=True)
-    found = correction.metrics(prefix="")
-
-    metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
-    metrics |= {name: found.get(name, 0.0) for name in VETO_METRICS}
-    for criterion in config.criteria:
-        for name in ("masked_fraction", "seq_masked_fraction"):
-            metrics[f"rollout_is_{name}"] = found[f"rollout_rs_{criterion.name}_{name}"]
-    return correction.weights, correction.loss_mask.to(response_mask.dtype), metrics | _gap_metrics(found)
 
 
 def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
