@@ -47,8 +47,12 @@ def console_metrics(
     printed: dict[str, Any] = {
         name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics
     }
-    printed["kept_fraction"] = 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0)
-    return {**printed, "verdict": verdict, "alarms": alarms}
+    return {
+        **printed,
+        "kept_fraction": 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0),
+        "verdict": verdict,
+        "alarms": alarms,
+    }
 
 
 class MonitoredSteps:

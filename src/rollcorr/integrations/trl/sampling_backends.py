@@ -91,7 +91,6 @@ class EngineGeneration:
         """
         if images is not None and any(images):
             raise ValueError("this engine samples from text alone; leave the images out, or use vLLM")
-        del num_generations
 
         # The one draw per batch: a resumed run continues with the seeds that it would have had.
         seed = int(torch.randint(2**31 - 1, (), device="cpu"))
