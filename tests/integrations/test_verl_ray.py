@@ -38,8 +38,9 @@ class Actor:
 actor = Actor.options(runtime_env={"env_vars": {"WORLD_SIZE": "1"}}).remote()
 print("FOUND", json.dumps(ray.get(actor.functions.remote())))
 """
-LOSSES, TRAINER, CORE = "rollcorr.integrations.verl.losses", "rollcorr.integrations.verl.trainer", "verl.trainer.ppo"
-OURS = [LOSSES, LOSSES, f"{CORE}.core_algos", TRAINER, LOSSES, True]
+LOSSES, CORRECTION = "rollcorr.integrations.verl.losses", "rollcorr.integrations.verl.correction"
+CORE = "verl.trainer.ppo"
+OURS = [LOSSES, LOSSES, f"{CORE}.core_algos", CORRECTION, LOSSES, True]
 VERLS = [f"{CORE}.core_algos"] * 3 + [f"{CORE}.rollout_corr_helper", f"{CORE}.core_algos", False]
 
 

@@ -9,38 +9,30 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, SWITCH
 
-ON = ("1", "on", "true", "yes")
-OFF = ("0", "off", "false", "no")
-
-
-def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether these environment variables switch verl to this library.
-
-    Raises:
-        ValueError: ROLLCORR_VERL is neither on nor off.
-    """
-    switch = environment.get(SWITCH, "").strip().lower()
-    if switch and switch not in ON + OFF:
-        raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {environment[SWITCH]!r}")
-    if switch:
-        return switch in ON
-    return __name__ in _names(environment.get(MODULES, ""))
+SWITCHES = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
 
 
 def start() -> None:
     """Install our functions if the environment asks for them; a process that cannot have them ends.
 
     Raises:
-        SystemExit: they were asked for, and could not be installed. verl hides an ordinary error of a plugin, and the
-            run would go on without the correction.
+        SystemExit: they were asked for, and could not be installed, or the switch is neither on nor off. verl hides an
+            ordinary error of a plugin, and the run would go on without the correction.
     """
     try:
-        if is_asked_for(os.environ):
+        switch = os.environ.get(SWITCH, "").strip().lower()
+        if switch and switch not in SWITCHES:
+            raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {os.environ[SWITCH]!r}")
+
+        # The switch counts before verl's own list of modules.
+        is_named = __name__ in _names(os.environ.get(MODULES, ""))
+        if SWITCHES.get(switch, is_named):
             importlib.import_module("rollcorr.integrations.verl").install()
     except Exception as error:
         raise SystemExit(f"rollcorr could not be installed in verl, and {SWITCH}=0 runs verl alone: {error}") from error
@@ -54,21 +46,14 @@ def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     # Ray may run on a cluster that was started without our environment, and a worker may lack the entry point.
     extended = dict(runtime_env or {})
     if before := os.environ.get(RAY_HOOK_BEFORE):
-        extended = dict(_loaded(before)(extended) or {})
+        extended = dict(pkgutil.resolve_name(before)(extended) or {})
     variables = dict(extended.get("env_vars") or {})
-    modules = _names(variables.get(MODULES, os.environ.get(MODULES, "")))
-    if __name__ not in modules:
-        modules.append(__name__)
-    return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(modules)}}
+    modules = [*_names(variables.get(MODULES, os.environ.get(MODULES, ""))), __name__]
+    return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(dict.fromkeys(modules))}}
 
 
 def _names(modules: str) -> list[str]:
     return [name.strip() for name in modules.split(",") if name.strip()]
-
-
-def _loaded(path: str) -> Callable[[dict[str, Any]], Mapping[str, Any] | None]:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
 start()

@@ -7,7 +7,6 @@ changes.
 """
 
 from rollcorr.integrations.trl.corrected_trainer import RolloutCorrectionMixin, attach
-from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
-from rollcorr.integrations.trl.sampling_backends import EngineGeneration
+from rollcorr.integrations.trl.options import config_from_trl
 
-__all__ = ["EngineGeneration", "RolloutCorrectionMixin", "attach", "config_from_trl"]
+__all__ = ["RolloutCorrectionMixin", "attach", "config_from_trl"]

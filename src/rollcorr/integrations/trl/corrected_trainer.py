@@ -20,29 +20,25 @@ from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.generation_batch import (
-    check_config,
+    Trainer,
     loss_type_of,
     of_all_ranks,
     remove_trl_weights,
     tokens_in_loss,
     write_to_batch,
 )
-from rollcorr.integrations.trl.importance_sampling_options import config_from_trl
 from rollcorr.integrations.trl.loss_check import check_loss
-from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, asked_of_monitor, console_metrics
+from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, console_metrics
+from rollcorr.integrations.trl.options import check_config, config_from_trl, start_up_line
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
-from rollcorr.integrations.trl.start_up_line import start_up_line
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from rollcorr.core.mergeable_statistics import Statistics
     from rollcorr.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
 Asked = RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None
-Trainer = Any  # one of TRL's trainers: they are not imported here
 
 # What a model is called with beside the tokens, as TRL puts it into its batch.
 MODEL_INPUTS = (
@@ -75,10 +71,8 @@ class RolloutCorrectionMixin:
         ValueError: TRL's loss cannot do what the configuration asks for, or the engine cannot sample for this trainer.
     """
 
-    _correction_asked: Asked
     _correction_config: RolloutCorrectionConfig
     _correction_statistics: dict[str, Statistics]
-    _disable_trl_correction: bool = False
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
     _monitored_steps: MonitoredSteps | None
@@ -93,10 +87,7 @@ class RolloutCorrectionMixin:
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._disable_trl_correction = disable_trl_correction
-        asked = asked_of_monitor(rollout_correction, rollout_monitor)
-        parts = _parts(self, asked, rollout_engine, rollout_monitor)
-        _start(self, *parts, asked=asked)
+        _set_up(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with the correction in it."""
@@ -150,16 +141,13 @@ class RolloutCorrectionMixin:
         metrics = {} if statistics is None else statistics.metrics(prefix="")
 
         # A printed line has room for a few numbers, and a tracker for all.
+        printed, steps = metrics, self._monitored_steps if mode == "train" else None
         if metrics and not getattr(trainer.args, "report_to", ()):
             try:
-                printed = console_metrics(
-                    metrics, self._correction_config, self._monitored_steps if mode == "train" else None
-                )
+                printed = console_metrics(metrics, self._correction_config, steps)
             except Exception as error:  # a judgment must not end the training
                 logger.error("the metrics of a printed line could not be judged: %r", error)
                 printed = {}
-        else:
-            printed = metrics
 
         # The callers of `log` and the history read more than a line.
         prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
@@ -211,65 +199,55 @@ def attach(
             f"attach takes a GRPOTrainer or RLOOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
-    # What is refused leaves the trainer as it was.
-    asked = asked_of_monitor(config, monitor)
-    if isinstance(trainer, RolloutCorrectionMixin):
-        asked = trainer._correction_asked if asked is None else asked
-        steps = trainer._monitored_steps
-        monitor = steps.monitor if monitor is None and steps is not None else monitor
-    parts = _parts(trainer, asked, engine, monitor)
+    _set_up(trainer, config, engine, monitor, disable_trl_correction)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(
             f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {"_named_by_user": plain.__name__}
         )
-    if disable_trl_correction is not None:
-        trainer._disable_trl_correction = disable_trl_correction
-    _start(trainer, *parts, asked=asked)
     return trainer
 
 
-_Parts = tuple[RolloutCorrectionConfig, EngineGeneration | None, MonitoredSteps | None]
+def _set_up(
+    trainer: Trainer, given: Asked, engine: Engine | None, monitor: Monitor | None, disable_trl_correction: bool | None
+) -> None:
+    """Put the configuration, the engine and the Monitor in place, and log what is active.
 
-
-def _parts(trainer: Trainer, asked: Asked, engine: Engine | None, monitor: Monitor | None) -> _Parts:
-    """What a trainer is corrected by, checked before anything of it changes."""
+    What is refused leaves the trainer as it was. What is not given is that of an earlier call.
+    """
+    earlier = getattr(trainer, "_monitored_steps", None)
+    if monitor is None and earlier is not None:
+        monitor = earlier.monitor
+    of_monitor: Asked = None
+    if monitor is not None and monitor.config_was_given:
+        of_monitor = "disabled" if monitor.config is None else monitor.config
+    choices = (given, of_monitor, getattr(trainer, "_correction_asked", None))
+    asked = next((choice for choice in choices if choice is not None), None)
     config = _checked_config(trainer, asked)
-    generation = None if engine is None else EngineGeneration(engine, trainer)
-    if monitor is None:
-        return config, generation, None
 
     # Two configurations cannot both be right, and the run's directory holds one.
-    of_monitor = _checked_config(trainer, asked_of_monitor(None, monitor))
-    if monitor.config_was_given and of_monitor != config:
+    if of_monitor is not None and _checked_config(trainer, of_monitor) != config:
         raise ValueError(
             f"the Monitor was made with {of_monitor}, and attach was given {config}: give the configuration to one of "
             "them"
         )
-    group = _group()
-    return config, generation, MonitoredSteps(trainer, monitor, config, 1 if group is None else group.size())
+    generation = None if engine is None else EngineGeneration(engine, trainer)
+    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, _group())
 
-
-def _start(
-    trainer: Trainer,
-    config: RolloutCorrectionConfig,
-    generation: EngineGeneration | None,
-    steps: MonitoredSteps | None,
-    *,
-    asked: Asked,
-) -> None:
-    """Put the engine and the Monitor in place, and say what is active."""
-    earlier = getattr(trainer, "_monitor_callback", None)
+    # Nothing is refused from here on.
     if earlier is not None:
-        trainer.remove_callback(earlier)
-    trainer._monitored_steps, trainer._monitor_callback = steps, None
+        trainer.remove_callback(trainer._monitor_callback)
+    trainer._monitored_steps = steps
     if steps is not None:
         trainer._monitor_callback = steps.callback()
         trainer.add_callback(trainer._monitor_callback)
 
+    if disable_trl_correction is None:
+        disable_trl_correction = getattr(trainer, "_disable_trl_correction", False)
     trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics, trainer._reported_ranks = {}, set()
     trainer._token_log_prob, trainer._awaits_token_log_prob, trainer._loss_was_checked = None, False, False
+    trainer._disable_trl_correction = disable_trl_correction
 
     if generation is not None:
         trainer.vllm_generation = generation
@@ -370,11 +348,10 @@ def _mode(trainer: Trainer) -> str:
     return "train" if trainer.model.training else "eval"
 
 
-def _group() -> ProcessGroup | None:
+def _group() -> torch.distributed.ProcessGroup | None:
     """All ranks, each with sequences of its own. None if this process is alone."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    return torch.distributed.group.WORLD if torch.distributed.get_world_size() > 1 else None
+    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    return None if world is None or world.size() == 1 else world
 
 
 def _report_missing(trainer: Trainer, of_ranks: list[bool]) -> None:

@@ -19,18 +19,6 @@ from rollcorr.config import RolloutCorrectionConfig
 
 Trainer = Any  # one of TRL's trainers: they are not imported here
 
-# What each of TRL's losses divides by, in the words of the start-up line.
-DIVISORS = {
-    "grpo": "the kept tokens of each sequence, then all sequences",
-    "sapo": "the kept tokens of each sequence, then all sequences",
-    "bnpo": "the kept tokens of the micro-batch",
-    "dr_grpo": "a constant",
-    "luspo": "all sequences",
-    "cispo": "the kept tokens",
-    "dapo": "the kept tokens",
-    "vespo": "the kept tokens",
-    "rloo": "all sequences",
-}
 COUNTED_LOSSES = ("cispo", "dapo", "vespo")  # these read num_items_in_batch
 MASK_COUNTING_LOSSES = ("grpo", "sapo", "bnpo")  # these count the mask themselves
 
@@ -51,48 +39,6 @@ def of_all_ranks(value: Any, group: torch.distributed.ProcessGroup | None) -> li
     if group is not None:
         torch.distributed.all_gather_object(values, value, group=group)
     return values
-
-
-def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
-    """The configuration for one of TRL's losses ("rloo" for RLOO's): what that loss can express.
-
-    RLOO has one ratio for each sequence, so a token cannot leave it: a missing log-prob rejects its sequence there.
-
-    Raises:
-        ValueError: the loss cannot do what is asked; says what to change.
-    """
-    if config.bypass_mode:
-        raise ValueError(
-            "bypass_mode=True replaces the old log-probs in the loss, which this adapter leaves to TRL; "
-            "set bypass_mode=False"
-        )
-    if config.normalizer == "weights" and loss_type not in ("cispo", "dapo"):
-        raise ValueError(
-            f"normalizer='weights' needs loss_type 'cispo' or 'dapo', which divide by a count; got {loss_type!r}. "
-            "Set normalizer='kept'"
-        )
-    if loss_type == "vespo" and config.weights_reach_loss and config.rollout_is != "token":
-        raise ValueError(
-            f"loss_type='vespo' multiplies the weights of a sequence's tokens itself; got "
-            f"rollout_is={config.rollout_is!r}. Set rollout_is='token'; in TRL's options, "
-            "vllm_importance_sampling_mode='token_truncate'"
-        )
-    if loss_type != "rloo":
-        return config
-
-    if config.weights_reach_loss and config.rollout_is == "token":
-        raise ValueError(
-            "RLOOTrainer's loss has one ratio for each sequence, so rollout_is='token' cannot weight it; "
-            "set rollout_is='sequence' or 'geometric'"
-        )
-    token_criteria = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
-    if token_criteria:
-        raise ValueError(
-            f"RLOOTrainer's loss cannot leave out single tokens; got rollout_rs={token_criteria[0]!r}. "
-            "Use a criterion of a sequence, such as 'seq_max_k2'"
-        )
-    rejects_tokens = config.nonfinite == "reject_token" and not config.only_measures
-    return config.with_options(nonfinite="reject_sequence") if rejects_tokens else config
 
 
 def tokens_in_loss(batch: dict[str, Any]) -> Tensor:

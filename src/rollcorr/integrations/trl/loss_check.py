@@ -105,12 +105,10 @@ def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorr
         doubled = policy.new_tensor([2.0, 1.0] * (ROWS // 2)).unsqueeze(1)
         found = torch.stack([probe.policy_gradient(weights=0 * doubled), probe.policy_gradient(weights=doubled)])
 
-        # VESPO is no linear function of the weight, and its options decide how far a weight acts.
-        if loss_type == "vespo":
-            ignored = not _differs(found, policy.expand_as(found), policy)
-        else:
-            ignored = _differs(found, torch.stack([0 * policy, doubled * policy]), policy)
-        if ignored:
+        # VESPO is no linear function of the weight, and its options decide how far a weight acts: it must only differ.
+        is_vespo = loss_type == "vespo"
+        expected = policy.expand_as(found) if is_vespo else torch.stack([0 * policy, doubled * policy])
+        if _differs(found, expected, policy) != is_vespo:
             return weights
 
     # RLOO rejects sequences, and so do weights of 0 where the loss divides by its mask.
@@ -149,21 +147,17 @@ class _LossProbe:
 
         # Every token counts, and all policies are equal, so that nothing is clipped.
         others = {name: _resized(value, mask.shape) for name, value in batch.items() if name != "tool_mask"}
-        policies = {
-            name: self._log_prob for name in ("sampling_per_token_logps", "ref_per_token_logps") if name in batch
+        policies = {"sampling_per_token_logps", "ref_per_token_logps"} & batch.keys()
+        self._batch: dict[str, Any] = {
+            **others,
+            **dict.fromkeys(policies, self._log_prob),
+            "old_per_token_logps": self._log_prob,
+            "old_logps": self._log_prob.sum(1),
+            "completion_mask": self._ones.long(),
+            "num_items_in_batch": self._ones.long().sum(),
+            "importance_sampling_ratio": self._ones,
+            "advantages": sign * (0.5 + drawn[:, LENGTH]),
         }
-        self._batch = (
-            others
-            | policies
-            | {
-                "old_per_token_logps": self._log_prob,
-                "old_logps": self._log_prob.sum(1),
-                "completion_mask": self._ones.long(),
-                "num_items_in_batch": self._ones.long().sum(),
-                "importance_sampling_ratio": self._ones,
-                "advantages": sign * (0.5 + drawn[:, LENGTH]),
-            }
-        )
 
     def policy_gradient(self, **options: Any) -> Tensor:  # noqa: ANN401
         """Return the part of the gradient that the advantages are in, (ROWS, LENGTH)."""

@@ -26,26 +26,7 @@ if TYPE_CHECKING:
     from rollcorr.correction import Correction
     from rollcorr.monitor import Monitor
 
-TRL_PREFIX = "trl/"
-
 Trainer = Any  # one of TRL's trainers: they are not imported here
-
-
-def asked_of_monitor(asked: Any, monitor: Monitor | None) -> Any:  # noqa: ANN401 (what `attach` takes as configuration)
-    """The configuration that `attach` was given, else the one that the Monitor was made with, else None."""
-    if asked is None and monitor is not None and monitor.config_was_given:
-        return "disabled" if monitor.config is None else monitor.config
-    return asked
-
-
-def sampling_of(trainer: Trainer) -> SamplingSpec | None:
-    """How the trainer's engine samples, and which engine it is; None where vLLM or the policy itself samples.
-
-    Without the policy version: TRL numbers its steps itself, and samples anew or trains on an earlier batch.
-    """
-    engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
-    sampling = getattr(engine, "sampling", None)
-    return dataclasses.replace(sampling, policy_version=None) if isinstance(sampling, SamplingSpec) else None
 
 
 def console_metrics(
@@ -66,8 +47,12 @@ def console_metrics(
     printed: dict[str, Any] = {
         name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics
     }
-    kept = 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0)
-    return {**printed, "kept_fraction": kept, "verdict": verdict, "alarms": alarms}
+    return {
+        **printed,
+        "kept_fraction": 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0),
+        "verdict": verdict,
+        "alarms": alarms,
+    }
 
 
 class MonitoredSteps:
@@ -77,13 +62,20 @@ class MonitoredSteps:
         trainer: one of TRL's trainers.
         monitor: what counts them. It takes on the trainer's configuration.
         config: what the trainer corrects by.
-        ranks: how many data-parallel ranks the trainer has.
+        group: the trainer's data-parallel ranks; None if it has one.
 
     Raises:
         ValueError: the Monitor was made for other ranks.
     """
 
-    def __init__(self, trainer: Trainer, monitor: Monitor, config: RolloutCorrectionConfig, ranks: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        monitor: Monitor,
+        config: RolloutCorrectionConfig,
+        group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        ranks = 1 if group is None else group.size()
         if monitor.ranks != ranks:
             raise ValueError(
                 f"the trainer has {ranks} ranks and the Monitor counts {monitor.ranks}: make it after the trainer, on "
@@ -93,7 +85,6 @@ class MonitoredSteps:
         self.monitor = monitor
         self._trainer = trainer
         self._loss: Tensor | None = None
-        self._scored: Tensor | None = None
         self._rewards: list[Tensor] = []
         self._rows, self._own_rows = 0, 0  # of the step's batches: over all ranks, and of this one
 
@@ -103,7 +94,7 @@ class MonitoredSteps:
         }
 
     def remember_rewards(self, of_functions: Tensor, own_rows: int) -> None:
-        """Keep the rewards of this rank's completions until their batch is corrected.
+        """Keep the rewards of this rank's completions until the step ends.
 
         Args:
             of_functions: of all ranks, (rows, functions); NaN where a function gave none.
@@ -117,7 +108,7 @@ class MonitoredSteps:
         weighted = of_functions * weights.to(of_functions.device)
         rewards = weighted.nansum(1).masked_fill(of_functions.isnan().all(1), torch.nan)
         first = self._trainer.accelerator.process_index * own_rows
-        self._scored = rewards[first : first + own_rows].detach()
+        self._rewards.append(rewards[first : first + own_rows].detach())
 
     def correct(self, batch: dict[str, Any], old: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
         """Correct a batch by the Monitor, which also logs it."""
@@ -129,15 +120,15 @@ class MonitoredSteps:
             first = self._rows + accelerator.process_index * len(mask)
             columns["group_id"] = [f"{step}-{(first + row) // generations}" for row in range(len(mask))]
             self._rows += accelerator.num_processes * len(mask)
-        sampling = sampling_of(self._trainer)
-        if sampling is not None:
-            columns["sampling"] = sampling
+
+        # Without the policy version: TRL numbers its steps itself, and samples anew or trains on an earlier batch.
+        engine = getattr(getattr(self._trainer, "vllm_generation", None), "engine", None)
+        sampling = getattr(engine, "sampling", None)
+        if isinstance(sampling, SamplingSpec):
+            columns["sampling"] = dataclasses.replace(sampling, policy_version=None)
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0, densities=True)
         self._own_rows += len(mask)
-        if self._scored is not None:
-            self._rewards.append(self._scored)
-            self._scored = None
         return correction
 
     def add_loss(self, loss: Tensor) -> None:
@@ -159,30 +150,22 @@ class MonitoredSteps:
     def end_step(self) -> None:
         """One optimizer step is over: hand over what it has, and let the Monitor write and judge it."""
         own: dict[str, object] = {} if self._loss is None else {"loss": self._loss}
-        own |= {TRL_PREFIX + name: value for name, value in self._new_metrics().items()}
+        own |= {f"trl/{name}": value for name, value in self._new_metrics().items()}
 
-        # A subclass may drop rows between reward and batch, and the Monitor takes one reward for each row.
+        # The Monitor takes one reward for each row. A subclass may drop rows, and a batch may stay uncorrected.
         fits = sum(map(len, self._rewards)) == self._own_rows > 0
         reward = torch.cat(self._rewards) if fits else None
         self._loss, self._rewards, self._rows, self._own_rows = None, [], 0, 0
         self.monitor.step(reward=reward, **own)
 
     def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
-        """What the trainer calls at its start and after each step."""
+        """Return what the trainer calls at its start and after each step."""
         from transformers import TrainerCallback
 
-        steps = self
-
-        class RolloutMonitorCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-            """Ends the Monitor's step with the trainer's."""
-
-            def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ANN401
-                steps.check_start(state.global_step)
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ANN401
-                steps.end_step()
-
-        return RolloutMonitorCallback()
+        callback = TrainerCallback()
+        callback.on_train_begin = lambda args, state, *_, **__: self.check_start(state.global_step)
+        callback.on_step_end = lambda *_, **__: self.end_step()
+        return callback
 
     def _new_metrics(self) -> dict[str, float]:
         """The mean of what TRL has added to each of its metrics, without NaN, as TRL itself logs it."""

@@ -6,12 +6,11 @@ returns prompt ids, completion ids, the log-probs of each token as a list, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollcorr.config import IncompatibleSamplingError, SamplingSpec
 from rollcorr.config.sampling_spec import compare
@@ -39,13 +38,21 @@ class EngineGeneration:
     """
 
     def __init__(self, engine: Engine, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
-        if hasattr(_policy(trainer), "peft_config"):
+        if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
             raise ValueError(
                 "the policy has PEFT adapters, and an engine takes whole weights: train all weights, or use vLLM"
             )
+        comparison = compare(engine.sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
+        if comparison.verdict == "different":
+            # Neither TRL's logits nor its support can be changed, so the engine must follow.
+            how = f" ({engine.sampling.engine_sampling.processed})" if engine.sampling.logprobs == "raw" else ""
+            raise IncompatibleSamplingError(
+                f"the engine's log-probs are not comparable with the trainer's: {comparison.reason}. To fix it: give "
+                f"the engine SamplingSpec(temperature=trainer.temperature, logprobs='processed'){how}, without top_k, "
+                "top_p, min_p, penalties and biases"
+            )
         self.engine = engine
         self._trainer = trainer
-        _check_sampling(engine.sampling, trainer)
 
     def sync_weights(self) -> None:
         """Give the engine the trainer's weights, and verify that they arrived.
@@ -53,9 +60,16 @@ class EngineGeneration:
         Raises:
             WeightSyncError: they did not.
         """
-        policy = _policy(self._trainer)
-        with _in_evaluation_mode(policy):
+        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+
+        # Without dropout: engine and policy must score the probe alike.
+        training = [module for module in policy.modules() if module.training]
+        policy.eval()
+        try:
             self.engine.update_weights(policy, version=int(self._trainer.state.global_step))
+        finally:
+            for module in training:
+                module.training = True
 
     def generate(
         self,
@@ -77,7 +91,6 @@ class EngineGeneration:
         """
         if images is not None and any(images):
             raise ValueError("this engine samples from text alone; leave the images out, or use vLLM")
-        del num_generations
 
         # The one draw per batch: a resumed run continues with the seeds that it would have had.
         seed = int(torch.randint(2**31 - 1, (), device="cpu"))
@@ -113,54 +126,12 @@ class GenerationRecorder:
 
     def padded(self, like: Tensor) -> Tensor | None:
         """Return the last log-probs as (B, T) float32, NaN where one is missing; None if they are not for `like`."""
-        fits = self.last is not None and len(self.last) == len(like)
-        if self.last is None or not fits or any(len(tokens) > like.shape[1] for tokens in self.last):
+        rows, width = like.shape
+        if self.last is None or len(self.last) != rows or any(len(tokens) > width for tokens in self.last):
             return None
-        padded = torch.full(like.shape, torch.nan, dtype=torch.float32, device="cpu")
-        for row, tokens in zip(padded, self.last, strict=True):
-            values = [torch.nan if token[0] is None else token[0] for token in tokens]
-            row[: len(tokens)] = torch.tensor(values, device="cpu")
-        return padded.to(like.device)
+        values = [[torch.nan if token[0] is None else token[0] for token in tokens] for tokens in self.last]
+        padded = [row + [torch.nan] * (width - len(row)) for row in values]
+        return torch.tensor(padded, dtype=torch.float32, device=like.device).reshape(rows, width)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)
         return getattr(self._generation, name)
-
-
-def _check_sampling(sampling: SamplingSpec, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
-    """Check that the engine reports what TRL scores; what to change is in the words of TRL's user."""
-    comparison = compare(sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
-    if comparison.verdict != "different":
-        return
-
-    fixes, plain = [], SamplingSpec()
-    if sampling.temperature != trainer.temperature:
-        of_trainer = f"{type(trainer.args).__name__}(temperature={sampling.temperature:g})"
-        fixes.append(f"use SamplingSpec(temperature=trainer.temperature) for the engine, or {of_trainer}")
-    truncations = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, name) != getattr(plain, name)]
-    if truncations:
-        fixes.append(f"remove {', '.join(truncations)} from the engine's SamplingSpec")
-
-    # These two are answered above: neither TRL's logits nor its support can be changed.
-    answered = {"support"} | ({"temperature"} if sampling.temperature != trainer.temperature else set())
-    fixes += [finding.fix for finding in comparison.errors if finding.code not in answered]
-    raise IncompatibleSamplingError(
-        f"the engine's log-probs are not comparable with the trainer's: {comparison.reason}. To fix it: "
-        + "; ".join(dict.fromkeys(fixes))
-    )
-
-
-def _policy(trainer: Any) -> nn.Module:  # noqa: ANN401 (one of TRL's trainers)
-    policy: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-    return policy
-
-
-@contextmanager
-def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and afterwards as before: engine and policy must score the probe alike."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -6,13 +6,14 @@ that cannot be edited. `rollcorr.integrations.verl.v2025_11` and `.v2025_10` hav
 generations.
 """
 
-from rollcorr.integrations.verl.batch import TensorBatch
-from rollcorr.integrations.verl.bypass import wire_bypass_mode
+from rollcorr.integrations.verl.bypass import apply_bypass_mode, wire_bypass_mode
 from rollcorr.integrations.verl.config import SUPPORTED_ROLLOUT_RS_OPTIONS, RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import (
+    TensorBatch,
     compute_is_metrics,
     compute_offpolicy_metrics,
     compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
@@ -25,7 +26,6 @@ from rollcorr.integrations.verl.losses import (
     compute_policy_loss_vanilla,
 )
 from rollcorr.integrations.verl.switch import install, uninstall
-from rollcorr.integrations.verl.trainer import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 
 __all__ = [
     "SUPPORTED_ROLLOUT_RS_OPTIONS",

@@ -9,14 +9,15 @@ second switch on in time; the other functions here say so where it is off.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.config.checks import check_choice
-from rollcorr.integrations.verl.batch import Batch, new_keys_allowed
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
+from rollcorr.integrations.verl.correction import Batch
 
 Config = Any  # the whole configuration of a verl run: an OmegaConf node or nested dictionaries
 
@@ -48,10 +49,13 @@ def wire_bypass_mode(config: Config) -> bool:
     if correction is None:
         return False
 
-    # Options outside their limits fail here, before a worker is built.
     settings = RolloutCorrectionConfig.read(correction)
-    settings.to_correction()
-    _warn_of_inert_options(settings)
+    if settings.loss_type == "reinforce" and not settings.bypass_mode:  # in verl no error
+        _warn("loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'")
+        settings = dataclasses.replace(settings, loss_type="ppo_clip")
+
+    # Options outside their limits fail here, before a worker is built, and those that cannot act are named.
+    settings.to_config()
 
     log_probs = _part(config, "actor_rollout_ref", "rollout", "calculate_log_probs")
     if not settings.bypass_mode:
@@ -80,9 +84,41 @@ def wire_bypass_mode(config: Config) -> bool:
         )
         return False
 
-    _check_that_both_agree(settings, policy_loss.get("rollout_correction", None))
+    # An actor's own correction must not differ from the algorithm's.
+    of_actor = policy_loss.get("rollout_correction", None)
+    for name, theirs in RolloutCorrectionConfig.read(correction if of_actor is None else of_actor).items():
+        if settings[name] != theirs:
+            raise ValueError(
+                f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "
+                f"actor_rollout_ref.actor.policy_loss.rollout_correction.{name} is {theirs!r}. Leave the second out, "
+                "or write rollout_correction: ${algorithm.rollout_correction}"
+            )
     _write(policy_loss, "bypass_mode", correction)
     return True
+
+
+def apply_bypass_mode(
+    batch: Batch,
+    rollout_corr_config: Mapping[str, Any] | None = None,
+    policy_loss_config: Any = None,  # noqa: ANN401 (an OmegaConf node or a dictionary)
+) -> None:
+    """Take the rollout log-probs as old log-probs, and tell the actor to use the bypass loss with this correction.
+
+    verl's legacy trainer calls this in every step, when its actor has long been built: it warns then. The V1 trainer
+    never calls it. `wire_bypass_mode` tells the actor in time.
+
+    Args:
+        batch: has rollout_log_probs; gets old_log_probs.
+        rollout_corr_config: handed to the actor as it is.
+        policy_loss_config: gets loss_mode "bypass_mode" and rollout_correction.
+
+    Raises:
+        ValueError: the batch has no rollout_log_probs, or there is no policy_loss_config to tell.
+    """
+    if policy_loss_config is None:
+        raise ValueError("policy_loss_config is required: the actor learns from it to use the bypass loss")
+    take_rollout_log_probs(batch, option="bypass_mode")
+    tell_actor(policy_loss_config, "bypass_mode", rollout_corr_config)
 
 
 def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
@@ -99,10 +135,10 @@ def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
 def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
     """Name the loss and its correction in the actor's configuration, and warn if the actor was built without them."""
     # Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.
-    is_copied = type(policy_loss_config).__module__.startswith("omegaconf")
-    if is_copied and policy_loss_config.get("loss_mode", "vanilla") != loss_mode:
+    built_with = policy_loss_config.get("loss_mode", "vanilla")
+    if _is_omegaconf(policy_loss_config) and built_with != loss_mode:
         _warn(
-            f"The actor was built with loss_mode={policy_loss_config.get('loss_mode', 'vanilla')!r} and keeps it: "
+            f"The actor was built with loss_mode={built_with!r} and keeps it: "
             f"verl's trainer asks for {loss_mode!r} only now, so rollout_correction does not act in this run. "
             f"{_fix(loss_mode)}"
         )
@@ -110,18 +146,25 @@ def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str,
 
 
 def _write(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
-    with new_keys_allowed(policy_loss):
+    unlocked: AbstractContextManager[Any] = nullcontext()
+    if _is_omegaconf(policy_loss):
+        from omegaconf import open_dict
+
+        unlocked = open_dict(policy_loss)  # the nodes of a run refuse new keys
+    with unlocked:
         policy_loss["rollout_correction"] = correction
         policy_loss["loss_mode"] = loss_mode
 
 
+def _is_omegaconf(config: Any) -> bool:  # noqa: ANN401 (a node or a dictionary)
+    return type(config).__module__.startswith("omegaconf")
+
+
 def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's ActorConfig, or an object like it)
     """Say that an actor with a bypass correction uses the vanilla loss."""
-    policy_loss = getattr(actor, "policy_loss", None)
-    if policy_loss is None or policy_loss.get("loss_mode", None) in (None, "bypass_mode"):
-        return
-    correction = policy_loss.get("rollout_correction", None)
-    if correction is not None and correction.get("bypass_mode", False):
+    policy_loss = getattr(actor, "policy_loss", None) or {}
+    correction = policy_loss.get("rollout_correction", None) or {}
+    if policy_loss.get("loss_mode", None) not in (None, "bypass_mode") and correction.get("bypass_mode", False):
         _warn(
             "policy_loss.rollout_correction has bypass_mode=True, but the actor's loss_mode is "
             f"{policy_loss.get('loss_mode')!r}, which never reads it: rollout_correction does not act in this run. "
@@ -142,9 +185,7 @@ def warn_if_not_for_bypass(correction: Mapping[str, Any]) -> None:
 def _part(config: Config, *names: str) -> Any:  # noqa: ANN401 (a node, a dictionary or a value)
     """The value under these names, or None where one is missing."""
     for name in names:
-        if config is None:
-            return None
-        config = config.get(name, None) if hasattr(config, "get") else getattr(config, name, None)
+        config = None if config is None else config.get(name, None)
     return config
 
 
@@ -154,64 +195,6 @@ def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None
     for name, nothing in unset.items():
         if settings[name] != nothing:
             _warn(f"{name}={settings[name]!r} has no effect {reason}")
-
-
-def _warn_of_inert_options(settings: RolloutCorrectionConfig) -> None:
-    """Warn of each option of the correction that can have no effect beside the others, in verl's terms."""
-    check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
-
-    # In bypass mode the ratio of ppo_clip is π_θ / μ, so it holds the correction already.
-    measured_only = settings.bypass_mode and settings.loss_type == "ppo_clip"
-    cases = [
-        (
-            settings.loss_type == "reinforce" and not settings.bypass_mode,
-            "loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'",
-        ),
-        (
-            settings.rollout_is is not None and settings.apply_is and measured_only,
-            f"rollout_is={settings.rollout_is!r} does not weight the loss in bypass mode with loss_type='ppo_clip', "
-            "whose ratio holds the correction already: weights are metrics only. Set apply_is=False, or "
-            "loss_type='reinforce'",
-        ),
-        (
-            settings.rollout_is is None and not settings.apply_is,
-            "apply_is=False has no effect without rollout_is; set rollout_is, or leave this out",
-        ),
-        (
-            settings.rollout_is is None and settings.rollout_is_floor is not None,
-            f"rollout_is_floor={settings.rollout_is_floor!r} has no effect without rollout_is; set rollout_is, or "
-            "leave this out",
-        ),
-        (
-            settings.rollout_is_batch_normalize and (settings.rollout_is is None or measured_only),
-            "rollout_is_batch_normalize=True has no effect on the loss, because no weights are applied to it",
-        ),
-        (
-            settings.rollout_rs is None and settings.rollout_rs_threshold is not None,
-            f"rollout_rs_threshold={settings.rollout_rs_threshold!r} has no effect without rollout_rs; set rollout_rs, "
-            "or leave this out",
-        ),
-    ]
-    for inert, message in cases:
-        if inert:
-            _warn(message)
-
-
-def _check_that_both_agree(settings: RolloutCorrectionConfig, of_actor: Mapping[str, Any] | None) -> None:
-    """Refuse an actor's own correction that differs from the algorithm's.
-
-    Raises:
-        ValueError: they differ.
-    """
-    if of_actor is None:
-        return
-    for name, theirs in RolloutCorrectionConfig.read(of_actor).items():
-        if settings[name] != theirs:
-            raise ValueError(
-                f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "
-                f"actor_rollout_ref.actor.policy_loss.rollout_correction.{name} is {theirs!r}. Leave the second out, "
-                "or write rollout_correction: ${algorithm.rollout_correction}"
-            )
 
 
 def _fix(loss_mode: str) -> str:

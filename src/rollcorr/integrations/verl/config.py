@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rollcorr.config import CRITERIA, InertOptionWarning, Threshold
+import torch
+from torch import Tensor
+
+from rollcorr.config import CRITERIA, PRESETS, InertOptionWarning, Threshold
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.generations import KEYS
-from rollcorr.config.presets import PRESETS, VERL, NamedPreset
+from rollcorr.config.presets import VERL, NamedPreset, preset_fields
+from rollcorr.core.metric_registry import PREFIX
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.integrations.verl import parity
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Config = TypeVar("Config")
+Corrected = tuple[Tensor | None, Tensor, dict[str, float]]
+"""Weights or None, the loss mask in the dtype of the response mask, and prefixed metrics."""
 
 # What a correction reads only where it computes weights.
 WEIGHT_OPTIONS = (
@@ -29,45 +36,38 @@ WEIGHT_OPTIONS = (
     "batch_normalize_over",
 )
 
-# Options of this library that say how the loss is divided, which is verl's own doing.
-NOT_IN_VERL = {
-    "normalizer": (
-        " The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, all "
-        "tokens in bypass mode. Leave it out, or take rollcorr.policy_loss in the place of verl's loss"
-    ),
-}
-
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 
 
+@dataclasses.dataclass(frozen=True)
 class RawConfig(Mapping[str, Any]):
     """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`.
 
     Its last two fields, `verl_parity` and `impl`, say how it is computed; the others are options of a correction.
     """
 
-    def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library: the same correction, operating mode and loss.
+    _elsewhere: ClassVar[Mapping[str, str]]
 
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
+    def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
+        """Correct a batch, as the public functions do that wrap this.
+
+        Args:
+            train: log π, nats, (B, T).
+            rollout: log μ, nats, (B, T).
+            response_mask: non-zero on tokens that the policy sampled, (B, T). It is returned as it is, bit for bit,
+                where the configuration only measures.
+            in_loss: the mask is for a loss that reads `rollout`, so a missing log-prob leaves it in any case.
         """
-        return self._checked({name: self[name] for name in self if name != "verl_parity"})
-
-    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
         raise NotImplementedError
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the fields have several types)
-        if key not in self._fields():
-            raise KeyError(key)
-        return getattr(self, key)
+        return vars(self)[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._fields())
+        return iter(vars(self))
 
     def __len__(self) -> int:
-        return len(self._fields())
+        return len(vars(self))
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, verl_parity: bool = False) -> Self:
@@ -85,52 +85,14 @@ class RawConfig(Mapping[str, Any]):
         # A mapping of this class is complete; in any other, a missing level is no level.
         missing = {} if isinstance(config, cls) else {"rollout_is": None}
         options = missing | {key: config[key] for key in config if key != "_target_"}  # Hydra's key is no option
+        known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
-            if key not in cls._fields():
-                problem, hint = f"rollout_correction has no key {key!r}", cls._hint(key)
-                raise ValueError(f"{problem}.{hint}" if hint else unknown_name(problem, key, cls._fields()))
+            if key not in known:
+                problem, hint = f"rollout_correction has no key {key!r}", cls._elsewhere.get(key)
+                raise ValueError(f"{problem}. {hint}" if hint else unknown_name(problem, key, known))
         return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
-    @classmethod
-    def _hint(cls, key: str) -> str:
-        """Return where a key of another generation belongs, or why it cannot act; empty for an unknown key."""
-        raise NotImplementedError
 
-    @classmethod
-    def _fields(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
-
-
-def with_verl_presets(cls: type[Config]) -> type[Config]:
-    """Give verl's configuration the constructors of verl 0.9.1; docs/reference/presets.md lists their values."""
-    for name, preset in PRESETS.items():
-        if preset.source == VERL:
-            setattr(cls, name, NamedPreset(name, _construct, _parameters(name)))
-    return cls
-
-
-def _parameters(name: str) -> tuple[str, ...]:
-    """The arguments of verl's constructor; it takes the two ends of an IcePop band apart."""
-    ends = ("threshold_lower",) if name.endswith("_icepop") else ()
-    return (*PRESETS[name].parameters, *ends)
-
-
-def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
-    """The preset with some thresholds replaced, by their raw values."""
-    preset = PRESETS[name]
-    values: dict[str, Any] = {"rollout_is": None, **preset.values}
-
-    # This library writes the band as one text.
-    if name.endswith("_icepop"):
-        lower, upper = str(values["rollout_is_threshold"]).split("_")
-        given = {"threshold": f"{given.get('threshold_lower', lower)}_{given.get('threshold', upper)}"}
-
-    for argument, value in given.items():
-        values |= dict.fromkeys(preset.parameters[argument], value)
-    return owner(**values)
-
-
-@with_verl_presets
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrectionConfig(RawConfig):
     """What verl's class of this name holds and what this library adds, with `to_config()` to check and convert it.
@@ -170,8 +132,42 @@ class RolloutCorrectionConfig(RawConfig):
     verl_parity: bool = False
     impl: str = "auto"
 
-    def _checked(self, options: dict[str, Any]) -> CheckedConfig:
-        options["rollout_is"] = _level(self)
+    # Keys that verl's class does not have, and where they belong.
+    _elsewhere = dict.fromkeys(
+        KEYS["2025-10"] + KEYS["2025-11"],
+        "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
+        ".v2025_10 take the older ones",
+    ) | {
+        "normalizer": (
+            "The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, "
+            "all tokens in bypass mode. Leave it out, or take rollcorr.policy_loss in the place of verl's loss"
+        )
+    }
+
+    def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
+        """Correct by `rollcorr.correct`, or with verl 0.9.1's own numbers."""
+        config = self.to_correction()
+        if self.verl_parity:
+            weights, mask, found = parity.correct(train, rollout, response_mask, config)
+            weights, metrics = weights if config.apply_is else None, parity.to_floats(found, prefix=PREFIX)
+        else:
+            # verl normalizes over the default process group, if there is one; all else is local to the caller's batch.
+            over_all = config.rollout_is_batch_normalize and torch.distributed.is_available()
+            group = torch.distributed.group.WORLD if over_all else None
+            correction = correct(train, rollout, response_mask, config, group=group, densities=True)
+            weights, metrics = correction.loss_weights, correction.metrics()
+            mask = correction.loss_mask.to(response_mask.dtype)
+        return weights, response_mask if config.only_measures and not in_loss else mask, metrics
+
+    def to_config(self) -> CheckedConfig:
+        """The checked configuration of this library: the same correction, operating mode and loss.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        options = {**self, "rollout_is": _level(self)}
+        del options["verl_parity"]
         if self.rollout_is_threshold is None:
             del options["rollout_is_threshold"]  # here, None would mean weights without a ceiling
         return CheckedConfig(**options)
@@ -184,24 +180,28 @@ class RolloutCorrectionConfig(RawConfig):
             ValueError: a value outside its limits.
         """
         # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
-        names = ["rollout_token_veto_threshold", "nonfinite", "impl"]
-        if _level(self) is not None:
-            names += WEIGHT_OPTIONS
-        if self.rollout_rs is not None:
-            names += ["rollout_rs", "rollout_rs_threshold"]
-        options = {name: self[name] for name in names}
-        return CheckedConfig(**options)
+        unread = {"bypass_mode", "loss_type", "verl_parity"}
+        if _level(self) is None:
+            unread.update(WEIGHT_OPTIONS)
+        if self.rollout_rs is None:
+            unread.update(("rollout_rs", "rollout_rs_threshold"))
+        return CheckedConfig(**{name: value for name, value in self.items() if name not in unread})
 
-    @classmethod
-    def _hint(cls, key: str) -> str:
-        if key in NOT_IN_VERL:
-            return NOT_IN_VERL[key]
-        if key in KEYS["2025-10"] or key in KEYS["2025-11"]:
-            return (
-                " It is an option of 2025: `rollcorr convert-config` rewrites it, and "
-                "rollcorr.integrations.verl.v2025_11 and .v2025_10 take the older ones"
-            )
-        return ""
+
+def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+    """The preset with some thresholds replaced; verl takes the two ends of an IcePop band apart."""
+    if name in BAND_PRESETS:
+        lower, upper = str(PRESETS[name].values["rollout_is_threshold"]).split("_")
+        given = {"threshold": f"{given.get('threshold_lower', lower)}_{given.get('threshold', upper)}"}
+    return owner(**{"rollout_is": None, **preset_fields(name, given)})
+
+
+# The constructors of verl 0.9.1; docs/reference/presets.md lists their values.
+BAND_PRESETS = ("decoupled_token_icepop", "bypass_pg_token_icepop")
+for _name, _preset in PRESETS.items():
+    if _preset.source == VERL:
+        _ends = ("threshold_lower",) if _name in BAND_PRESETS else ()
+        setattr(RolloutCorrectionConfig, _name, NamedPreset(_name, _construct, (*_preset.parameters, *_ends)))
 
 
 def _level(config: RolloutCorrectionConfig) -> str | None:

@@ -6,8 +6,9 @@ docs/coming_from/verl.md lists the differences. Log-probs and masks are (B, T); 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +18,51 @@ from rollcorr.config.criteria import Threshold
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.layout import check_layout, sequence_mean
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.core.metric_registry import PREFIX, finalize
+from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.batch import Batch, weight_batch
-from rollcorr.integrations.verl.config import RolloutCorrectionConfig
+from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig
 
-Settings = TypeVar("Settings")
+WEIGHT_METRICS = (f"{PREFIX}rollout_is_", f"{PREFIX}saturated_")
+REJECTION_METRICS = f"{PREFIX}rollout_rs_"
 
-Corrected = tuple[Tensor | None, Tensor, dict[str, float]]
-"""Weights or None, the loss mask in the dtype of the response mask, and prefixed metrics."""
+WEIGHTS = "rollout_is_weights"
+Batch = Any  # verl's DataProto, or a `TensorBatch`: named tensors under `.batch`, and a union with another batch
 
-CorrectWith = Callable[[Tensor, Tensor, Tensor, Settings], Corrected]
-"""`corrected` of any generation: log π, log μ, the response mask, and that generation's options."""
 
-WEIGHT_METRICS = ("rollout_is_", "saturated_")
-REJECTION_METRICS = ("rollout_rs_",)
+@dataclass
+class TensorBatch:
+    """Named tensors under `.batch`, as in verl's DataProto; what is returned where verl is not installed.
+
+    Attributes:
+        batch: name → tensor, all with the same first dimension.
+    """
+
+    batch: MutableMapping[str, Tensor] = field(default_factory=dict)
+
+    def union(self, other: TensorBatch) -> TensorBatch:
+        """This batch with the other's tensors.
+
+        Args:
+            other: tensors with the same number of rows, of any shape.
+
+        Raises:
+            ValueError: both hold different tensors under one name.
+        """
+        for name, tensor in other.batch.items():
+            if name in self.batch and not self.batch[name].equal(tensor):
+                raise ValueError(f"both batches hold {name!r}, with different values")
+            self.batch[name] = tensor
+        return self
+
+
+def weight_batch(weights: Tensor) -> Batch:
+    """Weights as `.batch["rollout_is_weights"]` of a DataProto, or of a `TensorBatch` without verl."""
+    try:
+        from verl.protocol import DataProto
+    except ImportError:
+        return TensorBatch({WEIGHTS: weights})
+    return DataProto.from_dict(tensors={WEIGHTS: weights})
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -71,49 +101,53 @@ def compute_rollout_correction_and_rejection_mask(
     """
     weighting = rollout_is, rollout_is_threshold, rollout_is_batch_normalize
     config = RolloutCorrectionConfig(*weighting, rollout_rs, rollout_rs_threshold, verl_parity=verl_parity)
-    weights, mask, metrics = corrected(old_log_prob, rollout_log_prob, response_mask, config)
+    weights, mask, metrics = config.corrected(old_log_prob, rollout_log_prob, response_mask)
     return None if weights is None else weight_batch(weights), mask, metrics
 
 
-def corrected(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig, *, in_loss: bool = False
-) -> Corrected:
-    """Correct, as the public functions do that wrap this.
-
-    Args:
-        train: log π, nats, (B, T).
-        rollout: log μ, nats, (B, T).
-        response_mask: non-zero on tokens that the policy sampled, (B, T). It is returned as it is, bit for bit, where
-            the configuration only measures.
-        config: verl's options.
-        in_loss: the mask is for a loss that reads `rollout`, so a missing log-prob leaves it in any case.
-    """
-    checked = config.to_correction()
-    if config.verl_parity:
-        weights, mask, found = parity.correct(train, rollout, response_mask, checked)
-        weights, metrics = weights if checked.apply_is else None, parity.to_floats(found, prefix=PREFIX)
-    else:
-        correction = correct(train, rollout, response_mask, checked, group=_group(checked), densities=True)
-        weights, metrics = correction.loss_weights, correction.metrics()
-        mask = correction.loss_mask.to(response_mask.dtype)
-    return weights, response_mask if checked.only_measures and not in_loss else mask, metrics
-
-
-def weights_alone(
-    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
-) -> tuple[Tensor, dict[str, float]]:
-    """The weights of a log-ratio and their metrics without prefix, by one generation's `corrected`."""
-    weights, _, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
+def weights_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) -> tuple[Tensor, dict[str, float]]:
+    """The weights of a log-ratio and their metrics without prefix."""
+    weights, _, metrics = settings.corrected(log_ratio, torch.zeros_like(log_ratio), response_mask)
     assert weights is not None
     return weights, family(metrics, WEIGHT_METRICS)
 
 
-def mask_alone(
-    log_ratio: Tensor, response_mask: Tensor, settings: Settings, correct_with: CorrectWith[Settings]
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss mask of a log-ratio and its metrics without prefix, by one generation's `corrected`."""
-    _, mask, metrics = correct_with(log_ratio, torch.zeros_like(log_ratio), response_mask, settings)
+def mask_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) -> tuple[Tensor, dict[str, float]]:
+    """The loss mask of a log-ratio and its metrics without prefix."""
+    _, mask, metrics = settings.corrected(log_ratio, torch.zeros_like(log_ratio), response_mask)
     return mask, family(metrics, REJECTION_METRICS)
+
+
+def compute_rollout_correction_and_add_to_batch(
+    batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
+) -> tuple[Batch, dict[str, float]]:
+    """Replace the batch's response_mask by the loss mask, and add rollout_is_weights when weights are asked for.
+
+    Args:
+        batch: has old_log_probs, rollout_log_probs and response_mask, each (B, T).
+        rollout_corr_config: any mapping with verl's keys.
+        verl_parity: compute verl 0.9.1's numbers; the config's own `verl_parity` does the same.
+
+    Returns:
+        The batch, and every metric under "rollout_corr/".
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an unknown key, an option outside its limits, or shapes that differ.
+    """
+    return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity))
+
+
+def corrected_batch(batch: Batch, settings: RawConfig) -> tuple[Batch, dict[str, float]]:
+    """The batch with its loss mask, and weights if there are any; and the metrics.
+
+    The mask takes the place of response_mask: that is how a rejected token leaves verl's loss.
+    """
+    tensors = batch.batch
+    weights, tensors["response_mask"], metrics = settings.corrected(
+        tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]
+    )
+    return batch if weights is None else batch.union(weight_batch(weights)), metrics
 
 
 def compute_rollout_correction_weights(
@@ -142,14 +176,12 @@ def compute_rollout_correction_weights(
         TypeError: an option of the wrong type; a threshold of None is one.
         ValueError: an option outside its limits, or shapes that differ.
     """
-    if rollout_is_threshold is None:
-        raise TypeError("rollout_is_threshold must be a number or a text such as '0.5_5.0'; got None")
-    if rollout_is is None:
-        raise TypeError("rollout_is must be 'token', 'sequence' or 'geometric'; got None")
+    if rollout_is_threshold is None or rollout_is is None:
+        raise TypeError(f"weights need a threshold and a level; got {rollout_is_threshold!r} and {rollout_is!r}")
     config = RolloutCorrectionConfig(
         rollout_is, rollout_is_threshold, rollout_is_batch_normalize, verl_parity=verl_parity
     )
-    return weights_alone(log_ratio, response_mask, config, corrected)
+    return weights_alone(log_ratio, response_mask, config)
 
 
 def compute_rollout_rejection_mask(
@@ -181,7 +213,7 @@ def compute_rollout_rejection_mask(
     config = RolloutCorrectionConfig(
         rollout_is=None, rollout_rs=rollout_rs, rollout_rs_threshold=rollout_rs_threshold, verl_parity=verl_parity
     )
-    return mask_alone(log_ratio, response_mask, config, corrected)
+    return mask_alone(log_ratio, response_mask, config)
 
 
 def compute_offpolicy_metrics(
@@ -206,7 +238,7 @@ def compute_offpolicy_metrics(
     metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig(), densities=True).metrics(prefix="")
     if rollout_log_prob is None:
         return {name: metrics[name] for name in ("training_ppl", "training_log_ppl")}
-    return {name: value for name, value in metrics.items() if not name.startswith(REJECTION_METRICS)}
+    return {name: value for name, value in metrics.items() if not name.startswith("rollout_rs_")}
 
 
 def compute_rollout_corr_metrics_from_logprobs(
@@ -253,26 +285,18 @@ def compute_is_metrics(
     Raises:
         ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    upper = rollout_is_threshold
-    lower = 1 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-    check_layout(weights=rollout_is_weights, raw_weights=raw_rollout_is_weights, response_mask=response_mask)
-    weights = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
+    high = rollout_is_threshold
+    low = 1 / high if rollout_is_threshold_lower is None else rollout_is_threshold_lower
+    weights, raw, log_weight = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
+    check_layout(weights=weights, raw_weights=raw, response_mask=response_mask)
     if verl_parity:
-        band = parity.Band(level=rollout_is, lower=lower, upper=upper, clip_low=0.0)
-        return parity.to_floats(parity.metrics_of_given_weights(*weights, response_mask, band))
-    statistics = _weight_statistics(*weights, response_mask != 0, rollout_is, (lower, upper))
-    return finalize(statistics.read(), prefix="")
-
-
-def _weight_statistics(
-    weights: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, level: str, band: tuple[float, float]
-) -> Statistics:
-    """The registry's rows of given weights."""
-    low, high = band
+        band = parity.Band(level=rollout_is, lower=low, upper=high, clip_low=0.0)
+        return parity.metrics_of_given_weights(weights, raw, log_weight, response_mask, band)
 
     # What the bounds judge: each token, or each row that holds one.
+    mask, by_token = response_mask != 0, rollout_is == "token"
     nonempty = mask.any(-1)
-    unit = mask if level == "token" else nonempty.unsqueeze(-1)
+    unit = mask if by_token else nonempty.unsqueeze(-1)
 
     mean_weight = sequence_mean(weights.double(), mask)
     log_mean_raw = sequence_mean(raw.double(), mask).log()
@@ -289,21 +313,12 @@ def _weight_statistics(
     extremes = {name: extremes_of(values, where) for name, (values, where) in measured.items()}
 
     # ESS and the spread are over the level's unit; the range of a sequence's weight is that of its log.
-    moments["unit_weight"] = moments["weight" if level == "token" else "sequence_weight"]
-    if level != "token":
+    moments["unit_weight"] = moments["weight" if by_token else "sequence_weight"]
+    if not by_token:
         extremes["log_weight"] = extremes_of(log_weight, unit)
-    return Statistics.of(sums=sums, moments=moments, extremes=extremes)
+    return Statistics.of(sums=sums, moments=moments, extremes=extremes).metrics(prefix="")
 
 
-def family(metrics: dict[str, float], prefixes: tuple[str, ...]) -> dict[str, float]:
+def family(metrics: dict[str, float], prefixes: str | tuple[str, ...]) -> dict[str, float]:
     """The metrics of one family, without "rollout_corr/"."""
-    bare = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
-    return {name: value for name, value in bare.items() if name.startswith(prefixes)}
-
-
-def _group(config: CheckedConfig) -> torch.distributed.ProcessGroup | None:
-    """verl normalizes over the default process group; everything else is local to the caller's batch."""
-    distributed = torch.distributed
-    if config.rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
-        return distributed.group.WORLD
-    return None
+    return {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(prefixes)}

@@ -7,37 +7,26 @@ verl hands the arguments of `compute_policy_loss_vanilla` to every loss in its r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import LossAggMode
 from rollcorr.config.checks import check_choice
-from rollcorr.core.aggregation import (
-    Denominators,
-    seq_mean_token_mean,
-    seq_mean_token_sum,
-    seq_mean_token_sum_norm,
-    token_mean,
-    token_sum,
-)
+from rollcorr.core.aggregation import Denominators
 from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.correction.denominators import count_denominators
+from rollcorr.correction.denominators import aggregate, count_denominators
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.bypass import warn_if_not_for_bypass, warn_if_vanilla_in_bypass
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
-from rollcorr.integrations.verl.correction import corrected
 
 Config = Any  # verl's ActorConfig, or any object with its attributes and `get`
 
 FourTensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """Loss, share of tokens that the clip stops, KL by k1, share that the dual clip stops; 0-d, as in verl of 2025."""
-
-LossAndMetrics = tuple[Tensor, dict[str, float]]
-"""Loss, and metrics under "actor/", as verl returns now."""
 
 
 def agg_loss(
@@ -67,6 +56,8 @@ def agg_loss(
     Raises:
         ValueError: an unknown mode, or a missing count with dp_size > 1.
     """
+    check_choice("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
+
     # A count that is not given is that of this batch.
     local = count_denominators(loss_mask)
     denominators = Denominators(
@@ -81,15 +72,7 @@ def agg_loss(
         raise ValueError(f"{loss_agg_mode} with dp_size {dp_size} needs {name}, counted over the whole optimizer step")
 
     scale = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
-    aggregations: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
-        "token-mean": token_mean,
-        "token-sum": lambda loss, mask, _: token_sum(loss, mask),
-        "seq-mean-token-sum": seq_mean_token_sum,
-        "seq-mean-token-mean": seq_mean_token_mean,
-        "seq-mean-token-sum-norm": partial(seq_mean_token_sum_norm, scale=scale),
-    }
-    check_choice("loss_agg_mode", loss_agg_mode, aggregations)
-    return aggregations[loss_agg_mode](loss_mat, loss_mask, denominators) * dp_size
+    return aggregate(loss_mat, loss_mask, cast("LossAggMode", loss_agg_mode), denominators, scale=scale) * dp_size
 
 
 def compute_policy_loss(
@@ -127,8 +110,8 @@ def compute_policy_loss(
     if low is None or high is None:
         raise ValueError("give cliprange, or both cliprange_low and cliprange_high")
 
-    constants = low, high, clip_ratio_c
-    per_token, statistics = clipped(old_log_prob, log_prob, advantages, response_mask, constants)
+    data = log_prob, old_log_prob, advantages, response_mask
+    per_token, statistics = ppo_clip_loss(*data, clip_low=low, clip_high=high, clip_c=clip_ratio_c)
     return four_tensors(agg_loss(per_token, response_mask, loss_agg_mode), statistics)
 
 
@@ -142,7 +125,7 @@ def compute_policy_loss_vanilla(
     rollout_is_weights: Tensor | None = None,
     *,
     verl_parity: bool = False,
-) -> LossAndMetrics:
+) -> tuple[Tensor, dict[str, float]]:
     """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old.
 
     Args:
@@ -167,10 +150,8 @@ def compute_policy_loss_vanilla(
     actor = checked_actor(config)
     warn_if_vanilla_in_bypass(actor)
 
-    constants = clip_constants(actor)
-    per_token, statistics = clipped(
-        old_log_prob, log_prob, advantages, response_mask, constants, weights=rollout_is_weights
-    )
+    data = log_prob, old_log_prob, advantages, response_mask
+    per_token, statistics = ppo_clip_loss(*data, **clip_constants(actor), weights=rollout_is_weights)
     loss = agg_loss(per_token, response_mask, loss_agg_mode, **actor.global_batch_info)
 
     clip_fraction, kl, dual_fraction = clip_statistics(statistics).cpu().tolist()
@@ -188,7 +169,7 @@ def compute_policy_loss_reinforce(
     loss_agg_mode: str = "seq-mean-token-sum",
     config: Config = None,
     rollout_is_weights: Tensor | None = None,
-) -> LossAndMetrics:
+) -> tuple[Tensor, dict[str, float]]:
     """−sg(w) · log π_θ · A, aggregated.
 
     Args:
@@ -224,7 +205,7 @@ def compute_policy_loss_bypass_mode(
     rollout_is_weights: Tensor | None = None,
     *,
     verl_parity: bool = False,
-) -> LossAndMetrics:
+) -> tuple[Tensor, dict[str, float]]:
     """The bypass loss: π_old is μ; rejection, and for REINFORCE the weights, come from π_θ / μ in this call.
 
     Args:
@@ -247,7 +228,7 @@ def compute_policy_loss_bypass_mode(
     warn_if_not_for_bypass(correction)
     settings = RolloutCorrectionConfig.read(correction, verl_parity=verl_parity)
     check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
-    weights, mask, correction_metrics = corrected(log_prob, old_log_prob, response_mask, settings, in_loss=True)
+    weights, mask, correction_metrics = settings.corrected(log_prob, old_log_prob, response_mask, in_loss=True)
 
     # What is left is divided by the counts of the actor's global_batch_info: those of the tokens before rejection.
     data = old_log_prob, log_prob, advantages, mask, loss_agg_mode, config
@@ -257,21 +238,6 @@ def compute_policy_loss_bypass_mode(
         # The clipped ratio π_θ / μ is the importance ratio: weights would count it twice.
         loss, metrics = compute_policy_loss_vanilla(*data, verl_parity=settings.verl_parity)
     return loss, metrics | correction_metrics
-
-
-def clipped(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    constants: tuple[float, float, float],
-    *,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Statistics]:
-    """The clipped loss of each token, and its statistics, from ε_low, ε_high and c."""
-    low, high, dual = constants
-    data = log_prob, old_log_prob, advantages, mask
-    return ppo_clip_loss(*data, clip_low=low, clip_high=high, clip_c=dual, weights=weights)
 
 
 def clip_statistics(statistics: Statistics) -> Tensor:
@@ -288,11 +254,13 @@ def four_tensors(loss: Tensor, statistics: Statistics) -> FourTensors:
     return loss, clip_fraction, kl, dual_fraction
 
 
-def clip_constants(config: Config) -> tuple[float, float, float]:
-    """ε_low, ε_high and c of verl's actor config; clip_ratio stands in for either ε."""
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    return low, high, config.get("clip_ratio_c", 3.0)
+def clip_constants(config: Config) -> dict[str, Any]:
+    """ε_low, ε_high and c of verl's actor config, for `ppo_clip_loss`; clip_ratio stands in for either ε."""
+    return {
+        "clip_low": config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+        "clip_high": config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+        "clip_c": config.get("clip_ratio_c", 3.0),
+    }
 
 
 def checked_actor(config: Config) -> Config:

@@ -1,21 +1,35 @@
-"""What the two older generations of verl share: statistics of a level's ratio, before any truncation.
+"""The two older generations of verl: the options of November 2025, and what both releases report of a level's ratio.
 
-`measured_ratio` takes them from `rollcorr.correct`; `reference_correction` computes verl's own numbers, for parity.
+`measured_ratio` takes the statistics before any truncation from `rollcorr.correct`; `reference_correction` computes
+verl's own numbers, for parity.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcorr.config import PRESETS, Implementation, convert
+from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.config.generations import KEYS, OLDER_CRITERIA
+from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, NamedPreset
+from rollcorr.core.metric_registry import PREFIX
+from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.losses import agg_loss
+from rollcorr.integrations.verl.config import Corrected, RawConfig
 
-SUMMARY = ("mean", "std", "min", "max", "ratio_fraction_high", "ratio_fraction_low", "eff_sample_size")
-SEQUENCE_SUMMARY = ("mean", "std", "min", "max", "max_deviation", "fraction_high", "fraction_low")
+LEVELS: dict[object, Any] = {criterion: level for level, criterion in OLDER_CRITERIA.items()}
+"""The level of a rejection band, by the criterion that it becomes."""
+
+SUMMARY = (
+    *("mean", "std", "min", "max", "ratio_fraction_high", "ratio_fraction_low", "eff_sample_size"),
+    *("seq_mean", "seq_std", "seq_min", "seq_max", "seq_max_deviation", "seq_fraction_high", "seq_fraction_low"),
+)
 
 
 def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -28,8 +42,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
         "mean", …, "seq_fraction_low". At sequence levels min and max come from the log weight that was never clamped,
         the maximum capped at e^20.
     """
-    names = (*SUMMARY, *(f"seq_{name}" for name in SEQUENCE_SUMMARY))
-    found = {name: metrics[f"rollout_is_{name}"] for name in names if f"rollout_is_{name}" in metrics}
+    found = {name: metrics[f"rollout_is_{name}"] for name in SUMMARY if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
 
     # A sequence's weight overflows long before its log does.
@@ -48,11 +61,10 @@ def reference_correction(
     train: Tensor,
     rollout: Tensor,
     response_mask: Tensor,
+    config: CheckedConfig,
     *,
     weighting: parity.Band | None,
-    ceiling: float | None,
-    rejection: tuple[str, parity.Band] | None,
-    veto: float | None,
+    rejection_prefix: str,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """An older release's own numbers.
 
@@ -60,10 +72,9 @@ def reference_correction(
         train: log π, (B, T), nats.
         rollout: log μ.
         response_mask: non-zero on tokens that the policy sampled.
-        weighting: level and bounds of the weights; None computes none.
-        ceiling: where weights are cut; None leaves them as they are.
-        rejection: the band that a ratio must lie in, after the prefix of its metrics; None for no band.
-        veto: reject a sequence with a token of ratio below this; None for no veto.
+        config: its ceiling cuts weights, its criteria are bands that a ratio must lie in, and its veto rejects.
+        weighting: level and bounds that describe the weights; None computes none.
+        rejection_prefix: stands before the names of a band's metrics.
 
     Returns:
         Weights or None; the mask in its own dtype; metrics without "rollout_corr/".
@@ -76,19 +87,24 @@ def reference_correction(
     weights, kept = None, mask != 0
     metrics: parity.Metrics = {}
 
+    for criterion in config.criteria:
+        band = ratio_band(LEVELS[criterion.name], criterion.lower or 0.0, criterion.upper or math.inf)
+        _, outside, own = _reference_ratio(log_ratio, mask, band)
+        kept = kept & ~outside
+
+        # A row without a token counts as a sequence.
+        touched = (outside & (mask != 0)).any(-1) if band.level == "token" else outside
+        own["masked_fraction"] = parity.token_mean(outside.double(), mask)
+        own["seq_masked_fraction"] = touched.double().mean()
+        metrics |= parity.prefixed(rejection_prefix, own)
+
     if weighting is not None:
         raw, _, own = _reference_ratio(log_ratio, mask, weighting)
-        bounded = raw if ceiling is None else raw.clamp(max=ceiling)
+        bounded = raw if config.is_upper is None else raw.clamp(max=config.is_upper)
         weights = bounded.to(torch.promote_types(train.dtype, response_mask.dtype))
         metrics |= parity.prefixed("rollout_is_", own)
 
-    if rejection is not None:
-        prefix, band = rejection
-        _, outside, own = _reference_ratio(log_ratio, mask, band)
-        kept = kept & ~outside
-        metrics |= parity.prefixed(prefix, own | _rejected_shares(outside, mask, level=band.level))
-
-    spared, veto_metrics = parity.veto(log_ratio, mask, veto)
+    spared, veto_metrics = parity.veto(log_ratio, mask, config.rollout_token_veto_threshold)
     kept = kept & spared
     metrics |= veto_metrics | parity.policy_gap(wide_train, wide_rollout, mask)
     return weights, kept.to(response_mask.dtype), parity.to_floats(metrics)
@@ -96,19 +112,105 @@ def reference_correction(
 
 def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tuple[Tensor, Tensor, parity.Metrics]:
     """The bounded ratio (B, T), where it is out of the band, (B, T) or (B, 1), and verl's statistics of it."""
-    log_weight = parity.level_log_ratio(log_ratio, mask, band.level)
-    raw = parity.bounded_ratio(log_weight, mask)
+    log_weight, raw = parity.level_ratio(log_ratio, mask, band.level)
     unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
     return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)
 
 
-def _rejected_shares(outside: Tensor, mask: Tensor, *, level: str) -> parity.Metrics:
-    """verl's shares of rejected tokens and sequences; a row without a token counts as a sequence."""
-    touched = (outside & (mask != 0)).any(-1) if level == "token" else outside
-    return {"masked_fraction": parity.share(outside, mask), "seq_masked_fraction": parity.mean_of(touched)}
+@dataclasses.dataclass(frozen=True)
+class RolloutCorrectionConfig(RawConfig):
+    """The options of November 2025, kept as they are given and checked on use.
+
+    `rollcorr.config.convert` reports what each of them became.
+
+    Attributes:
+        rollout_is: level of the weights, "token" or "sequence"; None for none.
+        rollout_is_threshold: their ceiling; None computes no weights.
+        rollout_rs: level of the rejection band, "token", "sequence" or "geometric"; None for none.
+        rollout_rs_threshold: upper end of the band.
+        rollout_rs_threshold_lower: lower end; None is 1 / upper, 0 leaves it open.
+        rollout_token_veto_threshold: reject a sequence with a token of ratio below this.
+        bypass_old_logprob_for_rollout: take the rollout log-probs as old log-probs.
+        use_pure_rollout_correction: REINFORCE with weights in place of PPO; needs the bypass.
+        verl_parity: compute that release's numbers.
+        impl: which kernel computes the correction, as in `rollcorr.correct`.
+    """
+
+    rollout_is: str | None = "sequence"
+    rollout_is_threshold: float | None = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | None = None
+    rollout_rs_threshold_lower: float | None = None
+    rollout_token_veto_threshold: float | None = None
+    bypass_old_logprob_for_rollout: bool = False
+    use_pure_rollout_correction: bool = False
+    verl_parity: bool = False
+    impl: Implementation = "auto"
+
+    _elsewhere = dict.fromkeys(
+        KEYS["newest"], "It is newer than November 2025: rollcorr.integrations.verl takes the newest options"
+    )
+
+    def to_config(self) -> CheckedConfig:
+        """The checked configuration of this library: the same correction, operating mode and loss.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value outside its limits.
+        """
+        config = convert({name: self[name] for name in KEYS["2025-11"]}, schema="2025-11").config
+        assert config is not None  # only October 2025 could switch everything off
+        return config.with_options(impl=self.impl)
+
+    def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
+        """Correct by `rollcorr.correct`, or with that release's own numbers; the metrics have that release's names."""
+        config, data = self.to_config(), (train, rollout, response_mask)
+        if self.verl_parity:
+            band, upper = None, config.is_upper
+            if config.rollout_is is not None and upper is not None:
+                band = ratio_band(config.rollout_is, 1 / upper, upper)
+            weights, mask, metrics = reference_correction(*data, config, weighting=band, rejection_prefix="rollout_rs_")
+        else:
+            correction = correct(*data, config, densities=True)
+            weights, mask = correction.weights, correction.loss_mask.to(response_mask.dtype)
+            metrics = {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
+            metrics |= correction.metrics(prefix="")
+
+            # That release also reported the ratio that the band judges. Weights without a ceiling measure it.
+            for criterion in config.criteria:
+                ratio = CheckedConfig(
+                    rollout_is=LEVELS[criterion.name],
+                    rollout_is_threshold=None,
+                    rollout_rs=config.rollout_rs,
+                    rollout_rs_threshold=config.rollout_rs_threshold,
+                )
+                measured = measured_ratio(correct(*data, ratio, densities=True).metrics(prefix=""))
+                metrics |= {f"rollout_rs_{name}": value for name, value in measured.items()}
+
+        mask = response_mask if config.only_measures and not in_loss else mask
+        return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
-def older_agg_loss(loss: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """`agg_loss` over one batch; "seq-mean-token-sum-norm" divided by T alone in 2025."""
-    return agg_loss(loss, loss_mask, loss_agg_mode, global_batch_size=1 if loss_agg_mode.endswith("-norm") else None)
+def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+    """The preset with some thresholds replaced, in the options of that release."""
+    values = dict(PRESETS[name].values)
+    for argument, value in given.items():
+        values |= dict.fromkeys(PRESETS[name].parameters[argument], value)
+    return owner(
+        rollout_is=values.get("rollout_is"),
+        rollout_is_threshold=values.get("rollout_is_threshold", 2.0),
+        rollout_rs=LEVELS.get(values.get("rollout_rs")),
+        rollout_rs_threshold=values.get("rollout_rs_threshold"),
+        rollout_rs_threshold_lower=values.get(BAND_LOWER, 0 if name == "seq_mis" else None),
+        rollout_token_veto_threshold=values.get("rollout_token_veto_threshold"),
+        bypass_old_logprob_for_rollout=values.get("bypass_mode", False),
+        use_pure_rollout_correction=values.get("loss_type") == "reinforce",
+    )
+
+
+# The constructors of that release. In its `seq_mis` the lower side of the band is always open.
+for _name, _preset in PRESETS.items():
+    if _preset.source == VERL_2025_11 or _name == "disabled":
+        _arguments = [argument for argument in _preset.parameters if argument != "lower"]
+        setattr(RolloutCorrectionConfig, _name, NamedPreset(_name, _construct, _arguments))

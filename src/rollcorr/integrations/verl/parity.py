@@ -63,9 +63,8 @@ def correct(
                 f"leave out {name}, or leave out verl_parity"
             )
     if config.rollout_is is not None and config.is_upper is not None:
-        bounds = config.is_lower, config.is_upper
-        normalize = config.rollout_is_batch_normalize
-        weights, metrics = importance_weights(log_ratio, mask, config.rollout_is, bounds, normalize=normalize)
+        options = config.rollout_is, config.is_lower, config.is_upper, config.rollout_is_batch_normalize
+        weights, metrics = importance_weights(log_ratio, mask, *options)
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
 
     if config.criteria:
@@ -121,26 +120,11 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return sequence_sum(values, mask != 0) / (mask.sum(-1) + EPSILON)
 
 
-def deviation(values: Tensor) -> Tensor:
-    """Standard deviation with n − 1; 0 for a single value."""
-    return values.std() if values.numel() > 1 else values.new_zeros(())
-
-
 def clipped_deviation(values: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """sqrt(mean(x²) − mean(x)²) over tokens of x = clip(values, low, high); 0 for a single token."""
     clipped = values.clamp(low, high)
     variance = token_mean(clipped.square(), mask) - token_mean(clipped, mask).square()
     return torch.where(mask.sum() > 1, variance.clamp(min=0).sqrt(), 0.0)
-
-
-def share(condition: Tensor, mask: Tensor) -> Tensor:
-    """The share of V where a condition holds."""
-    return token_mean(condition.to(torch.float64), mask)
-
-
-def mean_of(condition: Tensor) -> Tensor:
-    """The share of all entries where a condition holds."""
-    return condition.to(torch.float64).mean()
 
 
 def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
@@ -169,17 +153,15 @@ def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
     }
 
 
-def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """ℓ: d per token (B, T); S_i or G_i per sequence (B, 1)."""
+def level_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """ℓ: d per token (B, T), S_i or G_i per sequence (B, 1); and exp(clamp(ℓ, ±20)), 0 at padding: (B, T)."""
     if level == "token":
-        return log_ratio.masked_fill(mask == 0, 0)
-    per_sequence = sequence_sum(log_ratio, mask != 0) if level == "sequence" else sequence_mean(log_ratio, mask)
-    return per_sequence.unsqueeze(-1)
-
-
-def bounded_ratio(log_weight: Tensor, mask: Tensor) -> Tensor:
-    """exp(clamp(ℓ, ±20)) on the valid tokens, 0 elsewhere: (B, T)."""
-    return log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().expand(mask.shape).masked_fill(mask == 0, 0)
+        log_weight = log_ratio.masked_fill(mask == 0, 0)
+    else:
+        per_sequence = sequence_sum(log_ratio, mask != 0) if level == "sequence" else sequence_mean(log_ratio, mask)
+        log_weight = per_sequence.unsqueeze(-1)
+    bounded = log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    return log_weight, bounded.expand(mask.shape).masked_fill(mask == 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,16 +198,16 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         metrics = {
             "max": applied.masked_fill(mask == 0, -torch.inf).max(),
             "min": applied.masked_fill(mask == 0, torch.inf).min(),
-            "ratio_fraction_high": share(raw > band.upper, mask),
-            "ratio_fraction_low": share(raw < band.lower, mask),
+            "ratio_fraction_high": token_mean((raw > band.upper).double(), mask),
+            "ratio_fraction_low": token_mean((raw < band.lower).double(), mask),
         }
     else:
         high, low = log_weight > _log(band.upper), log_weight < _log(band.lower)
         metrics = {
             "max": log_weight.max().clamp(max=SAFETY_BOUND).exp(),
             "min": log_weight.min().exp(),
-            "ratio_fraction_high": share(high, mask) if band.shares_of_tokens else mean_of(high),
-            "ratio_fraction_low": share(low, mask) if band.shares_of_tokens else mean_of(low),
+            "ratio_fraction_high": token_mean(high.double(), mask) if band.shares_of_tokens else high.double().mean(),
+            "ratio_fraction_low": token_mean(low.double(), mask) if band.shares_of_tokens else low.double().mean(),
         }
 
     # std and ESS are of clipped values: verl lets no outlier into them.
@@ -237,38 +219,37 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         "std": clipped_deviation(applied, mask, low=band.clip_low, high=band.upper),
         "eff_sample_size": torch.where(spread == 0, 0.0, 1 / spread),
         "seq_mean": per_sequence.mean(),
-        "seq_std": deviation(per_sequence),
+        "seq_std": per_sequence.std(correction=min(1, len(per_sequence) - 1)),  # 0 for a single one
         "seq_max": per_sequence.max(),
         "seq_min": per_sequence.min(),
         "seq_max_deviation": (per_sequence - 1).abs().max(),
-        "seq_fraction_high": mean_of(raw_per_sequence > band.upper),
-        "seq_fraction_low": mean_of(raw_per_sequence < band.lower),
+        "seq_fraction_high": (raw_per_sequence > band.upper).double().mean(),
+        "seq_fraction_low": (raw_per_sequence < band.lower).double().mean(),
     }
 
 
 def metrics_of_given_weights(
     applied: Tensor, raw: Tensor, log_weight: Tensor, response_mask: Tensor, band: Band
-) -> Metrics:
-    """`weight_metrics` of weights that were computed elsewhere, under "rollout_is_".
+) -> dict[str, float]:
+    """`weight_metrics` of weights that were computed elsewhere, on the host, under "rollout_is_".
 
     Raises:
         ValueError: a batch without a token.
     """
     check_tokens(response_mask)
-    return prefixed("rollout_is_", weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band))
+    metrics = weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band)
+    return to_floats(metrics, prefix="rollout_is_")
 
 
 def importance_weights(
-    log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float | None, float], *, normalize: bool
+    log_ratio: Tensor, mask: Tensor, level: str, lower: float | None, upper: float, normalize: bool
 ) -> tuple[Tensor, Metrics]:
     """Truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
 
     `normalize` divides by the mean over tokens, or over the rows that hold one. Where the default process group is
     initialized, the mean is taken over that group.
     """
-    lower, upper = bounds
-    log_weight = level_log_ratio(log_ratio, mask, level)
-    raw = bounded_ratio(log_weight, mask)
+    log_weight, raw = level_ratio(log_ratio, mask, level)
 
     # One bound is a ceiling; two are a band, and what lies outside gets weight 0.
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
@@ -277,7 +258,7 @@ def importance_weights(
     band = Band(level=level, lower=1 / upper if lower is None else lower, upper=upper, clip_low=0.0)
     metrics = prefixed("rollout_is_", weight_metrics(weights, raw, log_weight, mask, band))
     if lower is not None:
-        metrics["rollout_is_oob_ratio"] = share(outside, mask)
+        metrics["rollout_is_oob_ratio"] = token_mean(outside.double(), mask)
 
     if normalize:
         factor = _batch_mean(weights, mask, level)
@@ -288,8 +269,7 @@ def importance_weights(
 
 def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     """The mean weight over the default process group; 1 where it is not above 1e-8."""
-    valid = mask != 0
-    unit, counted = (weights, valid) if level == "token" else (sequence_mean(weights, mask), valid.any(-1))
+    unit, counted = (weights, mask != 0) if level == "token" else (sequence_mean(weights, mask), mask.any(-1))
     totals = torch.stack([unit.masked_fill(~counted, 0).sum(), counted.sum().to(unit.dtype)])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(totals)
@@ -311,8 +291,8 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
         metrics |= prefixed(f"rollout_rs_{criterion.name}_", _criterion_metrics(criterion, statistic, keep, mask))
         kept = kept & keep
 
-    metrics["rollout_rs_masked_fraction"] = share(~kept, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = mean_of((~kept & valid).any(-1))
+    metrics["rollout_rs_masked_fraction"] = token_mean((~kept).double(), mask)
+    metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(-1).double().mean()
     return valid & kept, metrics
 
 
@@ -321,8 +301,8 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tens
     catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {
-        "rollout_is_veto_fraction": mean_of(vetoed),
-        "rollout_is_catastrophic_token_fraction": share(catastrophic, mask),
+        "rollout_is_veto_fraction": vetoed.double().mean(),
+        "rollout_is_catastrophic_token_fraction": token_mean(catastrophic.double(), mask),
     }
 
 
@@ -368,20 +348,20 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
         "mean": token_mean(statistic, mask),
         "max": unit.max(),
         "min": unit.min(),
-        "fraction_high": mean_of(unit > upper),
-        "fraction_low": mean_of(unit < lower),
+        "fraction_high": (unit > upper).double().mean(),
+        "fraction_low": (unit < lower).double().mean(),
         "std": clipped_deviation(statistic, mask, low=lower if two_sided else 0.0, high=upper),
         "seq_mean": per_sequence.mean(),
-        "seq_std": deviation(per_sequence),
+        "seq_std": per_sequence.std(correction=min(1, len(per_sequence) - 1)),  # 0 for a single one
         "seq_max": per_sequence.max(),
         "seq_min": per_sequence.min(),
         "seq_max_deviation": per_sequence.abs().max(),
-        "seq_fraction_high": mean_of(per_sequence > upper),
-        "masked_fraction": share(~keep, mask),
-        "seq_masked_fraction": mean_of((~keep & valid).any(-1)[nonempty]),
+        "seq_fraction_high": (per_sequence > upper).double().mean(),
+        "masked_fraction": token_mean((~keep).double(), mask),
+        "seq_masked_fraction": (~keep & valid).any(-1)[nonempty].double().mean(),
     }
     if two_sided:
-        metrics["seq_fraction_low"] = mean_of(per_sequence < lower)
+        metrics["seq_fraction_low"] = (per_sequence < lower).double().mean()
     return metrics
 
 

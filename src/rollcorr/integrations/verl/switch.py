@@ -7,6 +7,7 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -28,8 +29,7 @@ HELPER = "verl.trainer.ppo.rollout_corr_helper"
 CORE_ALGOS = "verl.trainer.ppo.core_algos"
 UTILS = "verl.trainer.ppo.utils"
 
-_ABSENT: Any = object()
-_put_back: list[Callable[[], None]] = []
+_put_back = contextlib.ExitStack()
 
 
 def install() -> None:
@@ -48,26 +48,29 @@ def install() -> None:
         return
 
     # Modules that were imported before hold verl's functions under names of their own.
-    by_identity = {id(original): ours for original, ours in replacements}
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("verl."):
-            _replace_values(vars(module), by_identity)
+            _replace_values(vars(module), replacements)
 
     # Actors look their loss up by name.
-    registry = modules[CORE_ALGOS].POLICY_LOSS_REGISTRY
-    losses = _replace_values(registry, by_identity)
+    losses = _replace_values(modules[CORE_ALGOS].POLICY_LOSS_REGISTRY, replacements)
     _carry_to_ray_workers()
-    logger.warning("%s", _start_up_line(modules, losses))
+
+    # What is active now, by name.
+    parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
+    parts.append(f"the policy losses {', '.join(losses)}")
+    logger.warning(
+        "rollcorr %s replaces in %s: %s; bypass mode reaches the actor", __version__, _verl_version(), "; ".join(parts)
+    )
 
 
 def uninstall() -> None:
     """Take back what `install` did in this process. Ray workers that are running keep our functions."""
-    while _put_back:
-        _put_back.pop()()
+    _put_back.close()
 
 
-def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
-    """Each function of verl that is still in its place, with ours.
+def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any]]:
+    """Our functions, each by the identity of the one of verl that is still in its place.
 
     Raises:
         ImportError: verl has no `need_critic`, where its trainers hand over their configuration before they build a
@@ -79,17 +82,27 @@ def _replacements(modules: dict[str, ModuleType]) -> list[tuple[Any, Any]]:
             f"{UTILS} has no need_critic: this verl is not one that install() knows. Change the imports as "
             "docs/coming_from/verl.md says, and call wire_bypass_mode(config) before the trainer is built"
         )
-    pairs = []
+    replacements: dict[int, Callable[..., Any]] = {}
     if not hasattr(need_critic, "wires_bypass_mode"):
-        pairs.append((need_critic, _wiring(need_critic)))
+        replacements[id(need_critic)] = _wiring(need_critic)
 
     for module in (modules[HELPER], modules[CORE_ALGOS]):
         for name, ours in _functions_of(module).items():
             theirs = vars(module)[name]
-            if theirs is not ours:
-                _check_arguments(f"{module.__name__}.{name}", theirs, ours)
-                pairs.append((theirs, ours))
-    return pairs
+            if theirs is ours:
+                continue
+
+            # Ours must understand whatever verl's callers pass.
+            expected, known = (list(inspect.signature(function).parameters) for function in (theirs, ours))
+            if expected != known[: len(expected)]:
+                raise ImportError(
+                    f"{module.__name__}.{name} of {_verl_version()} takes ({', '.join(expected)}), and ours "
+                    f"({', '.join(known)}): this verl is not one that install() knows. Change the imports as "
+                    "docs/coming_from/verl.md says; for verl of November 2025 use "
+                    "rollcorr.integrations.verl.v2025_11"
+                )
+            replacements[id(theirs)] = ours
+    return replacements
 
 
 def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -97,21 +110,6 @@ def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
     package = importlib.import_module("rollcorr.integrations.verl")
     functions = {name: getattr(package, name) for name in package.__all__ if name in vars(module)}
     return {name: function for name, function in functions.items() if inspect.isfunction(function)}
-
-
-def _check_arguments(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Refuse to replace a function whose arguments ours would not understand.
-
-    Raises:
-        ImportError: an argument that ours lacks, or has at another place.
-    """
-    expected, known = list(inspect.signature(theirs).parameters), list(inspect.signature(ours).parameters)
-    if expected != known[: len(expected)]:
-        raise ImportError(
-            f"{name} of {_verl_version()} takes ({', '.join(expected)}), and ours ({', '.join(known)}): this verl is "
-            "not one that install() knows. Change the imports as docs/coming_from/verl.md says; for verl of November "
-            "2025 use rollcorr.integrations.verl.v2025_11"
-        )
 
 
 def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -126,32 +124,26 @@ def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return wired
 
 
-def _replace_values(holder: MutableMapping[str, Any], by_identity: dict[int, Any]) -> list[str]:
+def _replace_values(holder: MutableMapping[str, Any], replacements: dict[int, Any]) -> list[str]:
     """Put our function in the place of each of verl's in a module or a registry, and return the names of the places."""
-    names = [name for name, value in holder.items() if id(value) in by_identity]
+    names = [name for name, value in holder.items() if id(value) in replacements]
     for name in names:
-        _put(holder, name, by_identity[id(holder[name])])
+        _put(holder, name, replacements[id(holder[name])])
     return names
 
 
 def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (whatever was there)
-    before = holder.get(name, _ABSENT)
-
-    def put_back() -> None:
-        if before is _ABSENT:
-            holder.pop(name, None)
-        else:
-            holder[name] = before
-
-    _put_back.append(put_back)
+    if name in holder:
+        _put_back.callback(holder.__setitem__, name, holder[name])
+    else:
+        _put_back.callback(holder.pop, name, None)
     holder[name] = value
 
 
 def _carry_to_ray_workers() -> None:
     """Switch verl in the workers of every later `ray.init`, and say so if it came before."""
-    was_asked_for = bool(os.environ.get(SWITCH))
     ray = sys.modules.get("ray")
-    if ray is not None and not was_asked_for and hasattr(ray, "is_initialized") and ray.is_initialized():
+    if ray is not None and not os.environ.get(SWITCH) and hasattr(ray, "is_initialized") and ray.is_initialized():
         context = ray.get_runtime_context()
         started_here = context.worker.mode == ray.SCRIPT_MODE
         if started_here and SWITCH not in context.runtime_env.get("env_vars", {}):
@@ -165,17 +157,9 @@ def _carry_to_ray_workers() -> None:
     # A process that this one starts reads the first; `ray.init` calls what the second names.
     _put(os.environ, SWITCH, "1")
     hook = os.environ.get(RAY_HOOK)
-    if hook != WITH_PLUGIN:
-        if hook:
-            _put(os.environ, RAY_HOOK_BEFORE, hook)
-        _put(os.environ, RAY_HOOK, WITH_PLUGIN)
-
-
-def _start_up_line(modules: dict[str, ModuleType], losses: list[str]) -> str:
-    """What is active now, by name."""
-    parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
-    parts.append(f"the policy losses {', '.join(losses)}")
-    return f"rollcorr {__version__} replaces in {_verl_version()}: {'; '.join(parts)}; bypass mode reaches the actor"
+    if hook and hook != WITH_PLUGIN:
+        _put(os.environ, RAY_HOOK_BEFORE, hook)
+    _put(os.environ, RAY_HOOK, WITH_PLUGIN)
 
 
 def _verl_version() -> str:

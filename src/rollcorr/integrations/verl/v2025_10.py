@@ -10,16 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.conversion import convert
 from rollcorr.core.layout import sequence_mean
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
 from rollcorr.integrations.verl import parity
-from rollcorr.integrations.verl.batch import Batch, weight_batch
+from rollcorr.integrations.verl.correction import Batch, weight_batch
 from rollcorr.integrations.verl.losses import compute_policy_loss
 from rollcorr.integrations.verl.older import measured_ratio, ratio_band, reference_correction
-from rollcorr.integrations.verl.v2025_11.losses import compute_policy_loss_vanilla
+from rollcorr.integrations.verl.v2025_11 import compute_policy_loss_vanilla
 
 __all__ = [
     "compute_is_metrics",
@@ -30,6 +29,7 @@ __all__ = [
 ]
 
 PREFIX = "mismatch/"
+VETO_METRICS = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
 _GAP = (
     "training_ppl",
     "training_log_ppl",
@@ -92,12 +92,28 @@ def compute_rollout_importance_weights(
     if config is None or rollout_is_threshold is None:
         return None, response_mask, {}
 
+    data = old_log_prob, rollout_log_prob, response_mask
     if verl_parity:
         lower = 1 / rollout_is_threshold if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-        band = _band(rollout_is_level, lower, rollout_is_threshold)
-        weights, mask, metrics = _reference(old_log_prob, rollout_log_prob, response_mask, config, band)
+        band = ratio_band(
+            rollout_is_level, lower, rollout_is_threshold, shares_of_tokens=rollout_is_level == "geometric"
+        )
+        weights, mask, found = reference_correction(*data, config, weighting=band, rejection_prefix="rollout_is_")
+        metrics = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
     else:
-        weights, mask, metrics = _measured(old_log_prob, rollout_log_prob, response_mask, config)
+        correction = correct(*data, config, densities=True)
+        weights, mask = correction.weights, correction.loss_mask.to(response_mask.dtype)
+        found = correction.metrics(prefix="")
+
+        # The same under that release's names.
+        metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
+        metrics |= {name: found.get(name, 0.0) for name in VETO_METRICS}
+        for criterion in config.criteria:
+            for name in ("masked_fraction", "seq_masked_fraction"):
+                metrics[f"rollout_is_{name}"] = found[f"rollout_rs_{criterion.name}_{name}"]
+
+    assert weights is not None  # every level of this generation has weights
+    metrics |= _gap_metrics(found)
     return weight_batch(weights), mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
@@ -155,47 +171,24 @@ def compute_is_metrics(
     """
     # Without the two veto arguments, nothing was vetoed.
     valid = response_mask != 0
-    no_token = torch.zeros_like(valid)
+    no_token, nonempty = torch.zeros_like(valid), valid.any(-1)
     vetoed_tokens = no_token if catastrophic_tokens is None else catastrophic_tokens & valid
     vetoed_rows = no_token[:, :1] if has_catastrophic is None else has_catastrophic
-
-    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
-    lower, upper = rollout_is_threshold_lower, rollout_is_threshold
-    if verl_parity:
-        band = _band(rollout_is_level, lower, upper)
-        metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
-        mask = parity.widened_mask(response_mask)
-        shares = {
-            "veto_fraction": parity.mean_of(vetoed_rows),
-            "catastrophic_token_fraction": parity.share(vetoed_tokens, mask),
-        }
-        return parity.to_floats(metrics | parity.prefixed("rollout_is_", shares))
-
-    measured = newest.compute_is_metrics(*weights, response_mask, rollout_is_level, upper, lower)
-    nonempty = valid.any(-1)
-    ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
     shares = {
-        "veto_fraction": sequence_mean(vetoed_rows[:, 0].double(), nonempty),
+        "veto_fraction": sequence_mean(vetoed_rows[:, 0].double(), nonempty | verl_parity),
         "catastrophic_token_fraction": sequence_mean(vetoed_tokens.double().flatten(), valid.flatten()),
     }
-    return {f"rollout_is_{name}": value for name, value in (ratio | parity.to_floats(shares)).items()}
 
-
-def _measured(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Through `rollcorr.correct`, its metrics under that release's names."""
-    correction = correct(train, rollout, response_mask, config, densities=True)
-    assert correction.weights is not None  # every level of this generation has weights
-    found = correction.metrics(prefix="")
-
-    metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
-    for name in ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"):
-        metrics[name] = found.get(name, 0.0)
-    for criterion in config.criteria:
-        for name in ("masked_fraction", "seq_masked_fraction"):
-            metrics[f"rollout_is_{name}"] = found[f"rollout_rs_{criterion.name}_{name}"]
-    return correction.weights, correction.loss_mask.to(response_mask.dtype), metrics | _gap_metrics(found)
+    weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
+    level, lower, upper = rollout_is_level, rollout_is_threshold_lower, rollout_is_threshold
+    if verl_parity:
+        band = ratio_band(level, lower, upper, shares_of_tokens=level == "geometric")
+        metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
+    else:
+        measured = newest.compute_is_metrics(*weights, response_mask, level, upper, lower)
+        ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
+        metrics = {f"rollout_is_{name}": value for name, value in ratio.items()}
+    return metrics | parity.to_floats(shares, prefix="rollout_is_")
 
 
 def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -203,20 +196,3 @@ def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if "ppl_ratio_geo" in metrics:
         metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
     return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}
-
-
-def _reference(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, config: CheckedConfig, band: parity.Band
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The same with that release's own numbers: mask mode rejects by the band, truncate mode cuts at its upper end."""
-    rejection, ceiling = (("rollout_is_", band), None) if config.criteria else (None, band.upper)
-    data, veto = (train, rollout, response_mask), config.rollout_token_veto_threshold
-    weights, mask, found = reference_correction(*data, weighting=band, ceiling=ceiling, rejection=rejection, veto=veto)
-    assert weights is not None
-    own = {name: value for name, value in found.items() if name.startswith("rollout_is_")}
-    return weights, mask, own | _gap_metrics(found)
-
-
-def _band(level: str, lower: float, upper: float) -> parity.Band:
-    """That release counted the shares of a geometric ratio over tokens."""
-    return ratio_band(level, lower, upper, shares_of_tokens=level == "geometric")

@@ -1,0 +1,186 @@
+"""TRL's options and losses: as a configuration of this library, and in the line of the log that `attach` writes.
+
+    mode                  rollout_is    rollout_is_threshold     rollout_is_floor
+    token_truncate        token         clip_max                 clip_min
+    token_mask            token         "clip_min_clip_max"      –
+    sequence_truncate     sequence      clip_max                 clip_min
+    sequence_mask         sequence      "clip_min_clip_max"      –
+
+A side that is None in TRL is open here. TRL reads a missing log-prob as a ratio of 1, so `nonfinite` is "neutral".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.criteria import Threshold
+from rollcorr.correction.overview import described
+from rollcorr.integrations.trl.generation_batch import Trainer, loss_type_of, multiplies, rejects
+
+# TRL has no such bound. This is the largest one that the compiled kernel takes, far beyond any weight that is of use.
+SAFETY_BOUND = 40.0
+
+# What each of TRL's losses divides by, in the words of the log.
+DIVISORS = {
+    "grpo": "the kept tokens of each sequence, then all sequences",
+    "sapo": "the kept tokens of each sequence, then all sequences",
+    "bnpo": "the kept tokens of the micro-batch",
+    "dr_grpo": "a constant",
+    "luspo": "all sequences",
+    "cispo": "the kept tokens",
+    "dapo": "the kept tokens",
+    "vespo": "the kept tokens",
+    "rloo": "all sequences",
+}
+THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GRPOConfig, or an object like it)
+    """What TRL's options ask for: weights at one level, truncated or zeroed outside a band, and no rejection.
+
+    Args:
+        args: has `vllm_importance_sampling_correction`, `_mode`, `_clip_max` and `_clip_min`, or the older `_cap`, as
+            TRL's `GRPOConfig` does. TRL's `RLOOConfig` has none of them.
+
+    Returns:
+        The configuration. Where TRL corrects nothing, it measures only: the preset `measure`.
+
+    Raises:
+        ValueError: the mode is unknown, or a bound makes no sense.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> args = SimpleNamespace(
+        ...     vllm_importance_sampling_correction=True,
+        ...     vllm_importance_sampling_mode="sequence_mask",
+        ...     vllm_importance_sampling_clip_max=3.0,
+        ...     vllm_importance_sampling_clip_min=None,
+        ... )
+        >>> config = config_from_trl(args)
+        >>> config.rollout_is, config.rollout_is_threshold
+        ('sequence', '0_3.0')
+    """
+    if not getattr(args, "vllm_importance_sampling_correction", False):
+        return RolloutCorrectionConfig.preset("measure").with_options(nonfinite="neutral")
+
+    mode = args.vllm_importance_sampling_mode
+    if mode not in MODES:
+        raise ValueError(f"vllm_importance_sampling_mode must be one of {', '.join(MODES)}; got {mode!r}")
+    level, constraint = mode.split("_")
+
+    # TRL copies the older name into the newer one; an object that has only the older one means the same.
+    cap = getattr(args, "vllm_importance_sampling_cap", None)
+    upper = getattr(args, "vllm_importance_sampling_clip_max", None) if cap is None else cap
+
+    # No ratio is below 0, so such a bound is an open side.
+    lower = getattr(args, "vllm_importance_sampling_clip_min", None)
+    lower = None if lower is None or lower <= 0 else lower
+
+    threshold: Threshold | None = upper
+    if constraint == "mask" and (lower is not None or upper is not None):
+        threshold = f"{'0' if lower is None else lower}_{'inf' if upper is None else upper}"
+    return RolloutCorrectionConfig(
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+        rollout_is_floor=lower if constraint == "truncate" else None,
+        nonfinite="neutral",
+        safety_bound=SAFETY_BOUND,
+    )
+
+
+def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
+    """The configuration for one of TRL's losses ("rloo" for RLOO's): what that loss can express.
+
+    RLOO has one ratio for each sequence, so a token cannot leave it: a missing log-prob rejects its sequence there.
+
+    Raises:
+        ValueError: the loss cannot do what is asked; says what to change.
+    """
+    is_rloo, weighted = loss_type == "rloo", config.weights_reach_loss
+    token_criteria = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
+    refused = [
+        (
+            config.bypass_mode,
+            "bypass_mode=True replaces the old log-probs in the loss, which this adapter leaves to TRL; "
+            "set bypass_mode=False",
+        ),
+        (
+            config.normalizer == "weights" and loss_type not in ("cispo", "dapo"),
+            f"normalizer='weights' needs loss_type 'cispo' or 'dapo', which divide by a count; got {loss_type!r}. "
+            "Set normalizer='kept'",
+        ),
+        (
+            loss_type == "vespo" and weighted and config.rollout_is != "token",
+            f"loss_type='vespo' multiplies the weights of a sequence's tokens itself; got "
+            f"rollout_is={config.rollout_is!r}. Set rollout_is='token'; in TRL's options, "
+            "vllm_importance_sampling_mode='token_truncate'",
+        ),
+        (
+            is_rloo and weighted and config.rollout_is == "token",
+            "RLOOTrainer's loss has one ratio for each sequence, so rollout_is='token' cannot weight it; "
+            "set rollout_is='sequence' or 'geometric'",
+        ),
+        (
+            is_rloo and bool(token_criteria),
+            f"RLOOTrainer's loss cannot leave out single tokens; got rollout_rs={','.join(token_criteria)!r}. "
+            "Use a criterion of a sequence, such as 'seq_max_k2'",
+        ),
+    ]
+    for applies, reason in refused:
+        if applies:
+            raise ValueError(reason)
+    rejects_tokens = is_rloo and config.nonfinite == "reject_token" and not config.only_measures
+    return config.with_options(nonfinite="reject_sequence") if rejects_tokens else config
+
+
+def start_up_line(trainer: Trainer) -> str:
+    """Return one line: whose options, which weights, what rejects and samples, the loss's divisor, TRL's correction.
+
+    Args:
+        trainer: a trainer that was attached to.
+    """
+    config, loss_type = trainer._correction_config, loss_type_of(trainer)
+
+    # What samples, and so whether there are log-probs at all.
+    engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
+    sampler = "vLLM" if trainer.use_vllm else THE_POLICY
+    sampler = sampler if engine is None else type(engine).__name__
+    sampler = sampler if getattr(trainer, "rollout_func", None) is None else "rollout_func"
+
+    # Whose options these are, and whether they change anything.
+    is_given = trainer._correction_asked is not None
+    is_rloo = loss_type == "rloo"
+    of_trl = "default, as RLOOTrainer has no options for it" if is_rloo else "TRL's vllm_importance_sampling_* options"
+    name = f"{getattr(trainer, '_named_by_user', type(trainer).__name__)} ({loss_type})"
+    start = f"rollcorr corrects {name} by {'its own configuration' if is_given else of_trl}"
+    if sampler == THE_POLICY:
+        start = (
+            f"rollcorr is attached to {name}, but corrects nothing: TRL's own sampler reports no log-probs; set "
+            "use_vllm=True, or give attach an engine. Configuration"
+        )
+    elif config.only_measures:
+        reason = "as configured" if is_given else f"by {of_trl}"
+        start = f"rollcorr is attached to {name} and measures only, {reason}. Configuration"
+
+    divisor = DIVISORS.get(loss_type, "what TRL chooses")
+    if config.normalizer == "weights":
+        divisor = "the weights of the kept tokens"
+    elif config.normalizer == "original" or not rejects(config):
+        divisor = divisor.replace("kept", "original")
+
+    # TRL's own correction before, and the state that it has from now on.
+    own, measured_state = "none", "disabled" if trainer._disable_trl_correction else "stays"
+    if multiplies(trainer):
+        state = measured_state if config.only_measures else "replaced"
+        own = f"{trainer.args.vllm_importance_sampling_mode}, {state}"
+
+    steps = trainer._monitored_steps
+    return (
+        f"{start}: {described(config)}; missing log-probs: "
+        f"{'left to TRL' if config.only_measures else config.nonfinite}; sampler: {sampler}; "
+        f"the loss is divided by {divisor}; TRL's own correction: {own}"
+        f"{'' if steps is None else f'; steps go to {steps.monitor.directory.path}'}"
+    )
