@@ -197,7 +197,7 @@ def test_ctrl_c_while_the_server_is_away_ends_the_wait_and_saves_the_run(tmp_pat
 
     def ctrl_c():
         signal.raise_signal(signal.SIGINT)
-        while not waiting.stop_requested():  # until the main thread has heard of it
+        while not waiting.should_stop():  # until the main thread has heard of it
             time.sleep(0.01)
 
     clock.alarms.append((100.0, ctrl_c))

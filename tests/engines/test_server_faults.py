@@ -204,7 +204,6 @@ FAULTS = {
     "ended by the server": (meta(finish_reason={"type": "abort"}), REFUSED, "did not finish"),
     **{f"redirect {code}": (elsewhere(code), REFUSED, f"a redirect, HTTP {code}, to") for code in (301, 302, 307, 308)},
     "redirect to nowhere": (status(302), REFUSED, "to nowhere. Redirects are not followed"),
-    "announced 10 GB": (body(b"{}", Content_Length="9999999999"), REFUSED, "more than 32 MB"),
     "endless body": (endless, REFUSED, "more than 32 MB, unpacked.*raise max_answer_megabytes"),
     "endless refusal": (endless_refusal, UNAVAILABLE, "HTTP 500: xxx"),
     "packed 1000 times": (body(BOMB, Content_Encoding="gzip"), REFUSED, "more than 32 MB, unpacked"),
@@ -300,10 +299,9 @@ def test_a_redirect_takes_no_key_to_another_server_nor_to_another_place_on_this_
         for place in (f"{other.url}/taken", f"{server.url}/moved", "/moved"):
             server.answer = lambda handler, request, to=place: status(307, Location=to)(handler, None)
             with (
-                JsonClient(server.url, headers={"Authorization": "Bearer s3cret"}) as client,
                 pytest.raises(EngineAnswerError, match=r"Redirects are not followed.*set url to"),
             ):
-                client.post("/generate", None)
+                JsonClient(server.url, headers={"Authorization": "Bearer s3cret"}).post("/generate", None)
         assert [path for path, _ in server.requests] == ["/generate"] * 3
     assert reached == []
 
@@ -311,7 +309,8 @@ def test_a_redirect_takes_no_key_to_another_server_nor_to_another_place_on_this_
 def test_a_packed_answer_that_is_right_is_read():
     answer = {"echo": list(range(1000))}
     packed = body(gzip.compress(json.dumps(answer).encode()), Content_Encoding="gzip")
-    with serving(packed) as server, JsonClient(server.url) as client:
+    with serving(packed) as server:
+        client = JsonClient(server.url)
         assert client.post("/", None) == answer
         assert server.requests == [("/", None)]
 
@@ -329,13 +328,13 @@ import sys
 from pathlib import Path
 from rollcorr.engines.base import EngineError
 from rollcorr.engines.transport.http import JsonClient
-with JsonClient(sys.argv[1], retries=0, wait_minutes=0) as client:
-    for path in sys.argv[2:]:
-        try:
-            client.post(path, None)
-            print("answered", path)
-        except EngineError as error:
-            print("refused", path)
+client = JsonClient(sys.argv[1], retries=0, wait_minutes=0)
+for path in sys.argv[2:]:
+    try:
+        client.post(path, None)
+        print("answered", path)
+    except EngineError as error:
+        print("refused", path)
 # Not ru_maxrss: that begins with the peak of the process that started this one.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) * 1024)

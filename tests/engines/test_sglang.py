@@ -274,7 +274,7 @@ def shortened(name):
         (entry(3, None), r"log_kept_mass\[3\] of row 1 is None"),
         (entry(3, math.nan), r"log_kept_mass\[3\] of row 1 is nan"),
         (entry(0, -0.5), r"log_kept_mass\[0\] of row 1 is 1.4"),  # a set cannot have more than all of the mass
-        (meta(finish_reason={"type": "abort", "message": "memory"}), "row 1 did not finish: .*abort.*memory"),
+        (meta(finish_reason={"type": "abort", "message": "memory"}), "row 1 did not finish: .*memory.*abort"),
         (meta(finish_reason=None), "row 1 did not finish"),
         (meta(completion_tokens=11), "for completion_tokens 11"),
         (meta(weight_versions=[{"version": "default", "start": 0, "end": 9}]), "do not cover its 12 tokens"),

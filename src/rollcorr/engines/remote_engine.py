@@ -40,12 +40,13 @@ from rollcorr.engines.completions import Completion, check_log_prob, check_versi
 from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.transport import waiting
-from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from rollcorr.engines.transport.http import JsonClient
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Answer = TypeVar("Answer")
@@ -129,6 +130,8 @@ class ServerOptions(RemoteOptions):
             TypeError: a value is of the wrong type.
             ValueError: a number is out of range, `url` is no HTTP address, or a variable of `headers_env` is not set.
         """
+        from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
+
         longest = max(MAX_ANSWER_BYTES, expected_bytes)
         if self.max_answer_megabytes is not None:
             longest = int(1e6 * check_number("max_answer_megabytes", self.max_answer_megabytes, at_least=0.001))
@@ -218,10 +221,8 @@ class RemoteEngine(Engine, abc.ABC):
         self.close()
 
     def close(self) -> None:
-        """Close the connections; a server keeps running."""
+        """Answer nothing more; a server keeps running."""
         self._unusable = "it was closed"
-        if self._server is not None:
-            self._server.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt: all of them, or an error and none.
@@ -362,7 +363,7 @@ class RemoteEngine(Engine, abc.ABC):
                 if not (may_repair and self._takes_weights()):
                     raise
                 reason = error
-            waiting.say(
+            waiting.show_line(
                 f"{self.title} lost the weights of version {self.weight_version} ({reason}); they are sent again, and "
                 "the batch is asked for again"
             )
