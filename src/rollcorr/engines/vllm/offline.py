@@ -205,5 +205,5 @@ class VllmEngine(VllmBase):
 
     def _abandon(self) -> None:
         if self._worker is not None:
-            self._worker.close(patience=0.0)
+            self._worker.close()
             self._worker = None
