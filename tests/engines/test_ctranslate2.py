@@ -17,9 +17,8 @@ from torch import nn
 from rollcorr import check_compatible, correct
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import IncompatibleSamplingError
-from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
+from rollcorr.engines.base import EngineUnavailableError, GenerationSettings, WeightSyncError
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
-from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import score_responses
 from rollcorr.engines.weight_rounding import rounded_to_bits
 from rollcorr.train.grpo.policy import Policy, load_policy

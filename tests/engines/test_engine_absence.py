@@ -185,7 +185,7 @@ def test_weights_that_cannot_be_read_from_their_folder_do_not_cost_the_checkpoin
     def fail(folder):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(remote_engine, "read_weights", fail)
+    monkeypatch.setattr(remote_engine, "checkpoint_weights", fail)
     mortal = Mortal(make_micro_policy().model, clock)
     summary, _, shown = run(tmp_path, "unread", mortal, "rollout.refresh_every=5", "checkpoint.every=1")
     assert (summary.step, summary.failure) == (STEPS, None)

@@ -21,7 +21,7 @@ from test_sglang import RAW, make_engine, replay
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
 from rollcorr.engines.completions import rollout_from_completions
-from rollcorr.engines.sglang_answer import read_completion, read_scores
+from rollcorr.engines.sglang import read_completion, read_scores
 from rollcorr.engines.transport.http import JsonClient
 from rollcorr.engines.vllm.answers import choice_of_text, completion, prompt_log_probs
 

@@ -18,8 +18,13 @@ from micro_policy import make_micro_policy
 from rollcorr import check_compatible
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import check_kept_sets, joint_support, top_k_support, top_p_support
-from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    GenerationSettings,
+    WeightSyncError,
+)
 from rollcorr.engines.sglang import SglangEngine, SglangOptions
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text(encoding="utf-8"))

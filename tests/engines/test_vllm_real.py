@@ -18,8 +18,7 @@ from vllm_server_process import CPU, running_server
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
-from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import EngineUnavailableError, GenerationSettings, WeightSyncError
 from rollcorr.engines.response_scoring import response_logits
 from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions
 from rollcorr.engines.vllm.server import VllmServerEngine, VllmServerOptions

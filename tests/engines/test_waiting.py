@@ -292,7 +292,7 @@ def test_ctrl_c_ends_a_wait_and_the_process_although_no_request_ever_ends():
 
 def test_the_clock_of_a_wait_is_that_of_the_machine():
     before = waiting.monotonic()
-    batch = waiting.Batch("here", deadline_minutes=1.0, wait_minutes=1.0)
+    batch = waiting.RequestBatch("here", deadline_minutes=1.0, wait_minutes=1.0)
     assert batch.pause(0.02)
     assert waiting.monotonic() - before >= 0.02
     batch.ended.set()

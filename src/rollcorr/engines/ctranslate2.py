@@ -29,13 +29,14 @@ from rollcorr.engines.base import (
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
+    GenerationSettings,
     Rollout,
     TokenBatch,
     check_prompts,
     check_weight_sync,
+    refuse_settings,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
-from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, vocabulary_size
 from rollcorr.engines.weight_rounding import MOST_BITS, rounded_to_bits
 

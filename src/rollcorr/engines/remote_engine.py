@@ -30,6 +30,7 @@ from rollcorr.engines.base import (
     EngineAnswerError,
     EngineError,
     EngineRestartedError,
+    GenerationSettings,
     Rollout,
     TokenBatch,
     WeightSyncError,
@@ -37,10 +38,9 @@ from rollcorr.engines.base import (
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
-from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.transport import waiting
-from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
+from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_policy, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ Answer = TypeVar("Answer")
 # Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It is smaller, in
 # proportion, for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
-
 
 # What one token and its log-prob take in JSON at most, with their names.
 BYTES_PER_LOG_PROB = 256
@@ -80,12 +79,6 @@ class RemoteOptions:
         check_choice("dtype", self.dtype, tuple(NOISE_FLOOR))
         if self.sync_tolerance is not None:
             check_number("sync_tolerance", self.sync_tolerance, above=0)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The precision as torch names it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +112,11 @@ class ServerOptions(RemoteOptions):
     headers: Mapping[str, str] | None = field(default=None, repr=False)
     headers_env: Mapping[str, str] | None = None
 
-    def client(self, *, expected_bytes: int = 0) -> JsonClient:
+    def client(self, *, log_probs: int = 0) -> JsonClient:
         """A client of the server.
 
         Args:
-            expected_bytes: what the longest answer may have, where `max_answer_megabytes` does not say it.
+            log_probs: how many the longest answer may have; it bounds the answer where `max_answer_megabytes` does not.
 
         Raises:
             ImportError: httpx is not installed.
@@ -132,7 +125,7 @@ class ServerOptions(RemoteOptions):
         """
         from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 
-        longest = max(MAX_ANSWER_BYTES, expected_bytes)
+        longest = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * log_probs)
         if self.max_answer_megabytes is not None:
             longest = int(1e6 * check_number("max_answer_megabytes", self.max_answer_megabytes, at_least=0.001))
         return JsonClient(
@@ -177,6 +170,7 @@ class RemoteEngine(Engine, abc.ABC):
         self.device = next(model.parameters()).device
         self.max_model_len: int | None = None  # longest prompt and response together, if the engine has a limit
 
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._probe = make_probe(model)
         self._expected = torch.empty(0, device="cpu")  # what the weights that sample give to the probe
         self._unusable: str | None = "it holds no verified weights yet"
@@ -205,8 +199,8 @@ class RemoteEngine(Engine, abc.ABC):
     def _folder(self) -> Path:
         """The checkpoint of the weights that sample."""
 
-    def _meet_again(self) -> None:
-        """Learn anew what an engine that was away may have changed. It asks for no response."""
+    def _meet(self) -> None:
+        """Learn what a server is, also after it was away. It asks for no response."""
 
     def _check_again(self) -> None:
         """Require that an engine that was away still answers as it was set up to. It may ask for a response."""
@@ -268,8 +262,14 @@ class RemoteEngine(Engine, abc.ABC):
         Raises: as `generate`.
         """
         self._require_weights()
+        temperature = self.sampling.temperature
+        if temperature != 1 and self._server is not None:
+            raise EngineError(
+                f"a {self.title} server scores given tokens at temperature 1, not {temperature:g}: sample at 1, or "
+                "score with the policy"
+            )
         with self._saying_where():
-            return self._from_given_weights(lambda: (self._score(tokens, self.sampling.temperature), False))
+            return self._from_given_weights(lambda: (self._score(tokens, temperature), False))
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
@@ -286,12 +286,12 @@ class RemoteEngine(Engine, abc.ABC):
                 is unusable as well.
         """
         check_integer("version", version, at_least=0)
-        expected = self._score_policy(model)
+        expected = score_probe(model, self._probe, dtype=self._dtype)
         folder = self._folder  # raises if the engine takes no weights, while it can still be used
 
         with self._whole_or_unusable():
             with _disk_failures_of(folder):
-                write_checkpoint(model, folder, dtype=self.options.torch_dtype)
+                write_checkpoint(model, folder, dtype=self._dtype)
             self._given.append(version)
             self._initial_version = None
             self._load_and_verify(version, expected)
@@ -308,7 +308,7 @@ class RemoteEngine(Engine, abc.ABC):
         self._require_weights()
         folder = self._folder
         with _disk_failures_of(folder):
-            return read_weights(folder)
+            return dict(checkpoint_weights(folder))
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned, and verify it as an update.
@@ -327,12 +327,13 @@ class RemoteEngine(Engine, abc.ABC):
 
     def _hand_over(self, model: nn.Module, folder: str | Path | None, version: int) -> None:
         """Give a running server the first weights through `folder`; without one verify that it has them already."""
+        self._meet()
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
             return
 
-        self._expected = self._score_policy(model)
+        self._expected = score_probe(model, self._probe, dtype=self._dtype)
         with self._whole_or_unusable():
             self._verify(self._expected)
         self._faults_at_proof = self._faults
@@ -353,7 +354,7 @@ class RemoteEngine(Engine, abc.ABC):
                 answer, names_weights = ask()
                 was_away = self._faults != self._faults_at_proof
                 if was_away:
-                    self._meet_again()
+                    self._meet()
                     self._check_again()
                 if was_away or not (names_weights or self._server is None):
                     self._verify(self._expected)
@@ -368,7 +369,7 @@ class RemoteEngine(Engine, abc.ABC):
                 "the batch is asked for again"
             )
             with self._whole_or_unusable():
-                self._meet_again()
+                self._meet()
                 self._load_and_verify(self.weight_version, self._expected)
                 self._check_again()  # last: a server that is paused answers nothing until the load has resumed it
         raise AssertionError("the second round returns or raises")
@@ -402,10 +403,6 @@ class RemoteEngine(Engine, abc.ABC):
                     raise
         self._faults_at_proof = self._faults
 
-    def _score_policy(self, model: nn.Module) -> Tensor:
-        """The probe as the policy scores it in this engine's precision."""
-        return score_probe(model, self._probe, dtype=self.options.torch_dtype)
-
     def _verify(self, expected: Tensor) -> None:
         """Require that the engine scores the probe as expected."""
         tolerance = self.options.sync_tolerance
@@ -433,13 +430,6 @@ class RemoteEngine(Engine, abc.ABC):
         mask = tokens.response_mask
         values = torch.tensor(flat, dtype=torch.float32, device=mask.device)
         return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, values)
-
-    def _require_temperature_1(self, temperature: float) -> None:
-        if temperature != 1:
-            raise EngineError(
-                f"a {self.title} server scores given tokens at temperature 1, not {temperature:g}: sample at 1, or "
-                "score with the policy"
-            )
 
     @contextlib.contextmanager
     def _whole_or_unusable(self) -> Iterator[None]:
@@ -484,16 +474,6 @@ def _disk_failures_of(folder: Path) -> Iterator[None]:
             f"the weights in {str(folder)!r} could not be written or read: {cause.strerror or cause}. Make room there, "
             "or give a folder on another disk"
         ) from error
-
-
-def expected_bytes(tokens: int, log_probs_per_token: int) -> int:
-    """What an answer with so many log-probs may have, with room to spare.
-
-    Example:
-        >>> expected_bytes(8192, 44)
-        92274688
-    """
-    return BYTES_PER_LOG_PROB * tokens * log_probs_per_token
 
 
 def row_seed(seed: int, row: int) -> int:

@@ -2,6 +2,10 @@
 
 It needs no package beyond the trainer's own and has a real mismatch: the copy computes in bfloat16 what the trainer
 computes in float32.
+
+Continuous batching makes room for the next response as soon as one ends. It pays on a GPU where lengths differ much. On
+a CPU it is slower than `generate`, and unless `num_blocks` bounds its cache it takes nine tenths of the free memory. It
+returns processed log-probs only: no raw ones, no kept sets.
 """
 
 from __future__ import annotations
@@ -14,11 +18,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
-from rollcorr.engines.base import Engine, Rollout, TokenBatch, check_weight_sync, pad_prompts
-from rollcorr.engines.completions import rollout_from_completions
-from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
-from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
+from rollcorr.engines.base import (
+    Engine,
+    EngineAnswerError,
+    EngineUnavailableError,
+    GenerationSettings,
+    Rollout,
+    TokenBatch,
+    check_weight_sync,
+    pad_prompts,
+    refuse_settings,
+)
+from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, score_responses
 
 if TYPE_CHECKING:
@@ -26,6 +39,9 @@ if TYPE_CHECKING:
 
 # Nats between the copy and the rounded policy on the probe. They run the same code, so they agree to the last bits.
 SYNC_TOLERANCE = 1e-4
+
+# Settings that continuous batching leaves out with a warning at most.
+_DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
 
 
 class TransformersEngine(Engine):
@@ -60,7 +76,7 @@ class TransformersEngine(Engine):
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}; None samples all rows at once")
         if continuous_batching is not None:
-            check_continuous_batching(settings.sampling)
+            _check_continuous_batching(settings.sampling)
 
         self.settings = settings
         self.sampling = dataclasses.replace(
@@ -285,3 +301,69 @@ def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
     """Join chunks of different length along the rows, padded on the right with zeros."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def _check_continuous_batching(sampling: SamplingSpec) -> None:
+    """Check that continuous batching draws as `sampling` says, and reports the log-probs that it names.
+
+    Raises:
+        ImportError: this release of transformers has no log-probs from continuous batching.
+        ValueError: continuous batching would leave a setting out, or the log-probs are raw.
+    """
+    import transformers
+
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        raise ImportError(
+            f"transformers {transformers.__version__} has no log-probs from continuous batching: "
+            "pip install 'transformers>=5.23', or leave continuous_batching out"
+        )
+    if sampling.logprobs != "processed":
+        raise ValueError(
+            f"logprobs={sampling.logprobs!r}: continuous batching returns processed log-probs alone; set "
+            "logprobs='processed', or leave continuous_batching out"
+        )
+    refuse_settings(sampling, _DROPPED, "continuous batching, which would leave it out")
+
+
+def generate_continuously(
+    model: Any,  # noqa: ANN401 (a transformers model)
+    prompts: Sequence[Sequence[int]],
+    generation_config: GenerationConfig,
+    *,
+    options: Mapping[str, Any],
+    seed: int,
+) -> list[Completion]:
+    """Sample one response per prompt, in their order. It seeds torch's global generator.
+
+    Args:
+        model: samples.
+        prompts: token ids, none empty.
+        generation_config: how to draw.
+        options: fields of transformers' `ContinuousBatchingConfig`: `num_blocks`, `page_size`, `max_batch_tokens`, ….
+        seed: seeds the draws; with the same options, equal seeds give equal tokens.
+
+    Raises:
+        EngineUnavailableError: its thread died.
+        EngineAnswerError: a request ended with an error.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    answers = model.generate_batch(
+        [list(prompt) for prompt in prompts],
+        generation_config=copy.deepcopy(generation_config),
+        continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, seed=seed, **options),
+    )
+    if len(answers) != len(prompts):
+        raise EngineUnavailableError(
+            f"continuous batching answered {len(answers)} of {len(prompts)} prompts, then its thread died; none is used"
+        )
+
+    # Answers come in the order in which responses ended; their names give the rows.
+    completions = []
+    for row, prompt in enumerate(prompts):
+        answer = answers.get(f"req_{row}")
+        if answer is None or answer.error is not None or list(answer.prompt_ids) != list(prompt):
+            reason = "is missing or of another prompt" if answer is None or answer.error is None else answer.error
+            raise EngineAnswerError(f"the answer of continuous batching to row {row}: {reason}")
+        completions.append(Completion(token_ids=answer.generated_tokens, log_probs=answer.logprobs))
+    return completions

@@ -153,7 +153,7 @@ class JsonClient:
 
     def _all(self, method: str, path: str, bodies: Sequence[object]) -> list[Any]:
         """The answers to a batch of requests, from a thread pool. The caller's thread never waits for a thread."""
-        batch = waiting.Batch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
+        batch = waiting.RequestBatch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
         connections = _Connections(
             self._address, self._headers, tls=self._tls, count=self.concurrency, ended=batch.ended
         )
@@ -172,7 +172,9 @@ class JsonClient:
             pool.shutdown(wait=False, cancel_futures=True)
             connections.cut()
 
-    def _answer(self, method: str, path: str, body: object, batch: waiting.Batch, connections: _Connections) -> Any:  # noqa: ANN401 (any JSON)
+    def _answer(
+        self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections
+    ) -> Any:  # noqa: ANN401 (any JSON)
         """The answer to one request, after what may pass has passed."""
         where = f"{method} {self.url}{path}"
         retries_left, delay = self.retries, self.backoff
@@ -212,7 +214,7 @@ class JsonClient:
         raise AssertionError("every try returns, raises or waits for the next one")
 
     def _exchange(
-        self, method: str, path: str, body: object, batch: waiting.Batch, connections: _Connections, where: str
+        self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections, where: str
     ) -> Any:  # noqa: ANN401 (any JSON)
         """Send a request once.
 

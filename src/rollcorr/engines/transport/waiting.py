@@ -44,7 +44,7 @@ def while_waiting(*, say: Callable[[str], None], stop_requested: Callable[[], bo
         show_line, should_stop = before
 
 
-class Batch:
+class RequestBatch:
     """What the requests of one call share: a deadline, the server's absence, and an end for all.
 
     Any answer ends an absence.

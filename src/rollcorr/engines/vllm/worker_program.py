@@ -21,7 +21,6 @@ import math
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
@@ -157,7 +156,6 @@ def main() -> None:
         os.killpg(0, signal.SIGKILL)  # the engine is gone, and nobody waits for what vLLM may be computing
 
     threading.Thread(target=read, daemon=True).start()
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)
     serve(Worker(), questions, answers)
 
 
