@@ -13,12 +13,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import check_integer
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
 from rollcorr.engines.base import (
     Engine,
@@ -73,8 +74,8 @@ class TransformersEngine(Engine):
     ) -> None:
         import transformers
 
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}; None samples all rows at once")
+        if batch_size is not None:
+            check_integer("batch_size (None for all)", batch_size, at_least=1)
         if continuous_batching is not None:
             _check_continuous_batching(settings.sampling)
 
@@ -130,9 +131,9 @@ class TransformersEngine(Engine):
             ]
 
         # Chunks end where their longest response does, so they differ in width.
-        columns = list(zip(*parts, strict=True))
-        response, valid, raw, processed, mass = map(_pad_and_join, columns[:5])
-        kept = [part.kept for part in parts if part.kept is not None]
+        chunks, kept_sets = zip(*parts, strict=True)
+        response, valid, raw, processed, mass = map(_pad_and_join, zip(*chunks, strict=True))
+        kept = [sets for sets in kept_sets if sets is not None]
         return Rollout(
             tokens=TokenBatch(ids.to(device), mask.to(device), response, valid),
             rollout_log_prob=raw if self.sampling.logprobs == "raw" else processed,
@@ -188,8 +189,8 @@ class TransformersEngine(Engine):
         for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
 
-    def _generate(self, ids: Tensor, mask: Tensor) -> _Chunk:
-        """Sample one chunk of prompts."""
+    def _generate(self, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], KeptSets | None]:
+        """Sample one chunk: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
         output = self.model.generate(
             ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
         )
@@ -206,29 +207,18 @@ class TransformersEngine(Engine):
             kept = _kept_sets(output.scores, valid)
             mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
 
-        return _Chunk(
+        chunk = [
             response.masked_fill(~valid, self.settings.pad_token_id),
             valid,
             _log_prob(output.logits, response, valid),
             _log_prob(output.scores, response, valid),
             mass,
-            kept,
-        )
+        ]
+        return chunk, kept
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-
-class _Chunk(NamedTuple):
-    """What one chunk gave: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
-
-    response: Tensor
-    valid: Tensor
-    raw: Tensor
-    processed: Tensor
-    log_kept_mass: Tensor
-    kept: KeptSets | None
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
