@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -21,7 +22,7 @@ from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import EngineAnswerError, EngineRestartedError, Rollout, TokenBatch, pad_prompts
-from rollcorr.engines.transport.answer_body import brief
+from rollcorr.engines.transport.answer_body import brief, printable
 
 # Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by more,
 # which is an error.
@@ -129,6 +130,21 @@ def rollout_from_completions(
     )
 
 
+@contextmanager
+def reading(problem: str, value: object) -> Iterator[None]:
+    """Raise `EngineAnswerError` where a value of an answer has another form than the code in the `with` reads.
+
+    Args:
+        problem: the beginning of the error.
+        value: what is read.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, RecursionError, StopIteration, TypeError, ValueError) as error:
+        text = printable(str(error))
+        raise EngineAnswerError(f"{problem} ({type(error).__name__}: {text}): {brief(value)}") from error
+
+
 def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None) -> list[int]:  # noqa: ANN401
     """The policy version behind each token, from the spans `{"version", "start", "end"}` of vLLM and SGLang.
 
@@ -147,20 +163,18 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
         EngineAnswerError: a field is missing or of another type, the spans do not cover the response, or a label is no
             policy version.
     """
-    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
-        raise EngineAnswerError(
-            f"row {row}: weight_versions is {brief(spans)}, no list of spans with a version, a start and an end"
-        )
+    with reading(f"row {row}: weight_versions is no list of spans with a version, a start and an end", spans):
+        # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
+        starts, edges = [span["start"] for span in spans], [0, *(span["end"] for span in spans)]
+        if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
+            raise EngineAnswerError(f"row {row}: weight_versions {brief(spans)} do not cover its {tokens} tokens")
 
-    # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
-    starts, edges = [span["start"] for span in spans], [0, *(span["end"] for span in spans)]
-    if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
-        raise EngineAnswerError(f"row {row}: weight_versions {brief(spans)} do not cover its {tokens} tokens")
-
-    versions: list[int] = []
-    for (start, end), span in zip(pairwise(edges), spans, strict=True):
-        versions += [version_of_weights(span["version"], row, initial=initial)] * (end - start)
-    return versions
+        labels = [
+            span["version"]
+            for span, (start, end) in zip(spans, pairwise(edges), strict=True)
+            for _ in range(start, end)
+        ]
+        return [version_of_weights(label, row, initial=initial) for label in labels]
 
 
 def version_of_weights(label: object, row: int, *, initial: int | None) -> int:
@@ -194,12 +208,9 @@ def check_versions(completions: Sequence[Completion], allowed: Sequence[int], ti
     Raises:
         EngineAnswerError: names the row, the token, and both versions.
     """
-    known = set(allowed)
     for row, completion in enumerate(completions):
-        if completion.versions is None or known.issuperset(completion.versions):
-            continue
-        for token, version in enumerate(completion.versions):
-            if version not in known:
+        for token, version in enumerate(completion.versions or ()):
+            if version not in allowed:
                 given = ", ".join(map(str, dict.fromkeys(allowed)))
                 raise EngineAnswerError(
                     f"token {token} of row {row} is of version {version} by {title}'s own account, and it was given "
@@ -231,13 +242,6 @@ def check_log_prob(value: object, where: str) -> float:
             f"{where} is {number:g}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
         )
     return min(number, 0.0)
-
-
-def _is_span(span: object) -> bool:
-    """Whether it has a version of any kind, and a start and an end that are integers; JSON's true is none."""
-    return (
-        isinstance(span, dict) and "version" in span and all(type(span.get(edge)) is int for edge in ("start", "end"))
-    )
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:

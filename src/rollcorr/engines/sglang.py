@@ -14,7 +14,7 @@ SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from torch import nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError, EngineError, GenerationSettings, WeightSyncError, settings_in_use
-from rollcorr.engines.completions import Completion, version_of_weights, versions_of_spans
+from rollcorr.engines.completions import Completion, check_log_prob, reading, version_of_weights, versions_of_spans
 from rollcorr.engines.remote_engine import RemoteEngine, ServerOptions
 from rollcorr.engines.transport.answer_body import brief
 
@@ -196,39 +196,44 @@ def read_completion(
         EngineRestartedError: the server lost the weights that it was given.
         EngineAnswerError: the response was cut off, or a field is missing or of another length.
     """
-    meta = _meta(answer, row)
-    reason = meta.get("finish_reason")
-    if not isinstance(reason, dict) or reason.get("type") not in ("stop", "length"):
-        raise EngineAnswerError(f"row {row} did not finish: finish_reason is {brief(reason)}")
+    with reading(f"row {row} is no answer of SGLang", answer):
+        meta, output_ids = answer["meta_info"], answer["output_ids"]
+        reason = meta["finish_reason"]
+        if reason is None or reason["type"] not in ("stop", "length"):
+            raise EngineAnswerError(f"row {row} did not finish: finish_reason is {brief(reason)}")
 
-    # output_ids may lack the end token, whose log-prob is there.
-    ids, full = _entries(meta, "output_token_logprobs", row)
-    count, output_ids = meta.get("completion_tokens"), answer.get("output_ids")
-    if count != len(ids) or output_ids not in (ids, ids[:-1]):
-        raise EngineAnswerError(
-            f"row {row} has {len(ids)} output_token_logprobs, for completion_tokens {brief(count)} and output_ids "
-            f"{brief(output_ids)}"
+        # output_ids may lack the end token, whose log-prob is there.
+        full, ids = _entries(meta, "output_token_logprobs", row)
+        count = meta["completion_tokens"]
+        if count != len(ids) or output_ids not in (ids, ids[:-1]):
+            raise EngineAnswerError(
+                f"row {row} has {len(ids)} output_token_logprobs, for completion_tokens {brief(count)} and output_ids "
+                f"{brief(output_ids)}"
+            )
+
+        sampled, kept, mass = full, None, None
+        if masked:
+            sampled, kept = meta.get("output_token_sampling_logprobs"), meta.get("output_token_sampling_mask")
+            if sampled is None or kept is None:
+                raise EngineAnswerError(f"row {row} has no kept sets; the server must know return_sampling_mask")
+            mass = [
+                check_log_prob(whole, f"output_token_logprobs[{token}] of row {row}")
+                - check_log_prob(inside, f"output_token_sampling_logprobs[{token}] of row {row}")
+                for token, (whole, inside) in enumerate(zip(full, sampled, strict=True))
+            ]
+
+        # Spans come where weights changed within the response, one label otherwise.
+        spans = meta.get("weight_versions")
+        if spans is None:
+            spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}]
+        return Completion(
+            token_ids=ids,
+            log_probs=sampled,
+            kept=kept,
+            log_kept_mass=mass,
+            raw_log_probs=full if raw else None,
+            versions=versions_of_spans(spans, len(ids), row, initial=initial),
         )
-
-    sampled, kept, mass = full, None, None
-    if masked:
-        sampled, kept = (
-            _list_of(meta, f"output_token_sampling_{name}", row, len(ids)) for name in ("logprobs", "mask")
-        )
-        mass = [_difference(whole, inside) for whole, inside in zip(full, sampled, strict=True)]
-
-    # Spans come where weights changed within the response, one label otherwise.
-    spans = meta.get("weight_versions")
-    if spans is None:
-        spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}]
-    return Completion(
-        token_ids=ids,
-        log_probs=sampled,
-        kept=kept,
-        log_kept_mass=mass,
-        raw_log_probs=full if raw else None,
-        versions=versions_of_spans(spans, len(ids), row, initial=initial),
-    )
 
 
 def read_scores(
@@ -252,54 +257,25 @@ def read_scores(
         EngineRestartedError: the server lost the weights that it was given.
         EngineAnswerError: a field is missing, or other tokens or other weights were scored.
     """
-    meta = _meta(answer, row)
-    # The first token has no log-prob, and comes all the same.
-    ids, log_probs = _entries(meta, "input_token_logprobs", row)
-    if ids != list(tokens):
-        raise EngineAnswerError(f"row {row}: SGLang scored the tokens {brief(ids)} instead of {brief(list(tokens))}")
-    found = version_of_weights(meta.get("weight_version"), row, initial=initial)
-    if found != version:
-        raise EngineAnswerError(
-            f"row {row}: SGLang says that it has weights {str(found)!r}, it was given {str(version)!r}"
-        )
-    return log_probs[1:]
+    with reading(f"row {row} is no answer of SGLang", answer):
+        meta = answer["meta_info"]
+        log_probs, ids = _entries(meta, "input_token_logprobs", row)
+        if ids != list(tokens):
+            raise EngineAnswerError(
+                f"row {row}: SGLang scored the tokens {brief(ids)} instead of {brief(list(tokens))}"
+            )
+        found = version_of_weights(meta.get("weight_version"), row, initial=initial)
+        if found != version:
+            raise EngineAnswerError(
+                f"row {row}: SGLang says that it has weights {str(found)!r}, it was given {str(version)!r}"
+            )
+
+        # The first token has no log-prob, and comes all the same.
+        return log_probs[1:]
 
 
-def _meta(answer: Any, row: int) -> dict[str, Any]:  # noqa: ANN401
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(meta, dict):
-        raise EngineAnswerError(f"row {row}: SGLang's answer has no meta_info: {brief(answer)}")
-    return meta
-
-
-def _entries(meta: dict[str, Any], name: str, row: int) -> tuple[list[Any], list[Any]]:
-    """Token ids and log-probs of a list of [log-prob, token id, text]."""
-    entries = meta.get(name)
-    if not isinstance(entries, list) or not all(_is_entry(entry) for entry in entries):
-        raise EngineAnswerError(f"row {row}: {name} is {brief(entries)}, no list of [log-prob, token id, text]")
-    return [entry[1] for entry in entries], [entry[0] for entry in entries]
-
-
-def _is_entry(entry: object) -> bool:
-    """Whether it begins with two values, the second an integer; the first is checked with all log-probs."""
-    return isinstance(entry, list) and len(entry) >= 2 and type(entry[1]) is int
-
-
-def _list_of(meta: dict[str, Any], name: str, row: int, length: int) -> list[Any]:
-    values = meta.get(name)
-    if not isinstance(values, list) or len(values) != length:
-        raise EngineAnswerError(
-            f"row {row}: {name} is {brief(values)}, one per token is needed, {length} in all; the server must "
-            "know return_sampling_mask"
-        )
-    return values
-
-
-def _difference(whole: Any, inside: Any) -> float | None:  # noqa: ANN401
-    """log p − log p/S = log S; None if either is no number, which the checks of a batch then name."""
-    if type(whole) not in (int, float) or type(inside) not in (int, float):
-        return None
-    try:
-        return float(whole) - float(inside)
-    except OverflowError:
-        return None
+def _entries(meta: Mapping[str, Any], name: str, row: int) -> tuple[list[Any], list[Any]]:
+    """Log-probs and token ids of a list of [log-prob, token id, text]."""
+    entries = meta[name]
+    with reading(f"row {row}: {name} is no list of [log-prob, token id, text]", entries):
+        return [entry[0] for entry in entries], [entry[1] for entry in entries]

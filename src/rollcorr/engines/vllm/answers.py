@@ -16,7 +16,7 @@ from torch import nn
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.engines.base import EngineAnswerError, GenerationSettings
-from rollcorr.engines.completions import Completion, versions_of_spans
+from rollcorr.engines.completions import Completion, reading, versions_of_spans
 from rollcorr.engines.remote_engine import RemoteEngine, RemoteOptions
 from rollcorr.engines.transport.answer_body import brief
 
@@ -165,10 +165,8 @@ def completion(
         EngineAnswerError: the response was cut off, something is missing, or the probabilities of a kept set do not sum
             to 1.
     """
-    try:
+    with reading(f"row {row} is no answer of vLLM", choice):
         tokens, content = choice["token_ids"], (choice.get("logprobs") or {}).get("content") or []
-        if not all(isinstance(values, list) for values in (tokens, content)):
-            raise TypeError("token_ids and the content of logprobs must be lists")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise EngineAnswerError(
@@ -190,9 +188,7 @@ def completion(
             ]
 
         # An older release leaves the versions out, or an empty list in their place.
-        spans = choice.get("weight_versions")
-        if spans == [] and tokens:
-            spans = None
+        spans = choice.get("weight_versions") or None
         return Completion(
             token_ids=tokens,
             log_probs=log_probs,
@@ -200,10 +196,6 @@ def completion(
             raw_log_probs=log_probs if sampling.logprobs == "raw" else None,
             versions=None if spans is None else versions_of_spans(spans, len(tokens), row, initial=initial),
         )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise EngineAnswerError(
-            f"row {row} is no answer of vLLM ({type(error).__name__}: {error}): {brief(choice)}"
-        ) from error
 
 
 def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLLM sent)
@@ -214,7 +206,7 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLL
     Raises:
         EngineAnswerError: it has another form.
     """
-    try:
+    with reading("no choice of vLLM's /v1/completions", choice):
         found = choice.get("logprobs") or {}
         names, log_probs = found.get("tokens") or [], found.get("token_logprobs") or []
         tops = found.get("top_logprobs") or [{} for _ in names]
@@ -231,10 +223,6 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLL
             "finish_reason": choice["finish_reason"],
             "logprobs": {"content": content},
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EngineAnswerError(
-            f"no choice of vLLM's /v1/completions ({type(error).__name__}: {error}): {brief(choice)}"
-        ) from error
 
 
 def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN401 (whatever vLLM sent)
@@ -245,19 +233,13 @@ def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN4
     Raises:
         EngineAnswerError: they are not of this prompt.
     """
-    try:
+    with reading("prompt_logprobs are not those of the prompt", found):
         return [by_id[str(token)]["logprob"] for token, by_id in zip(row[1:], found[1:], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineAnswerError(
-            f"prompt_logprobs are not those of the prompt ({type(error).__name__}: {error}): {brief(found)}"
-        ) from error
 
 
 def _named(name: str) -> int:
-    """The id in "token_id:71"."""
-    head, _, number = name.partition(":")
-    if head != "token_id":
-        raise ValueError(f"{name!r} is a text, not token_id:N")
+    """The id in "token_id:71"; ValueError for a text."""
+    _, number = name.split("token_id:")
     return int(number)
 
 

@@ -19,9 +19,8 @@ from torch import nn
 
 from rollcorr.config.checks import check_integer
 from rollcorr.engines.base import EngineAnswerError, EngineError, GenerationSettings, WeightSyncError
-from rollcorr.engines.completions import check_log_prob
+from rollcorr.engines.completions import check_log_prob, reading
 from rollcorr.engines.remote_engine import ServerOptions
-from rollcorr.engines.transport.answer_body import brief, printable
 from rollcorr.engines.vllm.answers import VllmBase, choice_of_text, prompt_log_probs
 from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
 
@@ -95,29 +94,22 @@ class VllmServerEngine(VllmBase):
     def _meet(self) -> None:
         """Learn the server's paths, version, model and longest sequence."""
         served_model = self.options.served_model
-        try:
-            self._paths = set(self._client.get("/openapi.json")["paths"])
-            engine_version = self._client.get("/version")["version"]
-            models = {entry["id"]: entry for entry in self._client.get("/v1/models")["data"]}
+        paths, version, listed = (self._client.get(path) for path in ("/openapi.json", "/version", "/v1/models"))
+        with reading(f"{self._client.url} is no vLLM server that serves {served_model or 'a model'}", listed):
+            self._paths = set(paths["paths"])
+            self.sampling = dataclasses.replace(self.sampling, engine_version=version["version"])
+            models = {entry["id"]: entry for entry in listed["data"]}
             self._model = next(iter(models)) if served_model is None else served_model
             longest = models[self._model].get("max_model_len")
             self.max_model_len = None if longest is None else check_integer("max_model_len", longest, at_least=1)
-            self.sampling = dataclasses.replace(self.sampling, engine_version=engine_version)
-        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
-            raise EngineAnswerError(
-                f"{self._client.url} is no vLLM server that serves {served_model or 'a model'} "
-                f"({type(error).__name__}: {printable(str(error))})"
-            ) from error
 
     def _check_log_probs(self) -> None:
         """Let the likeliest token alone be drawn: its processed log-prob is 0, its raw one is not."""
         parameters = {"max_tokens": 1, "top_k": 1, "temperature": 0.5, "logprobs": 0, "ignore_eos": True}
         choice = self._choices([self._probe.prompt_ids[0].tolist()], [0], parameters)[0]
 
-        try:
+        with reading("the server returned no log-prob", choice):
             log_prob = check_log_prob(choice["logprobs"]["content"][0]["logprob"], "the log-prob of the first answer")
-        except (IndexError, KeyError, TypeError) as error:
-            raise EngineAnswerError(f"the server returned no log-prob: {brief(choice)}") from error
         found = "processed" if log_prob == 0 else "raw"
         if found != self.sampling.logprobs:
             raise ValueError(
@@ -178,7 +170,6 @@ class VllmServerEngine(VllmBase):
 
 
 def _only_choice(answer: Any) -> Any:  # noqa: ANN401 (whatever the server sent)
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise EngineAnswerError(f"one choice was asked for, the server answered {brief(answer)}")
-    return choices[0]
+    with reading("one choice was asked for, the server sent another answer", answer):
+        [choice] = answer["choices"]
+        return choice
