@@ -177,9 +177,9 @@ FAULTS = {
     ),
     "no list": (meta(output_token_logprobs={"0": [-1.0, 5, None]}), REFUSED, "no list of"),
     "tokens of another answer": (spoiled(lambda a: a["output_ids"].__setitem__(0, 9)), REFUSED, "and output_ids"),
-    "token outside the vocabulary": (token(999), REFUSED, "token 3 of row 1 is 999, outside the vocabulary"),
+    "token outside the vocabulary": (token(999), REFUSED, "token 3 of row 1 is 999, no token id of the vocabulary"),
     "token below 0": (token(-1), REFUSED, "token 3 of row 1 is -1"),
-    "token of 30 digits": (token(10**30), REFUSED, "outside the vocabulary"),
+    "token of 30 digits": (token(10**30), REFUSED, "no token id of the vocabulary"),
     "token 3.0": (token(3.0), REFUSED, "token 3 of row 1 is 3.0, no token id"),
     "version 7": (
         meta(weight_versions=[{"version": "7", "start": 0, "end": 12}]),

@@ -275,7 +275,7 @@ def shortened(name):
         (meta(output_token_sampling_logprobs=[-9999.0] * 12), r"sampling_logprobs\[0\] of row 1 is -9999"),
         (meta(output_token_sampling_logprobs=[None] * 12), r"sampling_logprobs\[0\] of row 1 is None"),
         (meta(output_token_sampling_mask=[[]] * 12), r"kept\[0\] of row 1 is empty"),
-        (meta(output_token_sampling_mask=[[999]] * 12), "is 999, outside the vocabulary"),
+        (meta(output_token_sampling_mask=[[999]] * 12), "is 999, no token id of the vocabulary"),
         (entry(3, None), r"output_token_logprobs\[3\] of row 1 is None"),
         (entry(3, math.nan), r"output_token_logprobs\[3\] of row 1 is nan"),
         (entry(0, -0.5), r"log_kept_mass\[0\] of row 1 is 1.4"),  # a set cannot have more than all of the mass

@@ -96,11 +96,16 @@ def rollout_from_completions(
     if len(completions) != len(prompts):
         raise EngineAnswerError(f"the engine answered {len(completions)} of {len(prompts)} prompts; none is used")
 
+    largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
+
+    def token_id(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
+        return _whole_number(value, where, "token id of the vocabulary", largest)
+
     # The tokens come first: every other list must be as long as they are.
     for row, completion in enumerate(completions):
         _check_sequence(completion.token_ids, f"token_ids of row {row}")
     responses = [
-        [_token_id(token, f"token {t} of row {row}", vocabulary_size) for t, token in enumerate(completion.token_ids)]
+        [token_id(token, f"token {t} of row {row}") for t, token in enumerate(completion.token_ids)]
         for row, completion in enumerate(completions)
     ]
     lengths = torch.tensor([len(response) for response in responses], device="cpu")
@@ -115,7 +120,7 @@ def rollout_from_completions(
     response_ids = padded(responses, torch.int64, pad_token_id)
 
     # The usual case, one version for all, is said by `sampling` alone.
-    versions = _column(completions, "versions", _version)
+    versions = _column(completions, "versions", lambda value, where: _whole_number(value, where, "policy version"))
     if versions is not None and all(version == sampling.policy_version for row in versions for version in row):
         versions = None
 
@@ -124,7 +129,7 @@ def rollout_from_completions(
         rollout_log_prob=padded(_column(completions, "log_probs", check_log_prob), torch.float32),
         raw_log_prob=padded(_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
-        kept=_kept_sets(completions, vocabulary_size, device),
+        kept=_kept_sets(completions, token_id, device),
         log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
@@ -273,31 +278,21 @@ def _check_sequence(values: object, where: str) -> None:
         raise EngineAnswerError(f"{where} is {brief(values)}, no list")
 
 
-def _token_id(value: Any, where: str, vocabulary_size: int | None) -> int:  # noqa: ANN401 (whatever the engine sent)
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise EngineAnswerError(f"{where} is {brief(value)}, no token id")
-    token = int(value)
-    largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
-    if not 0 <= token <= largest:
-        last = "" if vocabulary_size is None else f" {largest}"
-        raise EngineAnswerError(f"{where} is {brief(token)}, outside the vocabulary 0 …{last}")
-    return token
-
-
-def _version(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= LARGEST_INTEGER:
-        raise EngineAnswerError(f"{where} is {brief(value)}; a policy version is an integer from 0 up")
+def _whole_number(value: Any, where: str, kind: str, largest: int = LARGEST_INTEGER) -> int:  # noqa: ANN401
+    """An integer from 0 to `largest`; whatever else the engine sent is an error that says what it should have been."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= largest:
+        raise EngineAnswerError(f"{where} is {brief(value)}, no {kind} 0 … {largest}")
     return int(value)
 
 
 def _kept_sets(
-    completions: Sequence[Completion], vocabulary_size: int | None, device: torch.device | str
+    completions: Sequence[Completion], token_id: Callable[[Any, str], int], device: torch.device | str
 ) -> KeptSets | None:
     def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (whatever the engine sent)
         _check_sequence(ids, where)
         if not ids:
             raise EngineAnswerError(f"{where} is empty: a token was drawn from nothing")
-        found = [_token_id(token, f"an id in {where}", vocabulary_size) for token in ids]
+        found = [token_id(token, f"an id in {where}") for token in ids]
         if len(set(found)) < len(found):
             raise EngineAnswerError(f"{where} names an id twice: {found}")
         return found

@@ -325,11 +325,12 @@ class RemoteEngine(Engine, abc.ABC):
             model = read_policy(folder, weights)
         self.update_weights(model.to(self.device), version=version)
 
-    def _hand_over(self, model: nn.Module, folder: str | Path | None, version: int) -> None:
-        """Give a running server the first weights through `folder`; without one verify that it has them already."""
+    def _connect(self, model: nn.Module, options: ServerOptions, version: int, *, log_probs_per_token: int) -> None:
+        """Give a running server the first weights through its folder; without one verify that it has them already."""
+        self._client = self._server = options.client(log_probs=self.settings.max_new_tokens * log_probs_per_token)
         self._meet()
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+        if options.folder is not None:
+            Path(options.folder).mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
             return
 
@@ -361,7 +362,8 @@ class RemoteEngine(Engine, abc.ABC):
                 self._faults_at_proof = self._faults
                 return answer
             except (EngineRestartedError, WeightSyncError) as error:
-                if not (may_repair and self._takes_weights()):
+                keeps_weights = isinstance(self.options, ServerOptions) and self.options.folder is None
+                if keeps_weights or not may_repair:
                     raise
                 reason = error
             waiting.show_line(
@@ -383,12 +385,6 @@ class RemoteEngine(Engine, abc.ABC):
             if self._server is None or self._server.url in str(error):
                 raise
             raise type(error)(f"{error}. This is the answer of {self.title} at {self._server.url}") from error
-
-    def _takes_weights(self) -> bool:
-        try:
-            return self._folder is not None
-        except EngineError:
-            return False
 
     def _load_and_verify(self, version: int, expected: Tensor) -> None:
         """Load the checkpoint in the folder; again, if the server was away meanwhile and may have lost it at once."""

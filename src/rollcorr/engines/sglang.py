@@ -84,10 +84,10 @@ class SglangEngine(RemoteEngine):
         _check_sampling(settings.sampling)
         super().__init__(model, settings, options, version=version)
         self.sampling = dataclasses.replace(self.sampling, engine_version=options.engine_version)
-        tells_kept = settings.sampling.logprobs == "processed" and settings.sampling.truncates
-        per_token = 2 + settings.sampling.top_k if tells_kept else 1
-        self._client = self._server = options.client(log_probs=settings.max_new_tokens * per_token)
-        self._hand_over(model, options.folder, version)
+        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
+        self._masked = settings.sampling.logprobs == "processed" and settings.sampling.truncates
+        per_token = 2 + settings.sampling.top_k if self._masked else 1
+        self._connect(model, options, version, log_probs_per_token=per_token)
 
     @property
     def _folder(self) -> Path:
@@ -97,21 +97,19 @@ class SglangEngine(RemoteEngine):
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         parameters = _sampling_parameters(self.settings)
-        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
-        masked = self.sampling.logprobs == "processed" and self.sampling.truncates
         bodies = [
             {
                 "input_ids": prompt,
                 "sampling_params": parameters | {"sampling_seed": seed >> 32},  # 31 bits
                 "return_logprob": True,
-                "return_sampling_mask": masked,
+                "return_sampling_mask": self._masked,
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
         raw = _full_is_raw(self.sampling)
         return [
-            read_completion(answer, row, masked=masked, raw=raw, initial=self._initial_version)
+            read_completion(answer, row, masked=self._masked, raw=raw, initial=self._initial_version)
             for row, answer in enumerate(self._client.post_all("/generate", bodies))
         ]
 

@@ -64,7 +64,7 @@ class _PassingError(Exception):
     Attributes:
         reason: what happened.
         is_away: the server did not take the request.
-        retry_after: seconds that the server asks to wait.
+        retry_after: seconds that a server that is away asks to wait.
     """
 
     reason: str
@@ -190,7 +190,7 @@ class JsonClient:
             failed = f"{where} failed {tries} times, at last with {fault.reason}; "
 
             # A server that was reached and broke may break over this very request: such tries are counted.
-            pause = max(delay, fault.retry_after)
+            pause = delay
             if fault.is_away:
                 budget_left = batch.note_absence(fault.reason)
                 if budget_left <= 0:
@@ -198,7 +198,7 @@ class JsonClient:
                         f"{failed}the engine has been away for {self.wait_minutes:g} minutes, all of wait_minutes. "
                         "Check that it lives and that the url is right, or raise wait_minutes"
                     ) from cause
-                pause = min(pause, budget_left)
+                pause = min(max(delay, fault.retry_after), budget_left)
             elif retries_left == 0:
                 raise EngineUnavailableError(
                     f"{failed}check that the engine lives and that the timeout, {self.timeout:g} s, allows for its "
@@ -242,10 +242,9 @@ class JsonClient:
             return parse_json(content, problem, limit=limit, where=where)
 
         text = printable(content.decode("utf-8", "replace"))
-        if status in AWAY:
-            raise _PassingError(f"HTTP {status}: {text}", True, waiting.retry_after_seconds(headers.get("retry-after")))
-        if status >= 500:
-            raise _PassingError(f"HTTP {status}: {text}", False)
+        if status in AWAY or status >= 500:
+            retry_after = waiting.retry_after_seconds(headers.get("retry-after"))
+            raise _PassingError(f"HTTP {status}: {text}", status in AWAY, retry_after)
         batch.note_answer()
         if 300 <= status < 400:
             place = printable(headers.get("location", "nowhere"))

@@ -154,8 +154,7 @@ class VllmEngine(VllmBase):
         raise AssertionError("the last round returns or raises")
 
     def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> list[list[float]]:
-        found: list[list[float]] = self._ask("score", rows=rows, temperature=temperature)["log_probs"]
-        return found
+        return list(self._ask("score", rows=rows, temperature=temperature)["log_probs"])
 
     def _load(self, version: int) -> None:
         # A worker that starts with "auto" reads the folder by itself.

@@ -72,12 +72,9 @@ class VllmServerEngine(VllmBase):
         self, model: nn.Module, settings: GenerationSettings, options: VllmServerOptions, *, version: int = 0
     ) -> None:
         super().__init__(model, settings, options, version=version, sampling_mask=options.sampling_mask)
-        per_token = 2 * (1 + self._parameters["logprobs"])
-        self._client = self._server = options.client(log_probs=settings.max_new_tokens * per_token)
-
         # A process that was killed between pause and resume left the server paused: only a load resumes it, and before
         # that it answers no question.
-        self._hand_over(model, options.folder, version)
+        self._connect(model, options, version, log_probs_per_token=2 * (1 + self._parameters["logprobs"]))
         self._check_log_probs()
 
     @property

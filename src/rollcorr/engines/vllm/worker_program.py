@@ -23,7 +23,7 @@ import queue
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 # Environment variables that are set unless they have a value already.
 DEFAULTS = {
@@ -124,21 +124,8 @@ def tempered(found_at: Sequence[Any], row: Sequence[int], temperature: float) ->
     return scores
 
 
-def serve(worker: Worker, questions: queue.Queue[bytes], answers: IO[str]) -> None:
-    """Answer until the process ends."""
-    while True:
-        question = json.loads(questions.get())
-        number, what = question.pop("id"), question.pop("do")
-        try:
-            answer = getattr(worker, what)(**question)
-        except Exception as error:  # the other side reads whatever vLLM raises
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps({"id": number, **answer}) + "\n")
-        answers.flush()
-
-
 def main() -> None:
-    """Keep the standard streams for the questions and answers, and serve."""
+    """Keep the standard streams for the questions and answers, and answer until the process ends."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
@@ -156,7 +143,15 @@ def main() -> None:
         os.killpg(0, signal.SIGKILL)  # the engine is gone, and nobody waits for what vLLM may be computing
 
     threading.Thread(target=read, daemon=True).start()
-    serve(Worker(), questions, answers)
+    worker = Worker()
+    while True:
+        question = json.loads(questions.get())
+        number, what = question.pop("id"), question.pop("do")
+        try:
+            answer = getattr(worker, what)(**question)
+        except Exception as error:  # the other side reads whatever vLLM raises
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"id": number, **answer}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
