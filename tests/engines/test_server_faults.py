@@ -168,7 +168,7 @@ FAULTS = {
     "log-prob above 0": (log_prob(0.5), REFUSED, r"log_probs\[3\] of row 1 is 0.5, a log-prob is at most 0"),
     "log-prob as text": (log_prob("-0.5"), REFUSED, r"log_probs\[3\] of row 1 is '-0.5', no number"),
     "log-prob true": (log_prob(True), REFUSED, r"log_probs\[3\] of row 1 is True, no number"),
-    "log-prob of 400 digits": (log_prob(-(10**400)), REFUSED, r"log_probs\[3\] of row 1 is -inf"),
+    "log-prob of 400 digits": (log_prob(-(10**400)), REFUSED, r"log_probs\[3\] of row 1 is -1000"),
     "short list": (spoiled(lambda a: a["meta_info"]["output_token_logprobs"].pop() and None), REFUSED, "row 1 has 11"),
     "long list": (
         spoiled(lambda a: a["meta_info"]["output_token_logprobs"].append([-1.0, 5, None])),
@@ -177,10 +177,14 @@ FAULTS = {
     ),
     "no list": (meta(output_token_logprobs={"0": [-1.0, 5, None]}), REFUSED, "no list of"),
     "tokens of another answer": (spoiled(lambda a: a["output_ids"].__setitem__(0, 9)), REFUSED, "and output_ids"),
-    "token outside the vocabulary": (token(999), REFUSED, "token 3 of row 1 is 999, no token id of the vocabulary"),
-    "token below 0": (token(-1), REFUSED, "token 3 of row 1 is -1"),
+    "token outside the vocabulary": (
+        token(999),
+        REFUSED,
+        r"token_ids\[3\] of row 1 is 999, no token id of the vocabulary",
+    ),
+    "token below 0": (token(-1), REFUSED, r"token_ids\[3\] of row 1 is -1"),
     "token of 30 digits": (token(10**30), REFUSED, "no token id of the vocabulary"),
-    "token 3.0": (token(3.0), REFUSED, "token 3 of row 1 is 3.0, no token id"),
+    "token 3.0": (token(3.0), REFUSED, r"token_ids\[3\] of row 1 is 3.0, no token id"),
     "version 7": (
         meta(weight_versions=[{"version": "7", "start": 0, "end": 12}]),
         REFUSED,

@@ -7,8 +7,6 @@ that is too short, None, NaN, or −9999.0 in place of −inf. An adapter turns 
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,13 +100,8 @@ def rollout_from_completions(
         return _whole_number(value, where, "token id of the vocabulary", largest)
 
     # The tokens come first: every other list must be as long as they are.
-    for row, completion in enumerate(completions):
-        _check_sequence(completion.token_ids, f"token_ids of row {row}")
-    responses = [
-        [token_id(token, f"token {t} of row {row}") for t, token in enumerate(completion.token_ids)]
-        for row, completion in enumerate(completions)
-    ]
-    lengths = torch.tensor([len(response) for response in responses], device="cpu")
+    responses = _column(completions, "token_ids", token_id)
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device="cpu")
     mask = torch.arange(max(1, int(lengths.max())), device="cpu") < lengths[:, None]
 
     def padded(rows: list[list[Any]] | None, dtype: torch.dtype, fill: int = 0) -> Any:  # noqa: ANN401 (or None)
@@ -216,7 +209,7 @@ def check_versions(completions: Sequence[Completion], allowed: Sequence[int], ti
     for row, completion in enumerate(completions):
         for token, version in enumerate(completion.versions or ()):
             if version not in allowed:
-                given = ", ".join(map(str, dict.fromkeys(allowed)))
+                given = ", ".join(map(str, sorted(set(allowed))))
                 raise EngineAnswerError(
                     f"token {token} of row {row} is of version {version} by {title}'s own account, and it was given "
                     f"version {given}: someone else updates its weights, or one of several servers behind the address "
@@ -233,29 +226,25 @@ def check_log_prob(value: object, where: str) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise EngineAnswerError(f"{where} is {brief(value)}, no number: the engine did not score this token")
 
-    # An integer of JSON may be too large for a float.
-    try:
-        number = float(value)
-    except OverflowError:
-        number = -math.inf if operator.lt(value, 0) else math.inf
-    if not math.isfinite(number) or number <= JSON_MINUS_INFINITY:
+    # NaN is not above anything either.
+    if not value > JSON_MINUS_INFINITY:
         raise EngineAnswerError(
-            f"{where} is {number:g}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
+            f"{where} is {brief(value)}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
         )
-    if number > ROUNDING:
+    if value > ROUNDING:
         raise EngineAnswerError(
-            f"{where} is {number:g}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
+            f"{where} is {brief(value)}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
         )
-    return min(number, 0.0)
+    return min(float(value), 0.0)
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:
     """One checked value per token from every row; None if no row has any."""
     rows = [getattr(completion, name) for completion in completions]
 
-    # An engine reports a list for all rows or for none; only log_probs must be there.
+    # An engine reports a list for all rows or for none; tokens and log_probs must be there.
     missing = [row for row, values in enumerate(rows) if values is None]
-    if missing and (name == "log_probs" or len(missing) < len(rows)):
+    if missing and (name in ("token_ids", "log_probs") or len(missing) < len(rows)):
         raise EngineAnswerError(f"row {missing[0]} has no {name}; ask the engine for them on every request")
     if missing:
         return None

@@ -112,33 +112,6 @@ class ServerOptions(RemoteOptions):
     headers: Mapping[str, str] | None = field(default=None, repr=False)
     headers_env: Mapping[str, str] | None = None
 
-    def client(self, *, log_probs: int = 0) -> JsonClient:
-        """A client of the server.
-
-        Args:
-            log_probs: how many the longest answer may have; it bounds the answer where `max_answer_megabytes` does not.
-
-        Raises:
-            ImportError: httpx is not installed.
-            TypeError: a value is of the wrong type.
-            ValueError: a number is out of range, `url` is no HTTP address, or a variable of `headers_env` is not set.
-        """
-        from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
-
-        longest = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * log_probs)
-        if self.max_answer_megabytes is not None:
-            longest = int(1e6 * check_number("max_answer_megabytes", self.max_answer_megabytes, at_least=0.001))
-        return JsonClient(
-            self.url,
-            timeout=self.timeout,
-            retries=self.retries,
-            wait_minutes=self.wait_minutes,
-            deadline_minutes=self.deadline_minutes,
-            max_answer_bytes=longest,
-            concurrency=self.concurrency,
-            headers=header_values(self.headers, self.headers_env),
-        )
-
 
 class RemoteEngine(Engine, abc.ABC):
     """An engine without the way to reach it, which subclasses give.
@@ -235,7 +208,12 @@ class RemoteEngine(Engine, abc.ABC):
         self._require_weights()
         rows = [[int(token) for token in prompt] for prompt in prompts]
         check_prompts(rows, vocabulary_size=self.vocabulary_size)
-        self._check_room(rows)
+        longest, new = max(map(len, rows)), self.settings.max_new_tokens
+        if self.max_model_len is not None and longest + new > self.max_model_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_new_tokens {new} need more than {self.title}'s max_model_len "
+                f"{self.max_model_len}: raise max_model_len, or shorten one of them"
+            )
 
         # Another thread may update the weights meanwhile: from here on, its versions are right as well.
         sampling, older = self.sampling, len(self._given) - 1
@@ -327,7 +305,21 @@ class RemoteEngine(Engine, abc.ABC):
 
     def _connect(self, model: nn.Module, options: ServerOptions, version: int, *, log_probs_per_token: int) -> None:
         """Give a running server the first weights through its folder; without one verify that it has them already."""
-        self._client = self._server = options.client(log_probs=self.settings.max_new_tokens * log_probs_per_token)
+        from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
+
+        longest = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * self.settings.max_new_tokens * log_probs_per_token)
+        if options.max_answer_megabytes is not None:
+            longest = int(1e6 * check_number("max_answer_megabytes", options.max_answer_megabytes, at_least=0.001))
+        self._client = self._server = JsonClient(
+            options.url,
+            timeout=options.timeout,
+            retries=options.retries,
+            wait_minutes=options.wait_minutes,
+            deadline_minutes=options.deadline_minutes,
+            max_answer_bytes=longest,
+            concurrency=options.concurrency,
+            headers=header_values(options.headers, options.headers_env),
+        )
         self._meet()
         if options.folder is not None:
             Path(options.folder).mkdir(parents=True, exist_ok=True)
@@ -446,14 +438,6 @@ class RemoteEngine(Engine, abc.ABC):
         if self._unusable is not None:
             raise EngineError(
                 f"this {self.title} engine may not be used, {self._unusable}. Call update_weights to try again"
-            )
-
-    def _check_room(self, rows: list[list[int]]) -> None:
-        longest, new = max(map(len, rows)), self.settings.max_new_tokens
-        if self.max_model_len is not None and longest + new > self.max_model_len:
-            raise ValueError(
-                f"a prompt of {longest} tokens and max_new_tokens {new} need more than {self.title}'s max_model_len "
-                f"{self.max_model_len}: raise max_model_len, or shorten one of them"
             )
 
 

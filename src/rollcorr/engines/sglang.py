@@ -96,7 +96,23 @@ class SglangEngine(RemoteEngine):
         return Path(self.options.folder)
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
-        parameters = _sampling_parameters(self.settings)
+        sampling = self.sampling
+
+        # Every setting by name, or the model's `generation_config.json` would fill those left out.
+        parameters = {
+            "max_new_tokens": self.settings.max_new_tokens,
+            "min_new_tokens": sampling.min_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in sampling.biases().items()} or None,
+            "stop_token_ids": [self.settings.eos_token_id],
+            "no_stop_trim": True,
+        }
         bodies = [
             {
                 "input_ids": prompt,
@@ -134,25 +150,6 @@ class SglangEngine(RemoteEngine):
         answer = self._client.post("/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise WeightSyncError(f"weight sync incomplete, SGLang did not load version {version}: {brief(answer)}")
-
-
-def _sampling_parameters(settings: GenerationSettings) -> dict[str, Any]:
-    """Every setting by name, or the model's `generation_config.json` would fill those left out."""
-    sampling = settings.sampling
-    return {
-        "max_new_tokens": settings.max_new_tokens,
-        "min_new_tokens": sampling.min_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": {str(token): bias for token, bias in sampling.biases().items()} or None,
-        "stop_token_ids": [settings.eos_token_id],
-        "no_stop_trim": True,
-    }
 
 
 def _full_is_raw(sampling: SamplingSpec) -> bool:

@@ -109,7 +109,7 @@ class TransformersEngine(Engine):
         """
         ids, mask = pad_prompts(prompts, pad_token_id=self.settings.pad_token_id)
         size = self.batch_size or len(prompts)
-        device = self._device
+        device = self.model.device
 
         # Both ways of sampling draw from torch's global generator.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -146,7 +146,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def score(self, tokens: TokenBatch) -> Tensor:
         """Log-probs of response tokens under the copy, at the sampling temperature, (B, T) float32."""
-        return score_responses(self.model, tokens.to(self._device), temperature=self.sampling.temperature).log_prob
+        return score_responses(self.model, tokens.to(self.model.device), temperature=self.sampling.temperature).log_prob
 
     @torch.no_grad()
     def update_weights(self, model: nn.Module, *, version: int) -> None:
@@ -215,10 +215,6 @@ class TransformersEngine(Engine):
             mass,
         ]
         return chunk, kept
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)

@@ -33,9 +33,7 @@ class _Brief(reprlib.Repr):
     """Shortens a value, and hides secrets before that."""
 
     def repr_str(self, x: str, level: int) -> str:
-        if len(x) > READ_FOR_SECRETS:
-            x = x[:READ_FOR_SECRETS] + "..."
-        return super().repr_str(redact_text(x), level)
+        return super().repr_str(redact_text(x[:READ_FOR_SECRETS]), level)
 
 
 _brief = _Brief()

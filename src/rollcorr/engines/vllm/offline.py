@@ -135,8 +135,7 @@ class VllmEngine(VllmBase):
         self._require_weights()
         with self._whole_or_unusable():
             self._abandon()
-            self._load(self.weight_version)
-            self._verify(self._expected)
+            self._load_and_verify(self.weight_version, self._expected)
 
     @property
     def _folder(self) -> Path:

@@ -131,8 +131,7 @@ def main() -> None:
 
     # Whatever vLLM reads or prints must not touch the questions and answers.
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     questions: queue.Queue[bytes] = queue.Queue()
