@@ -226,12 +226,11 @@ def check_log_prob(value: object, where: str) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise EngineAnswerError(f"{where} is {brief(value)}, no number: the engine did not score this token")
 
-    # NaN is not above anything either.
-    if not value > JSON_MINUS_INFINITY:
+    if value <= JSON_MINUS_INFINITY:
         raise EngineAnswerError(
             f"{where} is {brief(value)}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
         )
-    if value > ROUNDING:
+    if not value <= ROUNDING:  # NaN is not at most anything
         raise EngineAnswerError(
             f"{where} is {brief(value)}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
         )
