@@ -108,8 +108,11 @@ class CTranslate2Engine(Engine):
                 f"logprobs={settings.sampling.logprobs!r}: the ctranslate2 engine returns raw log-probs only; set "
                 "logprobs='raw' (at temperature 1 without truncation they are the same)"
             )
-        who = "the ctranslate2 engine, which lacks it or would count it in log-probs called raw"
-        refuse_settings(settings.sampling, NOT_SUPPORTED, who)
+        refuse_settings(
+            settings.sampling,
+            NOT_SUPPORTED,
+            "the ctranslate2 engine, which lacks it or would count it in log-probs called raw",
+        )
 
         try:
             import ctranslate2

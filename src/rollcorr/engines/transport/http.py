@@ -152,14 +152,15 @@ class JsonClient:
         return self._all("POST", path, bodies)
 
     def _all(self, method: str, path: str, bodies: Sequence[object]) -> list[Any]:
-        """The answers to a batch of requests, from a thread pool. The caller's thread never waits for a thread."""
+        """The answers to a batch of requests, from a thread pool. The caller's thread waits for none that hangs."""
         batch = waiting.RequestBatch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
         connections = _Connections(
             self._address, self._headers, tls=self._tls, count=self.concurrency, ended=batch.ended
         )
         pool = futures.ThreadPoolExecutor(self.concurrency, thread_name_prefix="rollcorr-engine")
+        answers: list[futures.Future[Any]] = []
         try:
-            answers = [pool.submit(self._answer, method, path, body, batch, connections) for body in bodies]
+            answers += [pool.submit(self._answer, method, path, body, batch, connections) for body in bodies]
             pending = set(answers)
             while pending:
                 batch.check()  # a server that sends a byte now and then never lets a thread see the deadline
@@ -170,7 +171,12 @@ class JsonClient:
         finally:
             batch.ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
+
+            # Threads must leave their sockets before these are closed: the number of a closed one may be given to
+            # another, which a thread would then wait for.
             connections.cut()
+            futures.wait(answers, timeout=waiting.SLICE)
+            connections.client.close()
 
     def _answer(
         self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections
@@ -281,7 +287,7 @@ class _Connections:
         self._base, self._query = str(address.copy_with(query=None)).rstrip("/"), address.params
         self._ended = ended
         self._sockets: list[socket.socket] = []
-        self._client = httpx.Client(
+        self.client = httpx.Client(
             headers={"Accept-Encoding": "gzip", **headers},
             verify=tls,
             limits=httpx.Limits(max_connections=count),
@@ -294,7 +300,7 @@ class _Connections:
         """Send a request; the answer's body is read inside the `with`."""
         url = httpx.URL(self._base + path).copy_merge_params(self._query)
         limits = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
-        return self._client.stream(method, url, json=body, timeout=limits, extensions={"trace": self._note_socket})
+        return self.client.stream(method, url, json=body, timeout=limits, extensions={"trace": self._note_socket})
 
     def _note_socket(self, event: str, details: Mapping[str, Any]) -> None:
         # A connection over TLS has a second socket around the first.
@@ -308,7 +314,6 @@ class _Connections:
         """End every exchange that is under way: the threads that wait get an error."""
         for opened in self._sockets:
             _shut(opened)
-        self._client.close()
 
 
 def _shut(opened: socket.socket) -> None:
