@@ -256,7 +256,7 @@ def trained(group: Any = None, micro_batch: int = 8) -> dict[str, Any]:
 
     Mini-batches of 7 and 1, and of 3, 3 and 2, so that ranks have uneven numbers of rows and micro-batches, or none.
     """
-    from rollcorr.engines.generation_settings import GenerationSettings
+    from rollcorr.engines.base import GenerationSettings
     from rollcorr.engines.transformers import TransformersEngine
     from rollcorr.train import load_config
     from rollcorr.train.grpo import grpo_trainer as grpo

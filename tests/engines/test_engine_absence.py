@@ -185,7 +185,7 @@ def test_weights_that_cannot_be_read_from_their_folder_do_not_cost_the_checkpoin
     def fail(folder):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(remote_engine, "read_weights", fail)
+    monkeypatch.setattr(remote_engine, "checkpoint_weights", fail)
     mortal = Mortal(make_micro_policy().model, clock)
     summary, _, shown = run(tmp_path, "unread", mortal, "rollout.refresh_every=5", "checkpoint.every=1")
     assert (summary.step, summary.failure) == (STEPS, None)
@@ -197,7 +197,7 @@ def test_ctrl_c_while_the_server_is_away_ends_the_wait_and_saves_the_run(tmp_pat
 
     def ctrl_c():
         signal.raise_signal(signal.SIGINT)
-        while not waiting.stop_requested():  # until the main thread has heard of it
+        while not waiting.should_stop():  # until the main thread has heard of it
             time.sleep(0.01)
 
     clock.alarms.append((100.0, ctrl_c))

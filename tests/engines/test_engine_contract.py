@@ -8,8 +8,8 @@ import torch
 from engine_contract import NEW_TOKENS, TRUNCATED, EngineContract, KeptSetContract
 
 from rollcorr.config import SamplingSpec
+from rollcorr.engines.base import GenerationSettings
 from rollcorr.engines.ctranslate2 import CTranslate2Engine
-from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.transformers import TransformersEngine
 
 

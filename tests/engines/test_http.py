@@ -8,8 +8,7 @@ from local_server import serving
 
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transport.answer_body import brief
-from rollcorr.engines.transport.connections import read_address
-from rollcorr.engines.transport.http import JsonClient
+from rollcorr.engines.transport.http import JsonClient, read_address
 
 PASSWORD = "s3cr3t-V4lue"
 
@@ -56,7 +55,8 @@ def client_of(*behaviors, **options):
         behavior(handler, body)
 
     options = {"timeout": 60.0, "retries": 2, "backoff": 0.001} | options
-    with serving(play) as server, JsonClient(f"{server.url}/", **options) as client:
+    with serving(play) as server:
+        client = JsonClient(f"{server.url}/", **options)
         yield client, server
 
 
@@ -142,10 +142,9 @@ def test_a_dead_engine_is_unavailable():
     with client_of(echo) as (client, _):
         url = client.url
     with (
-        JsonClient(url, wait_minutes=0) as client,
         pytest.raises(EngineUnavailableError, match="ConnectError"),
     ):
-        client.get("/health")
+        JsonClient(url, wait_minutes=0).get("/health")
 
 
 def test_a_refusal_is_shown_and_not_repeated():
@@ -252,10 +251,10 @@ def test_a_secret_that_a_shortened_value_would_halve_is_hidden(before):
 
 def test_an_address_is_taken_apart():
     address = read_address(f"http://me%40home:{PASSWORD}@host:80/api/?api_key=k&x=1")
-    assert address.url == "http://host:80/api/"
-    assert address.auth == ("me@home", PASSWORD)
-    assert address.query == {"api_key": "k", "x": "1"}
-    assert read_address("http://[::1]:80") == ("http://[::1]:80", None, {})
+    assert (address.username, address.password) == ("me@home", PASSWORD)
+    assert dict(address.params) == {"api_key": "k", "x": "1"}
+    assert JsonClient(str(address)).url == "http://host/api"
+    assert read_address("http://[::1]:80").host == "::1"
 
 
 @pytest.mark.parametrize("url", ["ftp://u:{}@h", "u:{}@h", "http://u:{}/x@h", "http://h:{}", "ws://h?token={}"])

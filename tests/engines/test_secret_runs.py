@@ -237,7 +237,8 @@ def test_a_client_tells_no_secret_that_the_server_sends_back():
     secret = SECRETS["in X-API-Key"]
     with serving(lambda handler, body: handler.send(403, f"who is {dict(handler.headers)}".encode())) as server:
         url = server.url.replace("//", f"//user:{secret}@")
-        with JsonClient(url, headers={"X-API-Key": secret}) as client, pytest.raises(EngineAnswerError) as error:
+        client = JsonClient(url, headers={"X-API-Key": secret})
+        with pytest.raises(EngineAnswerError) as error:
             client.get("/x")
     assert leaks(str(error.value)) == []
     assert leaks(client.url) == []

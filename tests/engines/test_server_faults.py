@@ -21,7 +21,7 @@ from test_sglang import RAW, make_engine, replay
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
 from rollcorr.engines.completions import rollout_from_completions
-from rollcorr.engines.sglang_answer import read_completion, read_scores
+from rollcorr.engines.sglang import read_completion, read_scores
 from rollcorr.engines.transport.http import JsonClient
 from rollcorr.engines.vllm.answers import choice_of_text, completion, prompt_log_probs
 
@@ -158,9 +158,9 @@ FAULTS = {
     "half of a JSON": (body(b'{"meta_info": {"id'), REFUSED, "did not answer in JSON"),
     "bytes of no text": (body(b'{"a": "\xff\xfe"}'), REFUSED, "did not answer in JSON"),
     "nested JSON": (body(b"[" * 100_000), REFUSED, "nested too deeply"),
-    "a number": (body(b"7"), REFUSED, "row 1: SGLang's answer has no meta_info: 7"),
-    "null": (body(b"null"), REFUSED, "has no meta_info: None"),
-    "a list of answers": (spoiled(lambda answer: [answer]), REFUSED, "has no meta_info"),
+    "a number": (body(b"7"), REFUSED, "row 1 is no answer of SGLang .*: 7"),
+    "null": (body(b"null"), REFUSED, "no answer of SGLang .*: None"),
+    "a list of answers": (spoiled(lambda answer: [answer]), REFUSED, "no answer of SGLang"),
     "log-prob NaN": (log_prob(math.nan), REFUSED, r"log_probs\[3\] of row 1 is nan"),
     "log-prob infinite": (log_prob(-math.inf), REFUSED, r"log_probs\[3\] of row 1 is -inf"),
     "log-prob null": (log_prob(None), REFUSED, r"log_probs\[3\] of row 1 is None"),
@@ -168,7 +168,7 @@ FAULTS = {
     "log-prob above 0": (log_prob(0.5), REFUSED, r"log_probs\[3\] of row 1 is 0.5, a log-prob is at most 0"),
     "log-prob as text": (log_prob("-0.5"), REFUSED, r"log_probs\[3\] of row 1 is '-0.5', no number"),
     "log-prob true": (log_prob(True), REFUSED, r"log_probs\[3\] of row 1 is True, no number"),
-    "log-prob of 400 digits": (log_prob(-(10**400)), REFUSED, r"log_probs\[3\] of row 1 is -inf"),
+    "log-prob of 400 digits": (log_prob(-(10**400)), REFUSED, r"log_probs\[3\] of row 1 is -1000"),
     "short list": (spoiled(lambda a: a["meta_info"]["output_token_logprobs"].pop() and None), REFUSED, "row 1 has 11"),
     "long list": (
         spoiled(lambda a: a["meta_info"]["output_token_logprobs"].append([-1.0, 5, None])),
@@ -177,10 +177,14 @@ FAULTS = {
     ),
     "no list": (meta(output_token_logprobs={"0": [-1.0, 5, None]}), REFUSED, "no list of"),
     "tokens of another answer": (spoiled(lambda a: a["output_ids"].__setitem__(0, 9)), REFUSED, "and output_ids"),
-    "token outside the vocabulary": (token(999), REFUSED, "token 3 of row 1 is 999, outside the vocabulary"),
-    "token below 0": (token(-1), REFUSED, "token 3 of row 1 is -1"),
-    "token of 30 digits": (token(10**30), REFUSED, "outside the vocabulary"),
-    "token 3.0": (token(3.0), REFUSED, r"no list of \[log-prob, token id, text\]"),
+    "token outside the vocabulary": (
+        token(999),
+        REFUSED,
+        r"token_ids\[3\] of row 1 is 999, no token id of the vocabulary",
+    ),
+    "token below 0": (token(-1), REFUSED, r"token_ids\[3\] of row 1 is -1"),
+    "token of 30 digits": (token(10**30), REFUSED, "no token id of the vocabulary"),
+    "token 3.0": (token(3.0), REFUSED, r"token_ids\[3\] of row 1 is 3.0, no token id"),
     "version 7": (
         meta(weight_versions=[{"version": "7", "start": 0, "end": 12}]),
         REFUSED,
@@ -204,7 +208,6 @@ FAULTS = {
     "ended by the server": (meta(finish_reason={"type": "abort"}), REFUSED, "did not finish"),
     **{f"redirect {code}": (elsewhere(code), REFUSED, f"a redirect, HTTP {code}, to") for code in (301, 302, 307, 308)},
     "redirect to nowhere": (status(302), REFUSED, "to nowhere. Redirects are not followed"),
-    "announced 10 GB": (body(b"{}", Content_Length="9999999999"), REFUSED, "more than 32 MB"),
     "endless body": (endless, REFUSED, "more than 32 MB, unpacked.*raise max_answer_megabytes"),
     "endless refusal": (endless_refusal, UNAVAILABLE, "HTTP 500: xxx"),
     "packed 1000 times": (body(BOMB, Content_Encoding="gzip"), REFUSED, "more than 32 MB, unpacked"),
@@ -300,10 +303,9 @@ def test_a_redirect_takes_no_key_to_another_server_nor_to_another_place_on_this_
         for place in (f"{other.url}/taken", f"{server.url}/moved", "/moved"):
             server.answer = lambda handler, request, to=place: status(307, Location=to)(handler, None)
             with (
-                JsonClient(server.url, headers={"Authorization": "Bearer s3cret"}) as client,
                 pytest.raises(EngineAnswerError, match=r"Redirects are not followed.*set url to"),
             ):
-                client.post("/generate", None)
+                JsonClient(server.url, headers={"Authorization": "Bearer s3cret"}).post("/generate", None)
         assert [path for path, _ in server.requests] == ["/generate"] * 3
     assert reached == []
 
@@ -311,7 +313,8 @@ def test_a_redirect_takes_no_key_to_another_server_nor_to_another_place_on_this_
 def test_a_packed_answer_that_is_right_is_read():
     answer = {"echo": list(range(1000))}
     packed = body(gzip.compress(json.dumps(answer).encode()), Content_Encoding="gzip")
-    with serving(packed) as server, JsonClient(server.url) as client:
+    with serving(packed) as server:
+        client = JsonClient(server.url)
         assert client.post("/", None) == answer
         assert server.requests == [("/", None)]
 
@@ -329,13 +332,13 @@ import sys
 from pathlib import Path
 from rollcorr.engines.base import EngineError
 from rollcorr.engines.transport.http import JsonClient
-with JsonClient(sys.argv[1], retries=0, wait_minutes=0) as client:
-    for path in sys.argv[2:]:
-        try:
-            client.post(path, None)
-            print("answered", path)
-        except EngineError as error:
-            print("refused", path)
+client = JsonClient(sys.argv[1], retries=0, wait_minutes=0)
+for path in sys.argv[2:]:
+    try:
+        client.post(path, None)
+        print("answered", path)
+    except EngineError as error:
+        print("refused", path)
 # Not ru_maxrss: that begins with the peak of the process that started this one.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) * 1024)

@@ -18,8 +18,13 @@ from micro_policy import make_micro_policy
 from rollcorr import check_compatible
 from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import check_kept_sets, joint_support, top_k_support, top_p_support
-from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    GenerationSettings,
+    WeightSyncError,
+)
 from rollcorr.engines.sglang import SglangEngine, SglangOptions
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "sglang_0.5.23.json").read_text(encoding="utf-8"))
@@ -263,26 +268,26 @@ def shortened(name):
     ("change", "message"),
     [
         (shortened("output_token_logprobs"), "row 1 has 11 output_token_logprobs, for completion_tokens 12"),
-        (shortened("output_token_sampling_logprobs"), "row 1: output_token_sampling_logprobs is"),
-        (shortened("output_token_sampling_mask"), "row 1: output_token_sampling_mask is"),
-        (meta(output_token_logprobs=None), "row 1: output_token_logprobs is None"),
+        (shortened("output_token_sampling_logprobs"), "row 1 is no answer of SGLang .ValueError"),
+        (shortened("output_token_sampling_mask"), "row 1 has 11 kept for 12 tokens"),
+        (meta(output_token_logprobs=None), "row 1: output_token_logprobs is no list .*: None"),
         (meta(output_token_sampling_mask=None), "must know return_sampling_mask"),
-        (meta(output_token_sampling_logprobs=[-9999.0] * 12), r"log_probs\[0\] of row 1 is -9999"),
-        (meta(output_token_sampling_logprobs=[None] * 12), r"log_probs\[0\] of row 1 is None"),
+        (meta(output_token_sampling_logprobs=[-9999.0] * 12), r"sampling_logprobs\[0\] of row 1 is -9999"),
+        (meta(output_token_sampling_logprobs=[None] * 12), r"sampling_logprobs\[0\] of row 1 is None"),
         (meta(output_token_sampling_mask=[[]] * 12), r"kept\[0\] of row 1 is empty"),
-        (meta(output_token_sampling_mask=[[999]] * 12), "is 999, outside the vocabulary"),
-        (entry(3, None), r"log_kept_mass\[3\] of row 1 is None"),
-        (entry(3, math.nan), r"log_kept_mass\[3\] of row 1 is nan"),
+        (meta(output_token_sampling_mask=[[999]] * 12), "is 999, no token id of the vocabulary"),
+        (entry(3, None), r"output_token_logprobs\[3\] of row 1 is None"),
+        (entry(3, math.nan), r"output_token_logprobs\[3\] of row 1 is nan"),
         (entry(0, -0.5), r"log_kept_mass\[0\] of row 1 is 1.4"),  # a set cannot have more than all of the mass
-        (meta(finish_reason={"type": "abort", "message": "memory"}), "row 1 did not finish: .*abort.*memory"),
+        (meta(finish_reason={"type": "abort", "message": "memory"}), "row 1 did not finish: .*memory.*abort"),
         (meta(finish_reason=None), "row 1 did not finish"),
         (meta(completion_tokens=11), "for completion_tokens 11"),
         (meta(weight_versions=[{"version": "default", "start": 0, "end": 9}]), "do not cover its 12 tokens"),
         (meta(weight_versions=[{"version": "default"}]), "weight_versions is"),
         (meta(weight_versions=None, weight_version="main"), "row 1 is of weights 'main', which is no policy version"),
         (lambda answer: answer | {"output_ids": [1, 2]}, r"output_ids \[1, 2\]"),
-        (lambda answer: answer["meta_info"], "row 1: SGLang's answer has no meta_info"),
-        (lambda answer: [answer], "row 1: SGLang's answer has no meta_info"),
+        (lambda answer: answer["meta_info"], "row 1 is no answer of SGLang"),
+        (lambda answer: [answer], "row 1 is no answer of SGLang"),
     ],
 )
 def test_one_bad_answer_stops_the_batch_and_is_named(change, message):

@@ -13,8 +13,13 @@ from vllm_doubles import InProcess, use_in_process
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
-from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    GenerationSettings,
+    WeightSyncError,
+)
 from rollcorr.engines.remote_engine import row_seed
 from rollcorr.engines.response_scoring import response_logits, score_responses
 from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions

@@ -18,8 +18,7 @@ from vllm_server_process import CPU, running_server
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
-from rollcorr.engines.base import EngineUnavailableError, WeightSyncError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import EngineUnavailableError, GenerationSettings, WeightSyncError
 from rollcorr.engines.response_scoring import response_logits
 from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions
 from rollcorr.engines.vllm.server import VllmServerEngine, VllmServerOptions
@@ -207,7 +206,7 @@ def test_an_engine_that_was_killed_comes_back_with_its_weights(demo, fresh):
     fresh.update_weights(demo.model, version=5)
     prompts = prompts_of(demo, 8)
     expected = fresh.generate(prompts, seed=3)
-    os.kill(fresh._worker.pid, 9)
+    os.kill(fresh._worker._process.pid, 9)
     again = fresh.generate(prompts, seed=3)
     assert torch.equal(again.tokens.response_ids, expected.tokens.response_ids)
     assert again.sampling.policy_version == 5

@@ -12,8 +12,13 @@ from vllm_doubles import serving
 
 from rollcorr.config import SamplingSpec
 from rollcorr.core.logprobs import kept_log_prob
-from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    GenerationSettings,
+    WeightSyncError,
+)
 from rollcorr.engines.response_scoring import response_logits
 from rollcorr.engines.vllm.server import FOR_UPDATES, VllmServerEngine, VllmServerOptions
 from rollcorr.train.grpo.policy import make_tiny_policy
@@ -188,13 +193,13 @@ def test_a_server_that_comes_back_paused_is_resumed_by_the_load_of_the_weights_i
         engine = make_engine(url, micro_policy, folder=tmp_path / "weights")
         engine.update_weights(micro_policy.model, version=1)
         llm.version = "default"
-        meet_again = engine._meet_again
+        meet = engine._meet
 
         def paused_meanwhile():
             answer.is_paused = True
-            meet_again()
+            meet()
 
-        engine._meet_again = paused_meanwhile
+        engine._meet = paused_meanwhile
         assert engine.generate(PROMPTS, seed=0).sampling.policy_version == 1
         assert not answer.is_paused
 

@@ -42,14 +42,16 @@ def hang(handler, body):
 
 @pytest.mark.parametrize("status", sorted(AWAY))
 def test_a_server_that_says_not_now_is_asked_again(clock, status):
-    with serving(until(clock, 20, busy(status))) as server, JsonClient(server.url, retries=0) as client:
+    with serving(until(clock, 20, busy(status))) as server:
+        client = JsonClient(server.url, retries=0)
         assert client.post("/", None) == "here"
         assert (len(server.requests), client.faults) == (7, 6)
 
 
 def test_a_server_that_is_away_for_twenty_minutes_is_waited_for(clock):
     lines = []
-    with serving(until(clock, 1200, busy(503))) as server, JsonClient(server.url, retries=0) as client:
+    with serving(until(clock, 1200, busy(503))) as server:
+        client = JsonClient(server.url, retries=0)
         with while_waiting(say=lines.append, stop_requested=lambda: False):
             assert client.post("/", None) == "here"
 
@@ -65,7 +67,8 @@ def test_a_server_that_is_away_for_twenty_minutes_is_waited_for(clock):
 
 
 def test_a_server_that_stays_away_ends_the_call_after_wait_minutes(clock):
-    with serving(busy(503)) as server, JsonClient(server.url, wait_minutes=7) as client:
+    with serving(busy(503)) as server:
+        client = JsonClient(server.url, wait_minutes=7)
         with pytest.raises(
             EngineUnavailableError, match=r"HTTP 503: busy; the engine has been away for 7 minutes, all"
         ):
@@ -88,8 +91,8 @@ def test_a_dead_server_that_comes_to_life_at_its_old_address_is_waited_for(clock
 
     clock.alarms.append((600.0, revive))
     try:
-        with JsonClient(server.url) as client:
-            assert client.post_all("/", [1, 2, 3]) == ["here"] * 3
+        client = JsonClient(server.url)
+        assert client.post_all("/", [1, 2, 3]) == ["here"] * 3
     finally:
         revived[0].__exit__(None, None, None)
     assert client.faults > 3
@@ -102,7 +105,8 @@ def test_an_answer_to_one_request_ends_the_absence_for_all(clock):
     def every_fifth(handler, body):
         (busy(429) if next(turns) % 5 else lambda handler, body: handler.send_json(body))(handler, body)
 
-    with serving(every_fifth) as server, JsonClient(server.url, wait_minutes=0.5, concurrency=1) as client:
+    with serving(every_fifth) as server:
+        client = JsonClient(server.url, wait_minutes=0.5, concurrency=1)
         assert client.post_all("/", list(range(8))) == list(range(8))
     assert clock.now > 30
 
@@ -111,14 +115,16 @@ def test_an_answer_to_one_request_ends_the_absence_for_all(clock):
 def test_a_retry_after_is_followed(clock, form):
     later = datetime.now(timezone.utc) + timedelta(seconds=601)
     told = "600" if form == "seconds" else format_datetime(later, usegmt=True)
-    with serving(until(clock, 500, busy(429, told))) as server, JsonClient(server.url) as client:
+    with serving(until(clock, 500, busy(429, told))) as server:
+        client = JsonClient(server.url)
         assert client.post("/", None) == "here"
         assert len(server.requests) == 2
     assert 300 < clock.now < 610
 
 
 def test_a_retry_after_is_cut_to_the_time_that_is_left(clock):
-    with serving(busy(503, "86400")) as server, JsonClient(server.url, wait_minutes=10) as client:
+    with serving(busy(503, "86400")) as server:
+        client = JsonClient(server.url, wait_minutes=10)
         with pytest.raises(EngineUnavailableError, match="failed 2 times"):
             client.post("/", None)
         assert clock.now == pytest.approx(600, abs=1)
@@ -146,7 +152,8 @@ def test_what_a_retry_after_header_means(header, seconds):
 
 def test_what_a_server_breaks_over_is_not_sent_for_half_an_hour(clock):
     """A broken connection or an HTTP 500 may be the fault of this very request."""
-    with serving(busy(500, "86400")) as server, JsonClient(server.url, retries=3) as client:
+    with serving(busy(500, "86400")) as server:
+        client = JsonClient(server.url, retries=3)
         with pytest.raises(EngineUnavailableError, match="failed 4 times, at last with HTTP 500: busy"):
             client.post("/", None)
         assert len(server.requests) == 4
@@ -166,10 +173,9 @@ def test_a_drip_of_bytes_does_not_outlast_the_deadline(clock):
 
     with (
         serving(drip) as server,
-        JsonClient(server.url, deadline_minutes=60) as client,
         pytest.raises(EngineUnavailableError, match=f"{server.url} did not finish .* within deadline_minutes, 60;"),
     ):
-        client.post("/", None)
+        JsonClient(server.url, deadline_minutes=60).post("/", None)
 
 
 def test_silence_does_not_outlast_the_deadline_either(clock):
@@ -179,19 +185,17 @@ def test_silence_does_not_outlast_the_deadline_either(clock):
 
     with (
         serving(silent) as server,
-        JsonClient(server.url) as client,
         pytest.raises(EngineUnavailableError, match="deadline_minutes, 120"),
     ):
-        client.post_all("/", [1, 2])
+        JsonClient(server.url).post_all("/", [1, 2])
 
 
 def test_waits_count_against_the_deadline(clock):
     with (
         serving(busy(503)) as server,
-        JsonClient(server.url, deadline_minutes=5) as client,
         pytest.raises(EngineUnavailableError, match="deadline_minutes, 5"),
     ):
-        client.post("/", None)
+        JsonClient(server.url, deadline_minutes=5).post("/", None)
     assert clock.now == pytest.approx(300, abs=1)
 
 
@@ -200,9 +204,9 @@ def test_a_request_to_stop_ends_the_wait_and_nothing_else(clock):
     clock.alarms.append((100.0, stopping.set))
     with (
         serving(until(clock, 1200, busy(503))) as server,
-        JsonClient(server.url) as client,
         while_waiting(say=lambda line: None, stop_requested=stopping.is_set),
     ):
+        client = JsonClient(server.url)
         with pytest.raises(EngineUnavailableError, match="the run was asked to stop before the engine was back"):
             client.post_all("/", [1, 2, 3])
         assert clock.now < 110
@@ -213,7 +217,8 @@ def test_a_request_to_stop_ends_the_wait_and_nothing_else(clock):
 
 
 def test_outside_a_run_a_wait_is_told_to_the_log(clock, caplog):
-    with serving(until(clock, 30, busy(503))) as server, JsonClient(server.url) as client:
+    with serving(until(clock, 30, busy(503))) as server:
+        client = JsonClient(server.url)
         client.post("/", None)
     assert [record.name for record in caplog.records] == ["rollcorr.engines"] * 2
     assert "has been away for" in caplog.text
@@ -229,11 +234,12 @@ def test_one_error_cuts_off_the_requests_that_hang():
         else:
             hang(handler, body)
 
-    with serving(one_refuses) as server, JsonClient(server.url, concurrency=5) as client:
+    with serving(one_refuses) as server:
+        client = JsonClient(server.url, concurrency=5)
         with pytest.raises(EngineAnswerError, match="HTTP 400: zero"):
             client.post_all("/", list(range(5)))
         for thread in threading.enumerate():
-            if thread.name == "rollcorr-engine":
+            if thread.name.startswith("rollcorr-engine"):
                 thread.join(EXIT_SECONDS / 2)  # the server still hangs: only the cut connections end them
                 assert not thread.is_alive()
         assert not server.released.is_set()
@@ -286,6 +292,8 @@ def test_ctrl_c_ends_a_wait_and_the_process_although_no_request_ever_ends():
 
 def test_the_clock_of_a_wait_is_that_of_the_machine():
     before = waiting.monotonic()
-    assert waiting.Absence("here", budget=1.0).pause(0.02, lambda: False)
+    batch = waiting.RequestBatch("here", deadline_minutes=1.0, wait_minutes=1.0)
+    assert batch.pause(0.02)
     assert waiting.monotonic() - before >= 0.02
-    assert not waiting.Absence("here", budget=1.0).pause(1e9, lambda: True)
+    batch.ended.set()
+    assert not batch.pause(1e9)

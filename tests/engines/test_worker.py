@@ -110,14 +110,14 @@ def test_a_worker_that_hangs_is_ended_for_its_answer_would_be_taken_for_the_next
     with pytest.raises(EngineUnavailableError, match=r"did not answer 'echo' within 0\.5 s and was ended; raise the"):
         process.ask("echo", timeout=0.5)
     assert time.monotonic() - begun < 300, "the program sleeps for twice as long"
-    assert gone(process.pid)
+    assert gone(process._process.pid)
 
 
 def test_a_worker_that_reads_nothing_does_not_block_the_engine():
     process = start("import time\ntime.sleep(600)")
     with pytest.raises(EngineUnavailableError, match="did not answer"):
         process.ask("echo", timeout=0.5, value="x" * 1_000_000)  # more than the buffer of a pipe
-    assert gone(process.pid)
+    assert gone(process._process.pid)
 
 
 def test_a_long_log_neither_blocks_nor_is_kept():
@@ -135,7 +135,7 @@ def test_closing_ends_the_program_and_closing_again_does_nothing():
     process.ask("echo", timeout=ANSWER_SECONDS)
     process.close()
     process.close()
-    assert gone(process.pid)
+    assert gone(process._process.pid)
 
 
 def test_a_worker_that_nobody_holds_is_ended():

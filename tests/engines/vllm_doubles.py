@@ -32,7 +32,7 @@ class InProcess:
         except Exception as error:
             raise EngineAnswerError(f"could not {what}: {error}") from error
 
-    def close(self, *, patience=10.0):
+    def close(self):
         self.alive = False
 
 

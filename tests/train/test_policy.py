@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcorr.engines.transport.weight_folder import read_policy, read_weights
+from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_policy
 from rollcorr.train.grpo import engine_null, policy
 from rollcorr.train.grpo.engine_null import EngineNullConfig
 from rollcorr.train.grpo.policy import load_policy, make_byte_tokenizer, make_tiny_policy, save_policy
@@ -105,7 +105,7 @@ def with_code(folder, mark):
 @pytest.mark.parametrize("load", ["policy", "null", "weights"])
 def test_a_folder_with_code_is_rejected_without_a_question(micro_policy, tmp_path, no_questions, load):
     save_policy(micro_policy, tmp_path / "model")
-    weights = read_weights(tmp_path / "model")
+    weights = dict(checkpoint_weights(tmp_path / "model"))
     folder = with_code(tmp_path / "model", tmp_path / "it_ran")
     null = EngineNullConfig(engine="transformers", model=str(folder))
     loads = {

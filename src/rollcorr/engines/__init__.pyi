@@ -2,6 +2,7 @@ from .base import Engine as Engine
 from .base import EngineAnswerError as EngineAnswerError
 from .base import EngineError as EngineError
 from .base import EngineUnavailableError as EngineUnavailableError
+from .base import GenerationSettings as GenerationSettings
 from .base import Rollout as Rollout
 from .base import TokenBatch as TokenBatch
 from .base import WeightSyncError as WeightSyncError
@@ -10,7 +11,6 @@ from .completions import Completion as Completion
 from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
 from .fused_scoring import score_responses_fused as score_responses_fused
-from .generation_settings import GenerationSettings as GenerationSettings
 from .null_rollouts import measure_null as measure_null
 from .remote_engine import RemoteEngine as RemoteEngine
 from .remote_engine import RemoteOptions as RemoteOptions

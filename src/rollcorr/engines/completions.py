@@ -7,9 +7,8 @@ that is too short, None, NaN, or −9999.0 in place of −inf. An adapter turns 
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -21,7 +20,7 @@ from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import EngineAnswerError, EngineRestartedError, Rollout, TokenBatch, pad_prompts
-from rollcorr.engines.transport.answer_body import brief
+from rollcorr.engines.transport.answer_body import brief, printable
 
 # Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by more,
 # which is an error.
@@ -95,14 +94,14 @@ def rollout_from_completions(
     if len(completions) != len(prompts):
         raise EngineAnswerError(f"the engine answered {len(completions)} of {len(prompts)} prompts; none is used")
 
+    largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
+
+    def token_id(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
+        return _whole_number(value, where, "token id of the vocabulary", largest)
+
     # The tokens come first: every other list must be as long as they are.
-    for row, completion in enumerate(completions):
-        _check_sequence(completion.token_ids, f"token_ids of row {row}")
-    responses = [
-        [_token_id(token, f"token {t} of row {row}", vocabulary_size) for t, token in enumerate(completion.token_ids)]
-        for row, completion in enumerate(completions)
-    ]
-    lengths = torch.tensor([len(response) for response in responses], device="cpu")
+    responses = _column(completions, "token_ids", token_id)
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], device="cpu")
     mask = torch.arange(max(1, int(lengths.max())), device="cpu") < lengths[:, None]
 
     def padded(rows: list[list[Any]] | None, dtype: torch.dtype, fill: int = 0) -> Any:  # noqa: ANN401 (or None)
@@ -114,7 +113,7 @@ def rollout_from_completions(
     response_ids = padded(responses, torch.int64, pad_token_id)
 
     # The usual case, one version for all, is said by `sampling` alone.
-    versions = _column(completions, "versions", _version)
+    versions = _column(completions, "versions", lambda value, where: _whole_number(value, where, "policy version"))
     if versions is not None and all(version == sampling.policy_version for row in versions for version in row):
         versions = None
 
@@ -123,10 +122,25 @@ def rollout_from_completions(
         rollout_log_prob=padded(_column(completions, "log_probs", check_log_prob), torch.float32),
         raw_log_prob=padded(_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
-        kept=_kept_sets(completions, vocabulary_size, device),
+        kept=_kept_sets(completions, token_id, device),
         log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
+
+
+@contextmanager
+def reading(problem: str, value: object) -> Iterator[None]:
+    """Raise `EngineAnswerError` where a value of an answer has another form than the code in the `with` reads.
+
+    Args:
+        problem: the beginning of the error.
+        value: what is read.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, RecursionError, StopIteration, TypeError, ValueError) as error:
+        text = printable(str(error))
+        raise EngineAnswerError(f"{problem} ({type(error).__name__}: {text}): {brief(value)}") from error
 
 
 def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None) -> list[int]:  # noqa: ANN401
@@ -147,20 +161,18 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
         EngineAnswerError: a field is missing or of another type, the spans do not cover the response, or a label is no
             policy version.
     """
-    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
-        raise EngineAnswerError(
-            f"row {row}: weight_versions is {brief(spans)}, no list of spans with a version, a start and an end"
-        )
+    with reading(f"row {row}: weight_versions is no list of spans with a version, a start and an end", spans):
+        # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
+        starts, edges = [span["start"] for span in spans], [0, *(span["end"] for span in spans)]
+        if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
+            raise EngineAnswerError(f"row {row}: weight_versions {brief(spans)} do not cover its {tokens} tokens")
 
-    # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
-    starts, edges = [span["start"] for span in spans], [0, *(span["end"] for span in spans)]
-    if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
-        raise EngineAnswerError(f"row {row}: weight_versions {brief(spans)} do not cover its {tokens} tokens")
-
-    versions: list[int] = []
-    for (start, end), span in zip(pairwise(edges), spans, strict=True):
-        versions += [version_of_weights(span["version"], row, initial=initial)] * (end - start)
-    return versions
+        labels = [
+            span["version"]
+            for span, (start, end) in zip(spans, pairwise(edges), strict=True)
+            for _ in range(start, end)
+        ]
+        return [version_of_weights(label, row, initial=initial) for label in labels]
 
 
 def version_of_weights(label: object, row: int, *, initial: int | None) -> int:
@@ -194,13 +206,10 @@ def check_versions(completions: Sequence[Completion], allowed: Sequence[int], ti
     Raises:
         EngineAnswerError: names the row, the token, and both versions.
     """
-    known = set(allowed)
     for row, completion in enumerate(completions):
-        if completion.versions is None or known.issuperset(completion.versions):
-            continue
-        for token, version in enumerate(completion.versions):
-            if version not in known:
-                given = ", ".join(map(str, dict.fromkeys(allowed)))
+        for token, version in enumerate(completion.versions or ()):
+            if version not in allowed:
+                given = ", ".join(map(str, sorted(set(allowed))))
                 raise EngineAnswerError(
                     f"token {token} of row {row} is of version {version} by {title}'s own account, and it was given "
                     f"version {given}: someone else updates its weights, or one of several servers behind the address "
@@ -217,36 +226,24 @@ def check_log_prob(value: object, where: str) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise EngineAnswerError(f"{where} is {brief(value)}, no number: the engine did not score this token")
 
-    # An integer of JSON may be too large for a float.
-    try:
-        number = float(value)
-    except OverflowError:
-        number = -math.inf if operator.lt(value, 0) else math.inf
-    if not math.isfinite(number) or number <= JSON_MINUS_INFINITY:
+    if value <= JSON_MINUS_INFINITY:
         raise EngineAnswerError(
-            f"{where} is {number:g}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
+            f"{where} is {brief(value)}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
         )
-    if number > ROUNDING:
+    if not value <= ROUNDING:  # NaN is not at most anything
         raise EngineAnswerError(
-            f"{where} is {number:g}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
+            f"{where} is {brief(value)}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
         )
-    return min(number, 0.0)
-
-
-def _is_span(span: object) -> bool:
-    """Whether it has a version of any kind, and a start and an end that are integers; JSON's true is none."""
-    return (
-        isinstance(span, dict) and "version" in span and all(type(span.get(edge)) is int for edge in ("start", "end"))
-    )
+    return min(float(value), 0.0)
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:
     """One checked value per token from every row; None if no row has any."""
     rows = [getattr(completion, name) for completion in completions]
 
-    # An engine reports a list for all rows or for none; only log_probs must be there.
+    # An engine reports a list for all rows or for none; tokens and log_probs must be there.
     missing = [row for row, values in enumerate(rows) if values is None]
-    if missing and (name == "log_probs" or len(missing) < len(rows)):
+    if missing and (name in ("token_ids", "log_probs") or len(missing) < len(rows)):
         raise EngineAnswerError(f"row {missing[0]} has no {name}; ask the engine for them on every request")
     if missing:
         return None
@@ -269,31 +266,21 @@ def _check_sequence(values: object, where: str) -> None:
         raise EngineAnswerError(f"{where} is {brief(values)}, no list")
 
 
-def _token_id(value: Any, where: str, vocabulary_size: int | None) -> int:  # noqa: ANN401 (whatever the engine sent)
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise EngineAnswerError(f"{where} is {brief(value)}, no token id")
-    token = int(value)
-    largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
-    if not 0 <= token <= largest:
-        last = "" if vocabulary_size is None else f" {largest}"
-        raise EngineAnswerError(f"{where} is {brief(token)}, outside the vocabulary 0 …{last}")
-    return token
-
-
-def _version(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= LARGEST_INTEGER:
-        raise EngineAnswerError(f"{where} is {brief(value)}; a policy version is an integer from 0 up")
+def _whole_number(value: Any, where: str, kind: str, largest: int = LARGEST_INTEGER) -> int:  # noqa: ANN401
+    """An integer from 0 to `largest`; whatever else the engine sent is an error that says what it should have been."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= largest:
+        raise EngineAnswerError(f"{where} is {brief(value)}, no {kind} 0 … {largest}")
     return int(value)
 
 
 def _kept_sets(
-    completions: Sequence[Completion], vocabulary_size: int | None, device: torch.device | str
+    completions: Sequence[Completion], token_id: Callable[[Any, str], int], device: torch.device | str
 ) -> KeptSets | None:
     def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (whatever the engine sent)
         _check_sequence(ids, where)
         if not ids:
             raise EngineAnswerError(f"{where} is empty: a token was drawn from nothing")
-        found = [_token_id(token, f"an id in {where}", vocabulary_size) for token in ids]
+        found = [token_id(token, f"an id in {where}") for token in ids]
         if len(set(found)) < len(found):
             raise EngineAnswerError(f"{where} names an id twice: {found}")
         return found

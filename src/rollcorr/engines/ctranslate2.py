@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import tempfile
 import threading
@@ -29,18 +28,21 @@ from rollcorr.engines.base import (
     EngineAnswerError,
     EngineError,
     EngineUnavailableError,
+    GenerationSettings,
     Rollout,
     TokenBatch,
     check_prompts,
     check_weight_sync,
+    refuse_settings,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
-from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, vocabulary_size
-from rollcorr.engines.weight_rounding import MOST_BITS, rounded_to_bits
 
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
+
+# The finest grid that `weight_bits` may ask for.
+MOST_BITS = 8
 
 # Nats between the float32 sampler and the float32 policy on the probe.
 SYNC_TOLERANCE = 1e-4
@@ -96,9 +98,9 @@ class CTranslate2Engine(Engine):
         batch_size: int | None = None,
         threads: int = 0,
     ) -> None:
-        check_integer("threads", threads, at_least=0)
-        _check_bits(weight_bits)
         check_choice("compute_type", compute_type, COMPUTE_TYPES)
+        if weight_bits not in (None, *range(2, MOST_BITS + 1)):
+            raise ValueError(f"weight_bits must be 2 to {MOST_BITS}, or None for no rounding; got {weight_bits!r}")
         if batch_size is not None:
             check_integer("batch_size (None for all)", batch_size, at_least=1)
         if settings.sampling.logprobs != "raw":
@@ -106,16 +108,19 @@ class CTranslate2Engine(Engine):
                 f"logprobs={settings.sampling.logprobs!r}: the ctranslate2 engine returns raw log-probs only; set "
                 "logprobs='raw' (at temperature 1 without truncation they are the same)"
             )
-        who = "the ctranslate2 engine, which lacks it or would count it in log-probs called raw"
-        refuse_settings(settings.sampling, NOT_SUPPORTED, who)
+        refuse_settings(
+            settings.sampling,
+            NOT_SUPPORTED,
+            "the ctranslate2 engine, which lacks it or would count it in log-probs called raw",
+        )
 
-        self._package = _ctranslate2()
-
-        # Not every processor multiplies in every type: int16 needs Intel's MKL.
-        supported = self._package.get_supported_compute_types("cpu")
-        if compute_type not in supported:
-            usable = ", ".join(repr(name) for name in COMPUTE_TYPES if name in supported)
-            raise ValueError(f"compute_type {compute_type!r} is not supported by this processor; choose from {usable}")
+        try:
+            import ctranslate2
+        except ImportError as error:
+            raise ImportError(
+                "the ctranslate2 engine needs ctranslate2: pip install 'rollcorr[ctranslate2]'"
+            ) from error
+        self._package: Any = ctranslate2
 
         self.settings = settings
         self.sampling = dataclasses.replace(
@@ -124,7 +129,7 @@ class CTranslate2Engine(Engine):
         self.compute_type = compute_type
         self.weight_bits = weight_bits
         self.batch_size = batch_size
-        self.threads = threads
+        self.threads = check_integer("threads", threads, at_least=0)
         self.vocabulary_size = vocabulary_size(model)
         self.device = next(model.parameters()).device
 
@@ -185,12 +190,19 @@ class CTranslate2Engine(Engine):
         Raises:
             WeightSyncError: the two sides do not agree; the engine keeps its previous weights and version.
         """
-        copy, rounding = self._copy(model), self._rounding
-        if rounding is not None:
-            for parameter in copy.parameters():
-                parameter.data = rounding(parameter.data)
-        expected = score_probe(model, self._probe, dtype=torch.float32, rounding=rounding)
-        self._take(copy, expected, version)
+        copy = self._copy(model)
+        files = self._converted(copy)
+        probe = self._probe.to(next(model.parameters()).device)
+        expected = score_probe(model, probe, dtype=torch.float32, rounding=self._rounded)
+        with _failures():
+            exact = self._load("float32", files)
+            got = self._score(exact, self._probe.to("cpu"), 1.0)
+            check_weight_sync(got, expected.to("cpu"), tolerance=SYNC_TOLERANCE)
+            self._generator = exact if self.compute_type == "float32" else self._load(self.compute_type, files)
+
+        # Only now is the update certain; a failure above leaves the engine with its previous weights.
+        self._model, self._files = copy, files
+        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """The parameters that sample now, by name, float32 on the CPU, before any rounding; tied ones once."""
@@ -205,30 +217,50 @@ class CTranslate2Engine(Engine):
             version: number of these weights, which rollouts will carry.
         """
         # The model that samples stays as it is until the other weights are verified.
-        model = _float_copy(self._model)
+        model = self._copy(self._model)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-        self._take(model, score_probe(model, self._probe.to("cpu"), dtype=torch.float32), version)
+        self.update_weights(model, version=version)
 
     def _copy(self, model: nn.Module) -> nn.Module:
-        return _float_copy(model)
+        """A copy on the CPU with float32 parameters, whatever the policy trains in and where."""
+        return _copy_with(model, lambda p: p.detach().to("cpu", torch.float32, copy=True)).to("cpu").eval()
 
-    @property
-    def _rounding(self) -> Callable[[Tensor], Tensor] | None:
-        return None if self.weight_bits is None else functools.partial(rounded_to_bits, bits=self.weight_bits)
+    def _rounded(self, weight: Tensor) -> Tensor:
+        return weight if self.weight_bits is None else rounded_to_bits(weight, self.weight_bits)
 
-    def _take(self, model: nn.Module, expected: Tensor, version: int) -> None:
-        """Sample with the weights of `model` from now on, provided that they score the probe as `expected`."""
-        files = _converted(model, self.settings.eos_token_id, self.vocabulary_size)
-        with _failures():
-            exact = self._load("float32", files)
-            got = self._score(exact, self._probe.to("cpu"), 1.0)
-            check_weight_sync(got, expected.to("cpu"), tolerance=SYNC_TOLERANCE)
-            self._generator = exact if self.compute_type == "float32" else self._load(self.compute_type, files)
+    def _converted(self, model: Any) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)
+        """The files of a CTranslate2 model directory, float32, by name.
 
-        # Only now is the update certain; a failure above leaves the engine with its previous weights.
-        self._model, self._files = model, files
-        self.sampling = dataclasses.replace(self.sampling, policy_version=version)
+        Each token is named by its number. So nothing depends on a tokenizer, and no id is renamed on the way.
+        """
+        from ctranslate2.converters import TransformersConverter
+
+        end = str(self.settings.eos_token_id)
+        names = SimpleNamespace(
+            bos_token=end,
+            eos_token=end,
+            unk_token=end,
+            pad_token=end,
+            get_vocab=lambda: {str(token): token for token in range(self.vocabulary_size)},
+        )
+
+        # The converter takes the module apart, so it gets one of its own, around the same tensors.
+        shell = _copy_with(model, lambda p: self._rounded(p.detach()))
+
+        class InProcess(TransformersConverter):  # type: ignore[misc]
+            """Converts a module that is in memory already, instead of reading one from a directory."""
+
+            def load_model(self, *_: object, **__: object) -> Any:  # noqa: ANN401
+                return shell
+
+            def load_tokenizer(self, *_: object, **__: object) -> Any:  # noqa: ANN401
+                return names
+
+        with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _short_collections():
+            model.config.save_pretrained(directory)
+            output = Path(InProcess(directory).convert(str(Path(directory) / "converted")))
+            return {path.name: path.read_bytes() for path in output.iterdir()}
 
     def _load(self, compute_type: str, files: dict[str, bytes]) -> Any:  # noqa: ANN401 (lazy package)
         return self._package.Generator(
@@ -294,19 +326,23 @@ class CTranslate2Engine(Engine):
         return log_prob.to(tokens.response_ids.device)
 
 
-def _check_bits(weight_bits: int | None) -> None:
-    if weight_bits is None:
-        return
-    if check_integer("weight_bits (None for no rounding)", weight_bits, at_least=2) > MOST_BITS:
-        raise ValueError(f"weight_bits must be 2 to {MOST_BITS}, or None for no rounding; got {weight_bits}")
+def rounded_to_bits(weight: Tensor, bits: int) -> Tensor:
+    """Each row of a matrix on 2^bits − 1 evenly spaced values: s · round(w / s), s = max|w| / (2^(bits − 1) − 1).
 
+    Args:
+        weight: a parameter. Only a matrix is rounded: the scales of norms and biases are few and count for much, so
+            engines that quantize leave them alone too.
+        bits: 2 to `MOST_BITS`.
 
-def _ctranslate2() -> Any:  # noqa: ANN401 (imported lazily)
-    try:
-        import ctranslate2
-    except ImportError as error:
-        raise ImportError("the ctranslate2 engine needs ctranslate2: pip install 'rollcorr[ctranslate2]'") from error
-    return ctranslate2
+    Returns:
+        A new tensor of the same shape and type. A row of zeros stays one.
+    """
+    if weight.dim() != 2:
+        return weight.clone()
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    spacing = largest / (2 ** (bits - 1) - 1)
+    steps = (weight / spacing.masked_fill(largest == 0, 1.0)).round()
+    return steps * spacing
 
 
 def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
@@ -330,50 +366,11 @@ def _failures() -> Iterator[None]:
         raise EngineUnavailableError(f"CTranslate2 failed: {error}") from error
 
 
-def _float_copy(model: nn.Module) -> nn.Module:
-    """A copy on the CPU with float32 parameters, whatever the policy trains in and where."""
-    return _copy_with(model, lambda p: p.detach().to("cpu", torch.float32, copy=True)).to("cpu").eval()
-
-
 def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy whose parameters are `weight` of the model's; tied ones stay tied."""
     # deepcopy looks each parameter up by its id, so all uses of a tied one get the same new parameter.
     parameters = {id(p): nn.Parameter(weight(p), requires_grad=False) for p in model.parameters()}
     return copied_model(model, parameters)
-
-
-def _converted(model: Any, eos_token_id: int, vocabulary: int) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)
-    """The files of a CTranslate2 model directory, float32, by name.
-
-    Each token is named by its number. So nothing depends on a tokenizer, and no id is renamed on the way.
-    """
-    from ctranslate2.converters import TransformersConverter
-
-    end = str(eos_token_id)
-    names = SimpleNamespace(
-        bos_token=end,
-        eos_token=end,
-        unk_token=end,
-        pad_token=end,
-        get_vocab=lambda: {str(token): token for token in range(vocabulary)},
-    )
-
-    # The converter takes the module apart, so it gets one of its own, around the same tensors.
-    shell = _copy_with(model, lambda p: p.detach())
-
-    class InProcess(TransformersConverter):  # type: ignore[misc]
-        """Converts a module that is in memory already, instead of reading one from a directory."""
-
-        def load_model(self, *_: object, **__: object) -> Any:  # noqa: ANN401
-            return shell
-
-        def load_tokenizer(self, *_: object, **__: object) -> Any:  # noqa: ANN401
-            return names
-
-    with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _short_collections():
-        model.config.save_pretrained(directory)
-        output = Path(InProcess(directory).convert(str(Path(directory) / "converted")))
-        return {path.name: path.read_bytes() for path in output.iterdir()}
 
 
 @contextlib.contextmanager

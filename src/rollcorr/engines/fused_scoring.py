@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,20 +99,12 @@ def output_head(model: Any) -> nn.Linear:  # noqa: ANN401 (transformers is not i
     return head
 
 
-@dataclass
-class _Seen:
-    """What the head was given, and how often that tensor had been written to by then."""
-
-    hidden: Tensor
-    version: int
-
-
 @contextmanager
-def _left_out(model: Any, head: nn.Linear) -> Iterator[list[_Seen]]:  # noqa: ANN401
-    """The model with an identity in place of its head, and a list that fills with what the identity is given."""
-    seen: list[_Seen] = []
+def _left_out(model: Any, head: nn.Linear) -> Iterator[list[tuple[Tensor, int]]]:  # noqa: ANN401
+    """The model with an identity for its head, and a list of what that is given and how often that was written to."""
+    seen: list[tuple[Tensor, int]] = []
     identity = nn.Identity()
-    identity.register_forward_hook(lambda _, inputs, __: seen.append(_Seen(inputs[0], inputs[0]._version)))
+    identity.register_forward_hook(lambda _, inputs, __: seen.append((inputs[0], inputs[0]._version)))
 
     model.set_output_embeddings(identity)
     try:
@@ -122,27 +113,23 @@ def _left_out(model: Any, head: nn.Linear) -> Iterator[list[_Seen]]:  # noqa: AN
         model.set_output_embeddings(head)
 
 
-def _check_factor(hidden: Tensor, seen: list[_Seen], head: nn.Linear) -> None:
+def _check_factor(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:
     """Raise a ValueError unless the model returned what its head was given, or a multiple of it.
 
     This waits for the device only if the model does something to its logits.
     """
     if len(seen) != 1:
         reason = f"its head ran {len(seen)} times"
-    elif seen[0].hidden._version != seen[0].version:
+    elif seen[0][0]._version != seen[0][1]:
         reason = "they are written to in place"
-    elif _same_memory(hidden, seen[0].hidden):
+    elif hidden.untyped_storage().data_ptr() == seen[0][0].untyped_storage().data_ptr():
         return
     else:
         # One factor for all logits is allowed; it is measured here, in float64.
-        after, before = hidden.detach().double(), seen[0].hidden.detach()[:, : hidden.shape[1]].double()
+        after, before = hidden.detach().double(), seen[0][0].detach()[:, : hidden.shape[1]].double()
         factor = (after * before).sum() / before.square().sum()
         tolerance = 8 * torch.finfo(hidden.dtype).eps
         if head.bias is None and torch.allclose(after, factor * before, rtol=tolerance, atol=0):
             return
         reason = "they are not a multiple of what the head gives, or it has a bias besides"
     raise ValueError(f"the model changes its logits in a way that is not known here ({reason}): use score_responses")
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -30,6 +30,7 @@ from rollcorr.engines.base import (
     EngineAnswerError,
     EngineError,
     EngineRestartedError,
+    GenerationSettings,
     Rollout,
     TokenBatch,
     WeightSyncError,
@@ -37,15 +38,15 @@ from rollcorr.engines.base import (
     check_weight_sync,
 )
 from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
-from rollcorr.engines.generation_settings import GenerationSettings
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.transport import waiting
-from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
-from rollcorr.engines.transport.weight_folder import read_policy, read_weights, write_checkpoint
+from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_policy, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from rollcorr.engines.transport.http import JsonClient
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Answer = TypeVar("Answer")
@@ -53,7 +54,6 @@ Answer = TypeVar("Answer")
 # Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It is smaller, in
 # proportion, for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
-
 
 # What one token and its log-prob take in JSON at most, with their names.
 BYTES_PER_LOG_PROB = 256
@@ -79,12 +79,6 @@ class RemoteOptions:
         check_choice("dtype", self.dtype, tuple(NOISE_FLOOR))
         if self.sync_tolerance is not None:
             check_number("sync_tolerance", self.sync_tolerance, above=0)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The precision as torch names it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,31 +112,6 @@ class ServerOptions(RemoteOptions):
     headers: Mapping[str, str] | None = field(default=None, repr=False)
     headers_env: Mapping[str, str] | None = None
 
-    def client(self, *, expected_bytes: int = 0) -> JsonClient:
-        """A client of the server.
-
-        Args:
-            expected_bytes: what the longest answer may have, where `max_answer_megabytes` does not say it.
-
-        Raises:
-            ImportError: httpx is not installed.
-            TypeError: a value is of the wrong type.
-            ValueError: a number is out of range, `url` is no HTTP address, or a variable of `headers_env` is not set.
-        """
-        longest = max(MAX_ANSWER_BYTES, expected_bytes)
-        if self.max_answer_megabytes is not None:
-            longest = int(1e6 * check_number("max_answer_megabytes", self.max_answer_megabytes, at_least=0.001))
-        return JsonClient(
-            self.url,
-            timeout=self.timeout,
-            retries=self.retries,
-            wait_minutes=self.wait_minutes,
-            deadline_minutes=self.deadline_minutes,
-            max_answer_bytes=longest,
-            concurrency=self.concurrency,
-            headers=header_values(self.headers, self.headers_env),
-        )
-
 
 class RemoteEngine(Engine, abc.ABC):
     """An engine without the way to reach it, which subclasses give.
@@ -174,6 +143,7 @@ class RemoteEngine(Engine, abc.ABC):
         self.device = next(model.parameters()).device
         self.max_model_len: int | None = None  # longest prompt and response together, if the engine has a limit
 
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._probe = make_probe(model)
         self._expected = torch.empty(0, device="cpu")  # what the weights that sample give to the probe
         self._unusable: str | None = "it holds no verified weights yet"
@@ -202,8 +172,8 @@ class RemoteEngine(Engine, abc.ABC):
     def _folder(self) -> Path:
         """The checkpoint of the weights that sample."""
 
-    def _meet_again(self) -> None:
-        """Learn anew what an engine that was away may have changed. It asks for no response."""
+    def _meet(self) -> None:
+        """Learn what a server is, also after it was away. It asks for no response."""
 
     def _check_again(self) -> None:
         """Require that an engine that was away still answers as it was set up to. It may ask for a response."""
@@ -218,10 +188,8 @@ class RemoteEngine(Engine, abc.ABC):
         self.close()
 
     def close(self) -> None:
-        """Close the connections; a server keeps running."""
+        """Answer nothing more; a server keeps running."""
         self._unusable = "it was closed"
-        if self._server is not None:
-            self._server.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
         """Sample one response per prompt: all of them, or an error and none.
@@ -240,7 +208,12 @@ class RemoteEngine(Engine, abc.ABC):
         self._require_weights()
         rows = [[int(token) for token in prompt] for prompt in prompts]
         check_prompts(rows, vocabulary_size=self.vocabulary_size)
-        self._check_room(rows)
+        longest, new = max(map(len, rows)), self.settings.max_new_tokens
+        if self.max_model_len is not None and longest + new > self.max_model_len:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_new_tokens {new} need more than {self.title}'s max_model_len "
+                f"{self.max_model_len}: raise max_model_len, or shorten one of them"
+            )
 
         # Another thread may update the weights meanwhile: from here on, its versions are right as well.
         sampling, older = self.sampling, len(self._given) - 1
@@ -267,8 +240,14 @@ class RemoteEngine(Engine, abc.ABC):
         Raises: as `generate`.
         """
         self._require_weights()
+        temperature = self.sampling.temperature
+        if temperature != 1 and self._server is not None:
+            raise EngineError(
+                f"a {self.title} server scores given tokens at temperature 1, not {temperature:g}: sample at 1, or "
+                "score with the policy"
+            )
         with self._saying_where():
-            return self._from_given_weights(lambda: (self._score(tokens, self.sampling.temperature), False))
+            return self._from_given_weights(lambda: (self._score(tokens, temperature), False))
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Take over the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
@@ -285,12 +264,12 @@ class RemoteEngine(Engine, abc.ABC):
                 is unusable as well.
         """
         check_integer("version", version, at_least=0)
-        expected = self._score_policy(model)
+        expected = score_probe(model, self._probe, dtype=self._dtype)
         folder = self._folder  # raises if the engine takes no weights, while it can still be used
 
         with self._whole_or_unusable():
             with _disk_failures_of(folder):
-                write_checkpoint(model, folder, dtype=self.options.torch_dtype)
+                write_checkpoint(model, folder, dtype=self._dtype)
             self._given.append(version)
             self._initial_version = None
             self._load_and_verify(version, expected)
@@ -307,7 +286,7 @@ class RemoteEngine(Engine, abc.ABC):
         self._require_weights()
         folder = self._folder
         with _disk_failures_of(folder):
-            return read_weights(folder)
+            return dict(checkpoint_weights(folder))
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Restore what `export_weights` returned, and verify it as an update.
@@ -324,14 +303,30 @@ class RemoteEngine(Engine, abc.ABC):
             model = read_policy(folder, weights)
         self.update_weights(model.to(self.device), version=version)
 
-    def _hand_over(self, model: nn.Module, folder: str | Path | None, version: int) -> None:
-        """Give a running server the first weights through `folder`; without one verify that it has them already."""
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+    def _connect(self, model: nn.Module, options: ServerOptions, version: int, *, log_probs_per_token: int) -> None:
+        """Give a running server the first weights through its folder; without one verify that it has them already."""
+        from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
+
+        longest = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * self.settings.max_new_tokens * log_probs_per_token)
+        if options.max_answer_megabytes is not None:
+            longest = int(1e6 * check_number("max_answer_megabytes", options.max_answer_megabytes, at_least=0.001))
+        self._client = self._server = JsonClient(
+            options.url,
+            timeout=options.timeout,
+            retries=options.retries,
+            wait_minutes=options.wait_minutes,
+            deadline_minutes=options.deadline_minutes,
+            max_answer_bytes=longest,
+            concurrency=options.concurrency,
+            headers=header_values(options.headers, options.headers_env),
+        )
+        self._meet()
+        if options.folder is not None:
+            Path(options.folder).mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
             return
 
-        self._expected = self._score_policy(model)
+        self._expected = score_probe(model, self._probe, dtype=self._dtype)
         with self._whole_or_unusable():
             self._verify(self._expected)
         self._faults_at_proof = self._faults
@@ -352,22 +347,23 @@ class RemoteEngine(Engine, abc.ABC):
                 answer, names_weights = ask()
                 was_away = self._faults != self._faults_at_proof
                 if was_away:
-                    self._meet_again()
+                    self._meet()
                     self._check_again()
                 if was_away or not (names_weights or self._server is None):
                     self._verify(self._expected)
                 self._faults_at_proof = self._faults
                 return answer
             except (EngineRestartedError, WeightSyncError) as error:
-                if not (may_repair and self._takes_weights()):
+                keeps_weights = isinstance(self.options, ServerOptions) and self.options.folder is None
+                if keeps_weights or not may_repair:
                     raise
                 reason = error
-            waiting.say(
+            waiting.show_line(
                 f"{self.title} lost the weights of version {self.weight_version} ({reason}); they are sent again, and "
                 "the batch is asked for again"
             )
             with self._whole_or_unusable():
-                self._meet_again()
+                self._meet()
                 self._load_and_verify(self.weight_version, self._expected)
                 self._check_again()  # last: a server that is paused answers nothing until the load has resumed it
         raise AssertionError("the second round returns or raises")
@@ -382,12 +378,6 @@ class RemoteEngine(Engine, abc.ABC):
                 raise
             raise type(error)(f"{error}. This is the answer of {self.title} at {self._server.url}") from error
 
-    def _takes_weights(self) -> bool:
-        try:
-            return self._folder is not None
-        except EngineError:
-            return False
-
     def _load_and_verify(self, version: int, expected: Tensor) -> None:
         """Load the checkpoint in the folder; again, if the server was away meanwhile and may have lost it at once."""
         for is_last in (False, True):
@@ -400,10 +390,6 @@ class RemoteEngine(Engine, abc.ABC):
                 if is_last or self._faults == faults:
                     raise
         self._faults_at_proof = self._faults
-
-    def _score_policy(self, model: nn.Module) -> Tensor:
-        """The probe as the policy scores it in this engine's precision."""
-        return score_probe(model, self._probe, dtype=self.options.torch_dtype)
 
     def _verify(self, expected: Tensor) -> None:
         """Require that the engine scores the probe as expected."""
@@ -433,13 +419,6 @@ class RemoteEngine(Engine, abc.ABC):
         values = torch.tensor(flat, dtype=torch.float32, device=mask.device)
         return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, values)
 
-    def _require_temperature_1(self, temperature: float) -> None:
-        if temperature != 1:
-            raise EngineError(
-                f"a {self.title} server scores given tokens at temperature 1, not {temperature:g}: sample at 1, or "
-                "score with the policy"
-            )
-
     @contextlib.contextmanager
     def _whole_or_unusable(self) -> Iterator[None]:
         """Nothing samples from weights that an error left half-loaded or unverified."""
@@ -461,14 +440,6 @@ class RemoteEngine(Engine, abc.ABC):
                 f"this {self.title} engine may not be used, {self._unusable}. Call update_weights to try again"
             )
 
-    def _check_room(self, rows: list[list[int]]) -> None:
-        longest, new = max(map(len, rows)), self.settings.max_new_tokens
-        if self.max_model_len is not None and longest + new > self.max_model_len:
-            raise ValueError(
-                f"a prompt of {longest} tokens and max_new_tokens {new} need more than {self.title}'s max_model_len "
-                f"{self.max_model_len}: raise max_model_len, or shorten one of them"
-            )
-
 
 @contextlib.contextmanager
 def _disk_failures_of(folder: Path) -> Iterator[None]:
@@ -483,16 +454,6 @@ def _disk_failures_of(folder: Path) -> Iterator[None]:
             f"the weights in {str(folder)!r} could not be written or read: {cause.strerror or cause}. Make room there, "
             "or give a folder on another disk"
         ) from error
-
-
-def expected_bytes(tokens: int, log_probs_per_token: int) -> int:
-    """What an answer with so many log-probs may have, with room to spare.
-
-    Example:
-        >>> expected_bytes(8192, 44)
-        92274688
-    """
-    return BYTES_PER_LOG_PROB * tokens * log_probs_per_token
 
 
 def row_seed(seed: int, row: int) -> int:

@@ -28,7 +28,7 @@ class ResponseScores(NamedTuple):
 
 
 def score_responses(
-    model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False
+    model: Callable[..., Any], tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> ResponseScores:
     """log softmax(logits / temperature)[y_t] for every response token y_t, in float32.
 
@@ -50,7 +50,7 @@ def score_responses(
     return ResponseScores(log_prob, entropy)
 
 
-def response_logits(model: nn.Module, tokens: TokenBatch) -> Tensor:
+def response_logits(model: Callable[..., Any], tokens: TokenBatch) -> Tensor:
     """The logits that each response token was drawn from, (B, T, V), in the model's dtype.
 
     Args:
@@ -106,23 +106,14 @@ def score_probe(
     rounded = {name: weight.to(dtype) for name, weight in model.named_parameters()}
     if rounding is not None:
         rounded = {name: rounding(weight) for name, weight in rounded.items()}
-    return score_responses(_Rounded(model, rounded), probe, temperature=temperature).log_prob
+    return score_responses(
+        lambda **inputs: functional_call(model, rounded, kwargs=inputs), probe, temperature=temperature
+    ).log_prob
 
 
 def vocabulary_size(model: Any) -> int:  # noqa: ANN401 (a transformers model)
     """How many token ids the model knows: rows of its input embeddings, padding of the vocabulary included."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-class _Rounded(nn.Module):
-    """A module called with other parameters."""
-
-    def __init__(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._call = lambda **inputs: functional_call(model, weights, kwargs=inputs)
-
-    def forward(self, **inputs: Any) -> Any:  # noqa: ANN401 (whatever the model takes and returns)
-        return self._call(**inputs)
 
 
 def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

@@ -2,6 +2,10 @@
 
 It needs no package beyond the trainer's own and has a real mismatch: the copy computes in bfloat16 what the trainer
 computes in float32.
+
+Continuous batching makes room for the next response as soon as one ends. It pays on a GPU where lengths differ much. On
+a CPU it is slower than `generate`, and unless `num_blocks` bounds its cache it takes nine tenths of the free memory. It
+returns processed log-probs only: no raw ones, no kept sets.
 """
 
 from __future__ import annotations
@@ -9,16 +13,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from rollcorr.config import SamplingSpec
+from rollcorr.config.checks import check_integer
 from rollcorr.core.sampling import KeptSets, concatenate_kept_sets, kept_sets_of_support
-from rollcorr.engines.base import Engine, Rollout, TokenBatch, check_weight_sync, pad_prompts
-from rollcorr.engines.completions import rollout_from_completions
-from rollcorr.engines.continuous_batching import check_continuous_batching, generate_continuously
-from rollcorr.engines.generation_settings import GenerationSettings, refuse_settings
+from rollcorr.engines.base import (
+    Engine,
+    EngineAnswerError,
+    EngineUnavailableError,
+    GenerationSettings,
+    Rollout,
+    TokenBatch,
+    check_weight_sync,
+    pad_prompts,
+    refuse_settings,
+)
+from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, score_responses
 
 if TYPE_CHECKING:
@@ -26,6 +40,9 @@ if TYPE_CHECKING:
 
 # Nats between the copy and the rounded policy on the probe. They run the same code, so they agree to the last bits.
 SYNC_TOLERANCE = 1e-4
+
+# Settings that continuous batching leaves out with a warning at most.
+_DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
 
 
 class TransformersEngine(Engine):
@@ -57,10 +74,10 @@ class TransformersEngine(Engine):
     ) -> None:
         import transformers
 
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}; None samples all rows at once")
+        if batch_size is not None:
+            check_integer("batch_size (None for all)", batch_size, at_least=1)
         if continuous_batching is not None:
-            check_continuous_batching(settings.sampling)
+            _check_continuous_batching(settings.sampling)
 
         self.settings = settings
         self.sampling = dataclasses.replace(
@@ -92,7 +109,7 @@ class TransformersEngine(Engine):
         """
         ids, mask = pad_prompts(prompts, pad_token_id=self.settings.pad_token_id)
         size = self.batch_size or len(prompts)
-        device = self._device
+        device = self.model.device
 
         # Both ways of sampling draw from torch's global generator.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -114,9 +131,9 @@ class TransformersEngine(Engine):
             ]
 
         # Chunks end where their longest response does, so they differ in width.
-        columns = list(zip(*parts, strict=True))
-        response, valid, raw, processed, mass = map(_pad_and_join, columns[:5])
-        kept = [part.kept for part in parts if part.kept is not None]
+        chunks, kept_sets = zip(*parts, strict=True)
+        response, valid, raw, processed, mass = map(_pad_and_join, zip(*chunks, strict=True))
+        kept = [sets for sets in kept_sets if sets is not None]
         return Rollout(
             tokens=TokenBatch(ids.to(device), mask.to(device), response, valid),
             rollout_log_prob=raw if self.sampling.logprobs == "raw" else processed,
@@ -129,7 +146,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def score(self, tokens: TokenBatch) -> Tensor:
         """Log-probs of response tokens under the copy, at the sampling temperature, (B, T) float32."""
-        return score_responses(self.model, tokens.to(self._device), temperature=self.sampling.temperature).log_prob
+        return score_responses(self.model, tokens.to(self.model.device), temperature=self.sampling.temperature).log_prob
 
     @torch.no_grad()
     def update_weights(self, model: nn.Module, *, version: int) -> None:
@@ -172,8 +189,8 @@ class TransformersEngine(Engine):
         for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
 
-    def _generate(self, ids: Tensor, mask: Tensor) -> _Chunk:
-        """Sample one chunk of prompts."""
+    def _generate(self, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], KeptSets | None]:
+        """Sample one chunk: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
         output = self.model.generate(
             ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
         )
@@ -190,29 +207,14 @@ class TransformersEngine(Engine):
             kept = _kept_sets(output.scores, valid)
             mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
 
-        return _Chunk(
+        chunk = [
             response.masked_fill(~valid, self.settings.pad_token_id),
             valid,
             _log_prob(output.logits, response, valid),
             _log_prob(output.scores, response, valid),
             mass,
-            kept,
-        )
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-
-class _Chunk(NamedTuple):
-    """What one chunk gave: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
-
-    response: Tensor
-    valid: Tensor
-    raw: Tensor
-    processed: Tensor
-    log_kept_mass: Tensor
-    kept: KeptSets | None
+        ]
+        return chunk, kept
 
 
 def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
@@ -285,3 +287,69 @@ def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
     """Join chunks of different length along the rows, padded on the right with zeros."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def _check_continuous_batching(sampling: SamplingSpec) -> None:
+    """Check that continuous batching draws as `sampling` says, and reports the log-probs that it names.
+
+    Raises:
+        ImportError: this release of transformers has no log-probs from continuous batching.
+        ValueError: continuous batching would leave a setting out, or the log-probs are raw.
+    """
+    import transformers
+
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        raise ImportError(
+            f"transformers {transformers.__version__} has no log-probs from continuous batching: "
+            "pip install 'transformers>=5.23', or leave continuous_batching out"
+        )
+    if sampling.logprobs != "processed":
+        raise ValueError(
+            f"logprobs={sampling.logprobs!r}: continuous batching returns processed log-probs alone; set "
+            "logprobs='processed', or leave continuous_batching out"
+        )
+    refuse_settings(sampling, _DROPPED, "continuous batching, which would leave it out")
+
+
+def generate_continuously(
+    model: Any,  # noqa: ANN401 (a transformers model)
+    prompts: Sequence[Sequence[int]],
+    generation_config: GenerationConfig,
+    *,
+    options: Mapping[str, Any],
+    seed: int,
+) -> list[Completion]:
+    """Sample one response per prompt, in their order. It seeds torch's global generator.
+
+    Args:
+        model: samples.
+        prompts: token ids, none empty.
+        generation_config: how to draw.
+        options: fields of transformers' `ContinuousBatchingConfig`: `num_blocks`, `page_size`, `max_batch_tokens`, ….
+        seed: seeds the draws; with the same options, equal seeds give equal tokens.
+
+    Raises:
+        EngineUnavailableError: its thread died.
+        EngineAnswerError: a request ended with an error.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    answers = model.generate_batch(
+        [list(prompt) for prompt in prompts],
+        generation_config=copy.deepcopy(generation_config),
+        continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, seed=seed, **options),
+    )
+    if len(answers) != len(prompts):
+        raise EngineUnavailableError(
+            f"continuous batching answered {len(answers)} of {len(prompts)} prompts, then its thread died; none is used"
+        )
+
+    # Answers come in the order in which responses ended; their names give the rows.
+    completions = []
+    for row, prompt in enumerate(prompts):
+        answer = answers.get(f"req_{row}")
+        if answer is None or answer.error is not None or list(answer.prompt_ids) != list(prompt):
+            reason = "is missing or of another prompt" if answer is None or answer.error is None else answer.error
+            raise EngineAnswerError(f"the answer of continuous batching to row {row}: {reason}")
+        completions.append(Completion(token_ids=answer.generated_tokens, log_probs=answer.logprobs))
+    return completions

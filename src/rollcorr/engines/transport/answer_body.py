@@ -6,7 +6,6 @@ import json
 import reprlib
 import zlib
 from collections.abc import Callable
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rollcorr.config.secrets import redact_text
@@ -31,18 +30,10 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 class _Brief(reprlib.Repr):
-    """Shortens, hides secrets before that, and keeps the order of a mapping."""
+    """Shortens a value, and hides secrets before that."""
 
     def repr_str(self, x: str, level: int) -> str:
-        if len(x) > READ_FOR_SECRETS:
-            x = x[:READ_FOR_SECRETS] + "..."
-        return super().repr_str(redact_text(x), level)
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        if level <= 0:
-            return "{...}"
-        pieces = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
-        return "{" + ", ".join(pieces + ["..."] * (len(x) > self.maxdict)) + "}"
+        return super().repr_str(redact_text(x[:READ_FOR_SECRETS]), level)
 
 
 _brief = _Brief()
@@ -61,10 +52,8 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in shown).strip()
 
 
-def read_body(
-    response: httpx.Response, *, limit: int, between: Callable[[], None], where: str, only_start: bool = False
-) -> bytearray:
-    """The unpacked body of a streamed answer.
+def read_body(response: httpx.Response, *, limit: int, between: Callable[[], None]) -> tuple[bytearray, str | None]:
+    """Return the start of a streamed answer's unpacked body, and why it is not the whole body, or None.
 
     httpx unpacks a whole piece at a time, and repeatedly where several encodings are named: a megabyte of gzip becomes
     gigabytes. So the raw bytes are read here, and zlib is told how much it may give.
@@ -73,57 +62,42 @@ def read_body(
         response: not read yet.
         limit: bytes that the body may have, packed or unpacked.
         between: called before each piece; raises to end the reading.
-        where: names the request in errors.
-        only_start: return what can be read of the first `limit` bytes and refuse nothing: enough for an error's text.
-
-    Raises:
-        EngineAnswerError: the body is longer, or packed in another way than gzip, or cannot be unpacked.
     """
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", ""):
-        if only_start:
-            return bytearray()
-        raise EngineAnswerError(
-            f"{where} was answered in Content-Encoding {printable(encoding)!r}, and only gzip was offered: turn "
-            "compression off on the server, or on the proxy before it"
+        return bytearray(), (
+            f"in Content-Encoding {printable(encoding)!r}, and only gzip was offered: turn compression off on the "
+            "server, or on the proxy before it"
         )
-    announced = response.headers.get("content-length", "0")
-    if not only_start and announced.isdigit() and int(announced[:20]) > limit:
-        raise _too_long(where, limit)
 
     unpacker = zlib.decompressobj(_GZIP) if encoding == "gzip" else None
     body, received = bytearray(), 0
     for piece in response.iter_raw():
         between()
         received += len(piece)
-        if unpacker is None:
-            body += piece
-        else:
-            try:
-                body += unpacker.decompress(piece, limit + 1 - len(body))
-            except zlib.error as error:
-                if only_start:
-                    break
-                raise EngineAnswerError(f"{where} was answered with a body that is no gzip: {error}") from error
+        try:
+            body += piece if unpacker is None else unpacker.decompress(piece, limit + 1 - len(body))
+        except zlib.error as error:
+            return body, f"with a body that is no gzip: {error}"
+        if max(len(body), received) > limit:
+            return body[:limit], _too_long(limit)
 
-        if len(body) > limit or received > limit:
-            if only_start:
-                break
-            raise _too_long(where, limit)
-
-    if unpacker is not None and not unpacker.eof and not only_start:
-        raise EngineAnswerError(f"{where} was answered with gzip that ends too early")
-    return body[:limit]
+    if unpacker is not None and not unpacker.eof:
+        return body, "with gzip that ends too early"
+    return body, None
 
 
-def parse_json(body: bytearray, *, limit: int, where: str) -> Any:  # noqa: ANN401 (any JSON)
-    """The value that a body holds.
+def parse_json(body: bytearray, problem: str | None, *, limit: int, where: str) -> Any:  # noqa: ANN401 (any JSON)
+    """Return the value of a body, both as `read_body` returns them.
 
     Raises:
-        EngineAnswerError: it is no JSON, is nested too deeply, or has too many lists and mappings for the memory.
+        EngineAnswerError: the body is not whole or no JSON, is nested too deeply, or has too many lists and mappings
+            for the memory.
     """
-    if body.count(b"[") + body.count(b"{") > limit // BYTES_PER_CONTAINER:
-        raise _too_long(where, limit)
+    if problem is None and body.count(b"[") + body.count(b"{") > limit // BYTES_PER_CONTAINER:
+        problem = _too_long(limit)
+    if problem is not None:
+        raise EngineAnswerError(f"{where} was answered {problem}")
     try:
         return json.loads(body)
     except RecursionError:
@@ -133,8 +107,8 @@ def parse_json(body: bytearray, *, limit: int, where: str) -> Any:  # noqa: ANN4
         raise EngineAnswerError(f"{where} did not answer in JSON ({printable(str(error))}): {text!r}") from error
 
 
-def _too_long(where: str, limit: int) -> EngineAnswerError:
-    return EngineAnswerError(
-        f"{where} was answered with more than {limit / 1e6:g} MB, unpacked, or with more lists and mappings than that "
-        "holds; nothing of it is used. If answers of this length are right, raise max_answer_megabytes"
+def _too_long(limit: int) -> str:
+    return (
+        f"with more than {limit / 1e6:g} MB, unpacked, or with more lists and mappings than that holds; nothing of it "
+        "is used. If answers of this length are right, raise max_answer_megabytes"
     )

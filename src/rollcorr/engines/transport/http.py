@@ -19,21 +19,33 @@ A request may be sent more than once, so it should mean the same each time: give
 
 from __future__ import annotations
 
-import queue
+import contextlib
+import itertools
+import socket
+import ssl
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from concurrent import futures
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 from rollcorr.config.checks import check_integer, check_number
-from rollcorr.engines.base import EngineAnswerError, EngineError, EngineUnavailableError
+from rollcorr.config.secrets import hide_in_log, redact, redact_text
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.answer_body import READ_FOR_SECRETS, parse_json, printable, read_body
-from rollcorr.engines.transport.connections import Connections, read_address
+
+try:
+    import httpx
+except ImportError as missing:
+    raise ImportError("engines behind HTTP need httpx: pip install 'rollcorr[http]'") from missing
 
 # What says that a server, or the proxy before it, cannot answer now but will.
 AWAY = frozenset({408, 425, 429, 502, 503, 504})
+
+# Seconds to wait until a server takes a connection; one that does not is away.
+CONNECT_SECONDS = 30.0
 
 # How long the question may take whether a server behind a broken connection is there, seconds.
 PROBE_SECONDS = 10.0
@@ -41,57 +53,30 @@ PROBE_SECONDS = 10.0
 # What an answer may have at most, unless the caller says otherwise.
 MAX_ANSWER_BYTES = 32_000_000
 
-
-class _Request(NamedTuple):
-    method: str
-    path: str
-    body: object
+# What says that the server took no connection.
+_NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
+@dataclass(eq=False)
 class _PassingError(Exception):
     """What may be otherwise the next time.
 
-    Args:
+    Attributes:
         reason: what happened.
         is_away: the server did not take the request.
-        retry_after: seconds that the server asks to wait.
+        retry_after: seconds that a server that is away asks to wait.
     """
 
-    def __init__(self, reason: str, *, is_away: bool, retry_after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.is_away = is_away
-        self.retry_after = retry_after
-
-
-class _Batch:
-    """What the requests of one call share: a deadline, the server's absence, and an end for all."""
-
-    def __init__(self, place: str, *, deadline_minutes: float, wait_minutes: float) -> None:
-        self.absence = waiting.Absence(place, budget=60 * wait_minutes)
-        self.ended = threading.Event()
-        self._minutes = deadline_minutes
-        self._deadline = waiting.monotonic() + 60 * deadline_minutes
-
-    @property
-    def seconds_left(self) -> float:
-        return self._deadline - waiting.monotonic()
-
-    def check(self) -> None:
-        """Raise once the batch is over."""
-        if self.ended.is_set():
-            raise EngineUnavailableError("the batch was given up")  # in a thread that nobody listens to any more
-        if self.seconds_left <= 0:
-            raise EngineUnavailableError(
-                f"{self.absence.place} did not finish the batch within deadline_minutes, {self._minutes:g}; nothing of "
-                "it is used. Ask for less at a time, or raise deadline_minutes"
-            )
+    reason: str
+    is_away: bool
+    retry_after: float = 0.0
 
 
 class JsonClient:
     """POST and GET JSON, with waits and retries.
 
-    Proxies of the environment are not used: an engine runs on a machine of your own. Ctrl-C ends any call at once.
+    Connections last as long as a call. Proxies of the environment are not used: an engine runs on a machine of your
+    own. Ctrl-C ends any call at once.
 
     Args:
         url: where the server is, for instance "http://localhost:30000". A user and password in it, and a query such as
@@ -111,7 +96,6 @@ class JsonClient:
         faults: how many faults were waited out so far. While it does not change, the server was not away.
 
     Raises:
-        ImportError: httpx is not installed.
         TypeError: a value is of the wrong type.
         ValueError: a number is out of range, `url` is no HTTP address, or a header holds what HTTP cannot carry.
     """
@@ -129,45 +113,18 @@ class JsonClient:
         concurrency: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        address = read_address(url)
-        check_number("timeout", timeout, above=0)
-        check_integer("retries", retries, at_least=0)
-        check_number("backoff", backoff, at_least=0)
-        check_number("wait_minutes", wait_minutes, at_least=0)
-        check_number("deadline_minutes", deadline_minutes, above=0)
-        check_integer("max_answer_bytes", max_answer_bytes, at_least=1)
-        check_integer("concurrency", concurrency, at_least=1)
-        _check_headers(headers or {})
-        try:
-            import httpx
-        except ImportError as error:
-            raise ImportError("engines behind HTTP need httpx: pip install 'rollcorr[http]'") from error
-
-        self.url = address.url.rstrip("/")
-        self.timeout = timeout
-        self.retries = retries
-        self.backoff = backoff
-        self.wait_minutes = wait_minutes
-        self.deadline_minutes = deadline_minutes
-        self.max_answer_bytes = max_answer_bytes
-        self.concurrency = concurrency
+        self._address = read_address(url)
+        self.url = str(self._address.copy_with(username=None, password=None, query=None)).rstrip("/")
+        self.timeout = check_number("timeout", timeout, above=0)
+        self.retries = check_integer("retries", retries, at_least=0)
+        self.backoff = check_number("backoff", backoff, at_least=0)
+        self.wait_minutes = check_number("wait_minutes", wait_minutes, at_least=0)
+        self.deadline_minutes = check_number("deadline_minutes", deadline_minutes, above=0)
+        self.max_answer_bytes = check_integer("max_answer_bytes", max_answer_bytes, at_least=1)
+        self.concurrency = check_integer("concurrency", concurrency, at_least=1)
+        self._headers = _checked_headers(headers or {})
+        self._tls = httpx.create_ssl_context(trust_env=False)  # once: it takes as long as many requests
         self.faults = 0
-
-        self._not_connected: tuple[type[Exception], ...] = (httpx.ConnectError, httpx.ConnectTimeout)
-        self._cut: type[Exception] = httpx.NetworkError
-        self._broken: type[Exception] = httpx.TransportError
-        self._connections = Connections(address, count=concurrency, headers=headers or {})
-        self._close = weakref.finalize(self, self._connections.close)  # a client that nobody closes leaves no socket
-
-    def __enter__(self) -> JsonClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections. May be called twice."""
-        self._close()
 
     def get(self, path: str) -> Any:  # noqa: ANN401 (any JSON)
         """GET `path` and return the JSON of the answer.
@@ -177,11 +134,11 @@ class JsonClient:
                 to stop while the server was away.
             EngineAnswerError: the answer is a refusal, too long or no JSON.
         """
-        return self._all([_Request("GET", path, None)])[0]
+        return self._all("GET", path, [None])[0]
 
     def post(self, path: str, body: object) -> Any:  # noqa: ANN401 (any JSON)
         """POST `body` as JSON to `path` and return the JSON of the answer. Raises as `get`."""
-        return self._all([_Request("POST", path, body)])[0]
+        return self._all("POST", path, [body])[0]
 
     def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
         """POST every body and return the answers in their order: all, or the first error.
@@ -192,176 +149,222 @@ class JsonClient:
             path: below the server's address.
             bodies: what is sent, as JSON.
         """
-        return self._all([_Request("POST", path, body) for body in bodies])
+        return self._all("POST", path, bodies)
 
-    def _all(self, requests: Sequence[_Request]) -> list[Any]:
-        """The answers to a batch, from threads that nothing ever waits for.
-
-        A pool of `concurrent.futures` waits for its threads, at the latest when Python ends: a request that hangs would
-        hold up Ctrl-C for as long as its time-out. The caller's thread only ever waits for a queue.
-        """
-        if not self._close.alive:
-            raise EngineError(f"the client of {self.url} was closed; make a new one")
-        batch = _Batch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
-        waiting_requests: queue.SimpleQueue[tuple[int, _Request]] = queue.SimpleQueue()
-        for numbered in enumerate(requests):
-            waiting_requests.put(numbered)
-        results: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-
-        def work() -> None:
-            while not batch.ended.is_set():
-                try:
-                    number, request = waiting_requests.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    results.put((number, self._answer(request, batch), None))
-                except BaseException as error:  # raised again by the caller's thread
-                    results.put((number, None, error))
-
-        answers: dict[int, Any] = {}
+    def _all(self, method: str, path: str, bodies: Sequence[object]) -> list[Any]:
+        """The answers to a batch of requests, from a thread pool. The caller's thread waits for none that hangs."""
+        batch = waiting.RequestBatch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
+        connections = _Connections(
+            self._address, self._headers, tls=self._tls, count=self.concurrency, ended=batch.ended
+        )
+        pool = futures.ThreadPoolExecutor(self.concurrency, thread_name_prefix="rollcorr-engine")
+        answers: list[futures.Future[Any]] = []
         try:
-            for _ in range(min(self.concurrency, len(requests))):
-                threading.Thread(target=work, name="rollcorr-engine", daemon=True).start()
-            while len(answers) < len(requests):
-                try:
-                    number, answer, error = results.get(timeout=waiting.SLICE)
-                except queue.Empty:
-                    # A server that sends a byte now and then never lets a thread see the deadline.
-                    batch.check()
-                    continue
-                if error is not None:
-                    raise error
-                answers[number] = answer
+            answers += [pool.submit(self._answer, method, path, body, batch, connections) for body in bodies]
+            pending = set(answers)
+            while pending:
+                batch.check()  # a server that sends a byte now and then never lets a thread see the deadline
+                done, pending = futures.wait(pending, timeout=waiting.SLICE, return_when=futures.FIRST_EXCEPTION)
+                for answer in done:
+                    answer.result()
+            return [answer.result() for answer in answers]
         finally:
             batch.ended.set()
-            if len(answers) < len(requests):
-                self._connections.cut()
-        return [answers[number] for number in range(len(requests))]
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _answer(self, request: _Request, batch: _Batch) -> Any:  # noqa: ANN401 (any JSON)
+            # Threads must leave their sockets before these are closed: the number of a closed one may be given to
+            # another, which a thread would then wait for.
+            connections.cut()
+            futures.wait(answers, timeout=waiting.SLICE)
+            connections.client.close()
+
+    def _answer(
+        self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections
+    ) -> Any:  # noqa: ANN401 (any JSON)
         """The answer to one request, after what may pass has passed."""
-        where = f"{request.method} {self.url}{request.path}"
-        tries, retries_left, delay = 0, self.retries, self.backoff
-        while True:
+        where = f"{method} {self.url}{path}"
+        retries_left, delay = self.retries, self.backoff
+        for tries in itertools.count(1):
             batch.check()
             try:
-                answer = self._exchange(request, batch, where)
-                batch.absence.end()
+                answer = self._exchange(method, path, body, batch, connections, where)
+                batch.note_answer()
                 return answer
             except _PassingError as passing:
                 fault, cause = passing, passing.__cause__
-            tries += 1
             self.faults += 1
-            last = f"at last with {fault.reason}"
+            failed = f"{where} failed {tries} times, at last with {fault.reason}; "
 
             # A server that was reached and broke may break over this very request: such tries are counted.
-            pause = max(delay, fault.retry_after)
+            pause = delay
             if fault.is_away:
-                batch.absence.begin(fault.reason)
-                budget_left = batch.absence.budget - batch.absence.seconds
+                budget_left = batch.note_absence(fault.reason)
                 if budget_left <= 0:
                     raise EngineUnavailableError(
-                        f"{where} failed {tries} times, {last}; the engine has been away for {self.wait_minutes:g} "
-                        "minutes, all of wait_minutes. Check that it lives and that the url is right, or raise "
-                        "wait_minutes"
+                        f"{failed}the engine has been away for {self.wait_minutes:g} minutes, all of wait_minutes. "
+                        "Check that it lives and that the url is right, or raise wait_minutes"
                     ) from cause
-                pause = min(pause, budget_left)
+                pause = min(max(delay, fault.retry_after), budget_left)
             elif retries_left == 0:
                 raise EngineUnavailableError(
-                    f"{where} failed {tries} times, {last}; check that the engine lives and that the timeout, "
-                    f"{self.timeout:g} s, allows for its longest response"
+                    f"{failed}check that the engine lives and that the timeout, {self.timeout:g} s, allows for its "
+                    "longest response"
                 ) from cause
             else:
                 retries_left -= 1
 
             delay = min(2 * delay, waiting.LONGEST_DELAY)
-            if not batch.absence.pause(min(pause, max(batch.seconds_left, 0.0)), batch.ended.is_set):
+            if not batch.pause(pause):
                 batch.check()
-                raise EngineUnavailableError(
-                    f"{where} failed {tries} times, {last}; the run was asked to stop before the engine was back"
-                ) from cause
+                raise EngineUnavailableError(f"{failed}the run was asked to stop before the engine was back") from cause
+        raise AssertionError("every try returns, raises or waits for the next one")
 
-    def _exchange(self, request: _Request, batch: _Batch, where: str) -> Any:  # noqa: ANN401 (any JSON)
+    def _exchange(
+        self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections, where: str
+    ) -> Any:  # noqa: ANN401 (any JSON)
         """Send a request once.
 
         Raises:
             _PassingError: it may be sent again.
             EngineAnswerError: it would fail again.
         """
-        limit = self.max_answer_bytes
         timeout = min(self.timeout, max(batch.seconds_left, waiting.SLICE))
         has_begun = False
         try:
-            with self._connections.stream(*request, timeout=timeout) as response:
+            with connections.stream(method, path, body, timeout=timeout) as response:
                 has_begun = True
                 status, headers = response.status_code, response.headers
                 refused = not 200 <= status < 300
-                body = read_body(
-                    response,
-                    limit=READ_FOR_SECRETS if refused else limit,
-                    between=batch.check,
-                    where=where,
-                    only_start=refused,
-                )
-        except self._broken as error:
+                limit = READ_FOR_SECRETS if refused else self.max_answer_bytes
+                content, problem = read_body(response, limit=limit, between=batch.check)
+        except httpx.TransportError as error:
             reason = f"{type(error).__name__} ({printable(str(error))})".replace(" ()", "")
-            is_away = isinstance(error, self._not_connected)
-            if not (is_away or has_begun) and self._is_without_answer(error):
+            is_away = isinstance(error, _NOT_CONNECTED)
+            if not (is_away or has_begun) and _is_without_answer(error):
                 batch.check()  # a batch that is over asks nothing more
-                is_away = self._is_nobody_there(timeout)
-            raise _PassingError(reason, is_away=is_away) from error
+                is_away = _is_nobody_there(connections, timeout)
+            raise _PassingError(reason, is_away) from error
         if not refused:
-            return parse_json(body, limit=limit, where=where)
+            return parse_json(content, problem, limit=limit, where=where)
 
-        text = printable(body.decode("utf-8", "replace"))
+        text = printable(content.decode("utf-8", "replace"))
         if status in AWAY or status >= 500:
-            is_away = status in AWAY
-            retry_after = waiting.retry_after_seconds(headers.get("retry-after")) if is_away else 0.0
-            raise _PassingError(f"HTTP {status}: {text}", is_away=is_away, retry_after=retry_after)
-        batch.absence.end()
+            retry_after = waiting.retry_after_seconds(headers.get("retry-after"))
+            raise _PassingError(f"HTTP {status}: {text}", status in AWAY, retry_after)
+        batch.note_answer()
         if 300 <= status < 400:
+            place = printable(headers.get("location", "nowhere"))
             raise EngineAnswerError(
-                f"{where} was answered with a redirect, HTTP {status}, to {_origin(headers.get('location'))}. Redirects"
-                " are not followed, because a key in the headers would go there too: set url to where the server is"
+                f"{where} was answered with a redirect, HTTP {status}, to {place}. Redirects are not followed, because "
+                "a key in the headers would go there too: set url to where the server is"
             )
         raise EngineAnswerError(f"{where} was refused, HTTP {status}: {text}")
 
-    def _is_nobody_there(self, timeout: float) -> bool:
-        """Whether the simplest question breaks too, so that what broke is not the fault of one request.
 
-        A proxy or a tunnel takes connections for a server that is dead, and closes them.
-        """
-        try:
-            with self._connections.stream("GET", "/", None, timeout=min(timeout, PROBE_SECONDS)) as response:
-                return response.status_code in AWAY
-        except self._broken as error:
-            return isinstance(error, self._not_connected) or self._is_without_answer(error)
+class _Connections:
+    """The connections of one batch, which can be cut at once while other threads wait on them.
 
-    def _is_without_answer(self, error: Exception) -> bool:
-        """Whether the connection ended without an answer; bytes that are no HTTP are one, from a wrong server."""
-        return isinstance(error, self._cut) or "without sending a response" in str(error)
+    A thread that waits for a byte cannot be ended from outside, but its socket can be shut down, and then it stops to
+    wait. The sockets come from httpx's trace of the connections that it opens.
+
+    Args:
+        address: the server, with user, password and query, which go with each request.
+        headers: sent with each request, and never to another server: redirects are not followed.
+        tls: which certificates are trusted.
+        count: how many connections at most.
+        ended: set before they are cut.
+    """
+
+    def __init__(
+        self,
+        address: httpx.URL,
+        headers: Mapping[str, str],
+        *,
+        tls: ssl.SSLContext,
+        count: int,
+        ended: threading.Event,
+    ) -> None:
+        self._base, self._query = str(address.copy_with(query=None)).rstrip("/"), address.params
+        self._ended = ended
+        self._sockets: list[socket.socket] = []
+        self.client = httpx.Client(
+            headers={"Accept-Encoding": "gzip", **headers},
+            verify=tls,
+            limits=httpx.Limits(max_connections=count),
+            follow_redirects=False,
+            trust_env=False,
+        )
+        hide_in_log("httpx")
+
+    def stream(self, method: str, path: str, body: object, *, timeout: float) -> AbstractContextManager[httpx.Response]:
+        """Send a request; the answer's body is read inside the `with`."""
+        url = httpx.URL(self._base + path).copy_merge_params(self._query)
+        limits = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
+        return self.client.stream(method, url, json=body, timeout=limits, extensions={"trace": self._note_socket})
+
+    def _note_socket(self, event: str, details: Mapping[str, Any]) -> None:
+        # A connection over TLS has a second socket around the first.
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            opened = details["return_value"].get_extra_info("socket")
+            self._sockets.append(opened)
+            if self._ended.is_set():  # it may come too late for `cut`
+                _shut(opened)
+
+    def cut(self) -> None:
+        """End every exchange that is under way: the threads that wait get an error."""
+        for opened in self._sockets:
+            _shut(opened)
 
 
-def _origin(location: str | None) -> str:
-    """Where a redirect leads, without what may be secret in it."""
-    try:
-        parts = urlsplit(location or "")
-    except ValueError:
-        return "an address that cannot be read"
-    host = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else ""
-    return printable(f"{host}{parts.path}") or "nowhere"
+def _shut(opened: socket.socket) -> None:
+    # The plain shutdown, also of a TLS socket: it wakes the thread that reads, and leaves the rest to it.
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)
 
 
-def _check_headers(headers: Mapping[str, str]) -> None:
-    """Refuse what HTTP cannot carry here, because httpx would show the value in its error."""
-    if not isinstance(headers, Mapping):
-        raise TypeError(f"headers must be a mapping of names to texts, got one of type {type(headers).__name__}")
-    for name, value in headers.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"the header {name!r} must be a text with a text as its name; quote it in YAML")
+def read_address(url: str) -> httpx.URL:
+    """Return an HTTP address, whose user, password and query are sent but must not be shown.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is no HTTP address.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"url must be a text such as 'http://localhost:8000', got one of type {type(url).__name__}")
+    address = httpx.URL("")
+    with contextlib.suppress(httpx.InvalidURL):
+        address = httpx.URL(url).copy_with(fragment=None)
+    if not (address.scheme in ("http", "https") and address.host and 0 < (address.port or 80) < 65536):
+        raise ValueError(
+            f"url must begin with http:// or https:// and name a host, got {redact_text(redact(url, 'url'))!r}"
+        )
+    return address
+
+
+def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers; refuse what HTTP cannot carry here, because httpx would show the value in its error."""
+    texts = {str(name): str(value) for name, value in headers.items()}
+    for name, value in texts.items():
         if not (value.isascii() and value.isprintable() and value == value.strip() and name.isascii() and name):
             raise ValueError(
                 f"the value of the header {name!r} has a character that HTTP headers cannot hold, or a space or line "
                 "break around it; take it out"
             )
+    return texts
+
+
+def _is_nobody_there(connections: _Connections, timeout: float) -> bool:
+    """Whether the simplest question breaks too, so that what broke is not the fault of one request.
+
+    A proxy or a tunnel takes connections for a server that is dead, and closes them.
+    """
+    try:
+        with connections.stream("GET", "/", None, timeout=min(timeout, PROBE_SECONDS)) as response:
+            return response.status_code in AWAY
+    except httpx.TransportError as error:
+        return isinstance(error, _NOT_CONNECTED) or _is_without_answer(error)
+
+
+def _is_without_answer(error: Exception) -> bool:
+    """Whether the connection ended without an answer; bytes that are no HTTP are one, from a wrong server."""
+    return isinstance(error, httpx.NetworkError) or "without sending a response" in str(error)

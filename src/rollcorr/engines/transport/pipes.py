@@ -1,9 +1,9 @@
 """Reach a program over pipes: it runs in a process of its own and answers one question at a time, in lines of JSON.
 
 The engine writes a question to the program's standard input, `{"id": 1, "do": "generate", …}`, and reads the answer
-from its standard output: `{"id": 1, …}`, or `{"id": 1, "error": "…"}` when it cannot. What it writes to standard error
-is kept for error messages. It ends when its input does, so it does not outlive the engine. The program leads a process
-group, and what it has started ends with it.
+from its standard output: `{"id": 1, …}`, or `{"id": 1, "error": "…"}` when it cannot. The last lines that it writes to
+standard error are kept for error messages. The program leads a process group, and what it has started ends with it. It
+should end when its input does, so that it does not outlive an engine that was killed.
 
 A worker that dies, does not answer in time, or answers something else is ended: a late answer would be taken for the
 answer to the next question.
@@ -12,18 +12,16 @@ answer to the next question.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import queue
 import signal
 import subprocess
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
@@ -31,7 +29,7 @@ from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 # How many last lines of the program's standard error an error shows.
 STDERR_LINES = 20
 
-# How long a program may take to end after its input has ended, before it is killed.
+# How long a program that stops to answer may take to end by itself, and its pipes to be empty, before it is killed.
 END_SECONDS = 10.0
 
 
@@ -62,30 +60,20 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                bufsize=0,  # a buffered pipe cannot be closed while a thread is stuck writing to it
+                encoding="utf-8",
+                errors="replace",
                 env={**os.environ, **(env or {})},
                 start_new_session=True,  # Ctrl-C asks the trainer to stop after a step, which needs the engine alive
             )
         except OSError as error:
             raise EngineUnavailableError(f"the {name} {command[0]!r} cannot be started: {error}") from error
 
+        # The program would block once the pipe of its log is full.
+        self._log: deque[str] = deque(maxlen=STDERR_LINES)
+        reader = threading.Thread(target=_read_log, args=(self._process.stderr, self._log), daemon=True)
+        reader.start()
         self._asked = 0
-        self._answers: queue.Queue[bytes | None] = queue.Queue()
-        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
-
-        # One thread reads each pipe, or the program would block once a pipe is full.
-        threads = [
-            threading.Thread(target=_read_answers, args=(self._process.stdout, self._answers), daemon=True),
-            threading.Thread(target=_read_log, args=(self._process.stderr, self._stderr), daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
-        self._end = weakref.finalize(self, _end, self._process, threads)  # also when the interpreter exits
-
-    @property
-    def pid(self) -> int:
-        """The number of the program's process, and of its group."""
-        return self._process.pid
+        self._end = weakref.finalize(self, _end, self._process, reader)  # also when the interpreter exits
 
     @property
     def alive(self) -> bool:
@@ -105,52 +93,46 @@ class WorkerProcess:
             EngineAnswerError: it answers that it cannot, or its answer does not belong to this question.
         """
         self._asked += 1
-        question = json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n"
-        deadline = time.monotonic() + timeout
+        question = json.dumps({"id": self._asked, "do": what, **values})
         if not self.alive:
             raise self._died(what)
 
-        # A thread writes the question: a program that hangs reads nothing, and a full pipe blocks.
-        writer = threading.Thread(target=_write, args=(self._process.stdin, question), daemon=True)
-        writer.start()
-
+        # In a thread of its own: a program that hangs reads nothing, and a full pipe blocks.
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_exchange, args=(self._process, question, lines), daemon=True).start()
         try:
-            line = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            line = lines.get(timeout=timeout)
         except queue.Empty:
-            self.close(patience=0.0)
+            self.close()
             raise EngineUnavailableError(
                 f"the {self.name} did not answer {what!r} within {timeout:g} s and was ended; raise the timeout if it "
                 f"may need longer.{self._last_words()}"
             ) from None
 
-        if line is None:
+        # Without its end the program died within a line, and half an answer is none.
+        if not line.endswith("\n"):
             raise self._died(what)
-        return self._checked(what, line)
-
-    def close(self, *, patience: float = END_SECONDS) -> None:
-        """End its input, and kill it if it still runs `patience` seconds later. May be called twice."""
-        arguments = self._end.detach()
-        if arguments is not None:
-            _end(*arguments[2], patience=patience)
-
-    def _checked(self, what: str, line: bytes) -> dict[str, Any]:
         try:
-            answer = json.loads(line)
-            known = isinstance(answer, dict) and answer.pop("id") == self._asked
-        except (ValueError, KeyError):
-            known = False
-
-        if not known:
-            self.close(patience=0.0)
+            answer: dict[str, Any] = json.loads(line)
+            if answer.pop("id") != self._asked:
+                raise ValueError("the answer to another question")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self.close()
             raise EngineAnswerError(
                 f"the {self.name} answered {what!r} with {line[:200]!r}, which is no answer to it; it was ended."
                 f"{self._last_words()}"
-            )
+            ) from error
         if "error" in answer:
             raise EngineAnswerError(f"the {self.name} could not {what}: {answer['error']}")
-        return dict(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the program and all that it has started. May be called twice."""
+        self._end()
 
     def _died(self, what: str) -> EngineUnavailableError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
         self.close()
         code = self._process.returncode
         return EngineUnavailableError(
@@ -158,43 +140,30 @@ class WorkerProcess:
         )
 
     def _last_words(self) -> str:
-        return " Its last lines:\n" + "\n".join(self._stderr) if self._stderr else ""
+        return " Its last lines:\n" + "".join(self._log).rstrip() if self._log else ""
 
 
-def _read_answers(stream: io.FileIO, answers: queue.Queue[bytes | None]) -> None:
-    with io.BufferedReader(stream) as lines:
-        for line in lines:
-            if line.endswith(b"\n"):  # without it the program died within a line, and half an answer is none
-                answers.put(line)
-    answers.put(None)
+def _read_log(stream: IO[str], log: deque[str]) -> None:
+    with stream:
+        log.extend(stream)
 
 
-def _read_log(stream: io.FileIO, lines: deque[str]) -> None:
-    with io.BufferedReader(stream) as written:
-        for line in written:
-            lines.append(line.decode(errors="replace").rstrip())
-
-
-def _write(stream: io.FileIO, question: bytes) -> None:
-    rest = memoryview(question)
+def _exchange(process: Any, question: str, lines: queue.SimpleQueue[str]) -> None:  # noqa: ANN401 (a Popen of pipes)
+    """Write a question and read a line; an empty one where the program is dead."""
     try:
-        while rest:
-            rest = rest[stream.write(rest) :]
-    except (OSError, ValueError):  # the program is dead or was ended; whoever waits for the answer learns of it
-        return
+        print(question, file=process.stdin, flush=True)
+        lines.put(process.stdout.readline())
+    except (OSError, ValueError):
+        lines.put("")
 
 
-def _end(process: subprocess.Popen[bytes], threads: list[threading.Thread], *, patience: float = END_SECONDS) -> None:
-    """Close the input, wait, kill the program's group, and read its pipes to their end."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(patience)
-
+def _end(process: Any, reader: threading.Thread) -> None:  # noqa: ANN401 (a Popen of pipes)
+    """Kill the program's group, and close its pipes."""
     # What the program has started may outlive it, and would hold its pipes open.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for thread in threads:  # each closes the pipe that it reads
-        thread.join(END_SECONDS)
+    reader.join(END_SECONDS)  # it closes the pipe that it reads
+    process.stdout.close()
+    with contextlib.suppress(OSError):
+        process.stdin.close()

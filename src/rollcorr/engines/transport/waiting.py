@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+
+from rollcorr.engines.base import EngineUnavailableError
 
 # The clock of every wait, in seconds; a test replaces both.
 monotonic = time.monotonic
@@ -25,96 +26,100 @@ LONGEST_DELAY = 30.0
 FIRST_LINE = 5.0
 LATER_LINES = 60.0
 
-
-# Who shows a line, and whether the run was asked to stop. Outside a run, lines go where Python's warnings of the log
-# go: to the standard error, unless logging is configured.
-_say: Callable[[str], None] = logging.getLogger("rollcorr.engines").warning
-_stop_requested: Callable[[], bool] = lambda: False  # noqa: E731 (a default for a variable)
+# Who shows a line, and whether the run was asked to stop; `while_waiting` sets both. Outside a run, lines go where
+# Python's warnings of the log go: to the standard error, unless logging is configured.
+show_line: Callable[[str], None] = logging.getLogger("rollcorr.engines").warning
+should_stop: Callable[[], bool] = lambda: False  # noqa: E731 (a default for a variable)
 
 
 @contextmanager
 def while_waiting(*, say: Callable[[str], None], stop_requested: Callable[[], bool]) -> Iterator[None]:
     """Inside the `with`, every wait for an engine tells `say`, and ends when `stop_requested()` is true."""
-    global _say, _stop_requested
-    before = _say, _stop_requested
-    _say, _stop_requested = say, stop_requested
+    global show_line, should_stop
+    before = show_line, should_stop
+    show_line, should_stop = say, stop_requested
     try:
         yield
     finally:
-        _say, _stop_requested = before
+        show_line, should_stop = before
 
 
-def say(line: str) -> None:
-    """Show a line to whoever watches the run."""
-    _say(line)
+class RequestBatch:
+    """What the requests of one call share: a deadline, the server's absence, and an end for all.
 
-
-def stop_requested() -> bool:
-    """Whether the run was asked to stop."""
-    return _stop_requested()
-
-
-class Absence:
-    """How long a server has been away, as all requests of one batch see it. Any answer ends an absence.
+    Any answer ends an absence.
 
     Args:
         place: the server's address, for the lines.
-        budget: seconds that it may be away.
+        deadline_minutes: how long the batch may take.
+        wait_minutes: how long the server may be away.
     """
 
-    def __init__(self, place: str, *, budget: float) -> None:
-        self.place = place
-        self.budget = budget
+    def __init__(self, place: str, *, deadline_minutes: float, wait_minutes: float) -> None:
+        self.ended = threading.Event()
+        self._place, self._minutes, self._budget = place, deadline_minutes, 60 * wait_minutes
+        self._deadline = monotonic() + 60 * deadline_minutes
+
         self._lock = threading.Lock()
-        self._since: float | None = None
+        self._away_since: float | None = None
         self._reason = ""
         self._next_line = math.inf
         self._was_told = False
 
     @property
-    def seconds(self) -> float:
-        """Since when it has been away; 0 if it is here."""
-        since = self._since
-        return 0.0 if since is None else monotonic() - since
+    def seconds_left(self) -> float:
+        """Seconds until the deadline, 0 after it."""
+        return max(0.0, self._deadline - monotonic())
 
-    def begin(self, reason: str) -> None:
-        """Note that the server did not answer a request; only the first note of an absence starts its clock."""
-        with self._lock:
-            self._reason = reason
-            if self._since is None:
-                self._since, self._was_told = monotonic(), False
-                self._next_line = self._since + FIRST_LINE
-
-    def end(self) -> None:
-        """Note an answer."""
-        with self._lock:
-            seconds, was_told = self.seconds, self._was_told
-            self._since, self._next_line, self._was_told = None, math.inf, False
-        if was_told:
-            say(f"the engine at {self.place} answers again, after {_minutes(seconds)}")
-
-    def tell(self) -> None:
-        """Say that it is away, if it is time for a line."""
-        with self._lock:
-            is_due = monotonic() >= self._next_line
-            if is_due:
-                self._next_line, self._was_told = monotonic() + LATER_LINES, True
-        if is_due:
-            say(
-                f"the engine at {self.place} has been away for {_minutes(self.seconds)} ({self._reason}); waiting up "
-                f"to {_minutes(self.budget)}, the option wait_minutes. Ctrl-C ends the wait"
+    def check(self) -> None:
+        """Raise once the batch is over."""
+        if self.ended.is_set():
+            raise EngineUnavailableError("the batch was given up")  # in a thread that nobody listens to any more
+        if self.seconds_left == 0:
+            raise EngineUnavailableError(
+                f"{self._place} did not finish the batch within deadline_minutes, {self._minutes:g}; nothing of it is "
+                "used. Ask for less at a time, or raise deadline_minutes"
             )
 
-    def pause(self, seconds: float, has_ended: Callable[[], bool]) -> bool:
-        """Wait, and tell; true if the whole time passed, false if `has_ended()` or a request to stop cut it short."""
-        until = monotonic() + seconds
-        while not (has_ended() or stop_requested()):
+    def note_absence(self, reason: str) -> float:
+        """Note that the server did not answer a request, and return for how many seconds it may still be away."""
+        with self._lock:
+            self._reason = reason
+            if self._away_since is None:
+                self._away_since, self._was_told = monotonic(), False
+                self._next_line = self._away_since + FIRST_LINE
+            return self._away_since + self._budget - monotonic()
+
+    def note_answer(self) -> None:
+        """Note an answer."""
+        with self._lock:
+            since, was_told = self._away_since, self._was_told
+            self._away_since, self._next_line, self._was_told = None, math.inf, False
+        if since is not None and was_told:
+            show_line(f"the engine at {self._place} answers again, after {_minutes(monotonic() - since)}")
+
+    def pause(self, seconds: float) -> bool:
+        """Wait, at most until the deadline; false if the end of the batch or a request to stop cut it short."""
+        until = monotonic() + min(seconds, self.seconds_left)
+        while not (self.ended.is_set() or should_stop()):
             left = until - monotonic()
             if left <= 0:
                 return True
             sleep(min(left, SLICE))
-            self.tell()
+            self._tell()
         return False
+
+    def _tell(self) -> None:
+        """Say that the server is away, if it is time for a line."""
+        with self._lock:
+            now, since = monotonic(), self._away_since
+            if since is None or now < self._next_line:
+                return
+            self._next_line, self._was_told = now + LATER_LINES, True
+        show_line(
+            f"the engine at {self._place} has been away for {_minutes(now - since)} ({self._reason}); waiting up to "
+            f"{_minutes(self._budget)}, the option wait_minutes. Ctrl-C ends the wait"
+        )
 
 
 def retry_after_seconds(header: str | None) -> float:
@@ -130,14 +135,9 @@ def retry_after_seconds(header: str | None) -> float:
     if text.isascii() and text.isdigit():
         return float(text)  # a thousand digits give infinity, which the budget bounds
     try:
-        date = email.utils.parsedate_to_datetime(text)
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, IndexError):
         return 0.0
-
-    # A date in "-0000" has no time zone, and means UTC.
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=timezone.utc)
-    return max(0.0, (date - datetime.now(timezone.utc)).total_seconds())
 
 
 def _minutes(seconds: float) -> str:

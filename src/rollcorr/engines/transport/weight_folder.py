@@ -51,13 +51,8 @@ def checkpoint_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, weights.get_tensor(name)
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Names and tensors of the folder's safetensors files. Raises as `checkpoint_weights`."""
-    return dict(checkpoint_weights(folder))
-
-
 def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a transformers model)
-    """A float32 model of the configuration in `folder` with other weights, under the names of `read_weights`."""
+    """A float32 model of the configuration in `folder` with other weights, by the names of `checkpoint_weights`."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Between `GenerationSettings` and vLLM: what to ask for, and what an answer says.
+"""What both ways of running vLLM share: what it is asked for, and what an answer says.
 
 Answers have one form here, that of a choice of `/inference/v1/generate`. The worker process sends this form too, and
 `choice_of_text` makes it from a choice of `/v1/completions`.
@@ -6,15 +6,18 @@ Answers have one form here, that of a choice of `/inference/v1/generate`. The wo
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
-from rollcorr.engines.base import EngineAnswerError
-from rollcorr.engines.completions import Completion, versions_of_spans
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import EngineAnswerError, GenerationSettings
+from rollcorr.engines.completions import Completion, reading, versions_of_spans
+from rollcorr.engines.remote_engine import RemoteEngine, RemoteOptions
 from rollcorr.engines.transport.answer_body import brief
 
 # vLLM raises lower temperatures to this one.
@@ -25,6 +28,56 @@ LARGEST_BIAS = 100.0
 
 # How far the probabilities of a kept set may be from summing to 1.
 KEPT_MASS_ERROR = 1e-3
+
+
+class VllmBase(RemoteEngine):
+    """The engine without the way to reach vLLM, which subclasses give.
+
+    vLLM scores prompts at temperature 1. At another temperature every log-prob of the vocabulary is needed, which only
+    vLLM offline returns: slow for a large vocabulary.
+
+    Args:
+        model: a causal language model of `transformers`: the policy, and the reference of the first probe.
+        settings: how to sample. `logprobs` is "raw" or "processed"; processed ones come with kept sets if anything
+            truncates, and then `top_k` must be on. Only `eos_token_id` ends a response, not the checkpoint's own end
+            tokens.
+        options: precision and tolerance.
+        version: policy version of `model`.
+        sampling_mask: vLLM returns kept sets itself.
+
+    Raises:
+        TypeError: a number is of the wrong type.
+        ValueError: a setting is out of range or unsupported.
+    """
+
+    engine: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: GenerationSettings,
+        options: RemoteOptions,
+        *,
+        version: int,
+        sampling_mask: bool,
+    ) -> None:
+        check_sampling(settings.sampling)
+        super().__init__(model, settings, options, version=version)
+        self._parameters = sampling_parameters(
+            settings, vocabulary_size=self.vocabulary_size, sampling_mask=sampling_mask
+        )
+
+    @abc.abstractmethod
+    def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
+        """One answer per prompt, in the form of `/inference/v1/generate`."""
+
+    def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
+        choices = self._choices(prompts, seeds, self._parameters)
+        return [
+            completion(choice, row=row, sampling=self.sampling, initial=self._initial_version)
+            for row, choice in enumerate(choices)
+        ]
 
 
 def check_sampling(sampling: SamplingSpec) -> None:
@@ -66,7 +119,8 @@ def sampling_parameters(settings: GenerationSettings, *, vocabulary_size: int, s
     sampling = settings.sampling
     log_probs = 0
     if tells_kept(sampling) and not sampling_mask:
-        log_probs = log_probs_for(sampling.top_k, vocabulary_size)
+        # vLLM keeps all logits that tie with the k-th, and logits computed in bfloat16 often do.
+        log_probs = min(vocabulary_size, sampling.top_k + sampling.top_k // 2 + 12)
 
     # Every field by name: a server's own defaults must not fill any.
     return {
@@ -91,14 +145,6 @@ def tells_kept(sampling: SamplingSpec) -> bool:
     return sampling.truncates and sampling.logprobs == "processed"
 
 
-def log_probs_for(top_k: int, vocabulary_size: int) -> int:
-    """How many log-probs per token to ask for, so that the finite ones are the whole kept set.
-
-    vLLM keeps all logits that tie with the k-th, and logits computed in bfloat16 often do.
-    """
-    return min(vocabulary_size, top_k + top_k // 2 + 12)
-
-
 def completion(
     choice: Any,  # noqa: ANN401 (whatever vLLM sent)
     *,
@@ -119,10 +165,8 @@ def completion(
         EngineAnswerError: the response was cut off, something is missing, or the probabilities of a kept set do not sum
             to 1.
     """
-    try:
+    with reading(f"row {row} is no answer of vLLM", choice):
         tokens, content = choice["token_ids"], (choice.get("logprobs") or {}).get("content") or []
-        if not all(isinstance(values, list) for values in (tokens, content)):
-            raise TypeError("token_ids and the content of logprobs must be lists")
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
             raise EngineAnswerError(
@@ -130,7 +174,7 @@ def completion(
             )
 
         # A list of log-probs that is too short is named later, by the checks of a batch.
-        ids = [_integer(entry["token_id"]) for entry in content]
+        ids = [entry["token_id"] for entry in content]
         log_probs = [entry["logprob"] for entry in content]
         if ids != list(tokens[: len(ids)]):
             raise EngineAnswerError(
@@ -144,9 +188,7 @@ def completion(
             ]
 
         # An older release leaves the versions out, or an empty list in their place.
-        spans = choice.get("weight_versions")
-        if spans == [] and tokens:
-            spans = None
+        spans = choice.get("weight_versions") or None
         return Completion(
             token_ids=tokens,
             log_probs=log_probs,
@@ -154,10 +196,6 @@ def completion(
             raw_log_probs=log_probs if sampling.logprobs == "raw" else None,
             versions=None if spans is None else versions_of_spans(spans, len(tokens), row, initial=initial),
         )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise EngineAnswerError(
-            f"row {row} is no answer of vLLM ({type(error).__name__}: {error}): {brief(choice)}"
-        ) from error
 
 
 def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLLM sent)
@@ -168,7 +206,7 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLL
     Raises:
         EngineAnswerError: it has another form.
     """
-    try:
+    with reading("no choice of vLLM's /v1/completions", choice):
         found = choice.get("logprobs") or {}
         names, log_probs = found.get("tokens") or [], found.get("token_logprobs") or []
         tops = found.get("top_logprobs") or [{} for _ in names]
@@ -185,10 +223,6 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLL
             "finish_reason": choice["finish_reason"],
             "logprobs": {"content": content},
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EngineAnswerError(
-            f"no choice of vLLM's /v1/completions ({type(error).__name__}: {error}): {brief(choice)}"
-        ) from error
 
 
 def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN401 (whatever vLLM sent)
@@ -199,27 +233,14 @@ def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN4
     Raises:
         EngineAnswerError: they are not of this prompt.
     """
-    try:
+    with reading("prompt_logprobs are not those of the prompt", found):
         return [by_id[str(token)]["logprob"] for token, by_id in zip(row[1:], found[1:], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineAnswerError(
-            f"prompt_logprobs are not those of the prompt ({type(error).__name__}: {error}): {brief(found)}"
-        ) from error
 
 
 def _named(name: str) -> int:
-    """The id in "token_id:71"."""
-    head, _, number = name.partition(":")
-    if head != "token_id":
-        raise ValueError(f"{name!r} is a text, not token_id:N")
+    """The id in "token_id:71"; ValueError for a text."""
+    _, number = name.split("token_id:")
     return int(number)
-
-
-def _integer(value: Any) -> int:  # noqa: ANN401 (whatever vLLM sent)
-    """A token id, or TypeError: a list or a mapping in its place may be too deep to compare."""
-    if type(value) is not int:
-        raise TypeError(f"{brief(value)} is no token id")
-    return value
 
 
 def _finite(entries: Sequence[Mapping[str, Any]], where: str, sampling: SamplingSpec) -> list[int]:

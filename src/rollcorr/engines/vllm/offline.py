@@ -24,11 +24,10 @@ from torch import nn
 
 from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.config.secrets import redact
-from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
-from rollcorr.engines.generation_settings import GenerationSettings
+from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError, GenerationSettings
 from rollcorr.engines.remote_engine import RemoteOptions
 from rollcorr.engines.transport.pipes import WorkerProcess
-from rollcorr.engines.vllm.vllm_base import VllmBase
+from rollcorr.engines.vllm.answers import VllmBase
 from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
 
 # Arguments of `vllm.LLM` that the engine sets itself.
@@ -136,31 +135,25 @@ class VllmEngine(VllmBase):
         self._require_weights()
         with self._whole_or_unusable():
             self._abandon()
-            self._load(self.weight_version)
-            self._verify(self._expected)
+            self._load_and_verify(self.weight_version, self._expected)
 
     @property
     def _folder(self) -> Path:
         return self._checkpoint
 
-    def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
-        question = {"prompts": prompts, "parameters": self._parameters, "seeds": seeds}
+    def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
+        question = {"prompts": prompts, "parameters": parameters, "seeds": seeds}
         for restarts_left in reversed(range(self.options.restarts + 1)):
             try:
-                answer = self._ask("generate", **question)
-                break
+                return list(self._ask("generate", **question)["completions"])
             except EngineUnavailableError:
                 if not restarts_left:
                     raise
                 self.restart()
-
-        # Anything but a list counts as no answer, which the checks of a batch then name.
-        choices = answer.get("completions")
-        return choices if isinstance(choices, list) else []
+        raise AssertionError("the last round returns or raises")
 
     def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> list[list[float]]:
-        found: list[list[float]] = self._ask("score", rows=rows, temperature=temperature)["log_probs"]
-        return found
+        return list(self._ask("score", rows=rows, temperature=temperature)["log_probs"])
 
     def _load(self, version: int) -> None:
         # A worker that starts with "auto" reads the folder by itself.
@@ -205,5 +198,5 @@ class VllmEngine(VllmBase):
 
     def _abandon(self) -> None:
         if self._worker is not None:
-            self._worker.close(patience=0.0)
+            self._worker.close()
             self._worker = None

@@ -18,13 +18,10 @@ from typing import Any
 from torch import nn
 
 from rollcorr.config.checks import check_integer
-from rollcorr.engines.base import EngineAnswerError, EngineError, WeightSyncError
-from rollcorr.engines.completions import check_log_prob
-from rollcorr.engines.generation_settings import GenerationSettings
-from rollcorr.engines.remote_engine import ServerOptions, expected_bytes
-from rollcorr.engines.transport.answer_body import brief, printable
-from rollcorr.engines.vllm.answers import choice_of_text, prompt_log_probs
-from rollcorr.engines.vllm.vllm_base import VllmBase
+from rollcorr.engines.base import EngineAnswerError, EngineError, GenerationSettings, WeightSyncError
+from rollcorr.engines.completions import check_log_prob, reading
+from rollcorr.engines.remote_engine import ServerOptions
+from rollcorr.engines.vllm.answers import VllmBase, choice_of_text, prompt_log_probs
 from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
 
 GENERATE = "/inference/v1/generate"
@@ -75,13 +72,9 @@ class VllmServerEngine(VllmBase):
         self, model: nn.Module, settings: GenerationSettings, options: VllmServerOptions, *, version: int = 0
     ) -> None:
         super().__init__(model, settings, options, version=version, sampling_mask=options.sampling_mask)
-        per_token = 2 * (1 + self._parameters["logprobs"])
-        self._client = self._server = options.client(expected_bytes=expected_bytes(settings.max_new_tokens, per_token))
-        self._meet(options.served_model)
-
         # A process that was killed between pause and resume left the server paused: only a load resumes it, and before
         # that it answers no question.
-        self._hand_over(model, options.folder, version)
+        self._connect(model, options, version, log_probs_per_token=2 * (1 + self._parameters["logprobs"]))
         self._check_log_probs()
 
     @property
@@ -95,41 +88,31 @@ class VllmServerEngine(VllmBase):
             )
         return Path(self.options.folder)
 
-    def _meet(self, served_model: str | None) -> None:
+    def _meet(self) -> None:
         """Learn the server's paths, version, model and longest sequence."""
-        try:
-            self._paths = {_text(path) for path in self._client.get("/openapi.json")["paths"]}
-            engine_version = _text(self._client.get("/version")["version"])
-            models = {_text(entry["id"]): entry for entry in self._client.get("/v1/models")["data"]}
+        served_model = self.options.served_model
+        paths, version, listed = (self._client.get(path) for path in ("/openapi.json", "/version", "/v1/models"))
+        with reading(f"{self._client.url} is no vLLM server that serves {served_model or 'a model'}", listed):
+            self._paths = set(paths["paths"])
+            self.sampling = dataclasses.replace(self.sampling, engine_version=version["version"])
+            models = {entry["id"]: entry for entry in listed["data"]}
             self._model = next(iter(models)) if served_model is None else served_model
             longest = models[self._model].get("max_model_len")
             self.max_model_len = None if longest is None else check_integer("max_model_len", longest, at_least=1)
-        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
-            raise EngineAnswerError(
-                f"{self._client.url} is no vLLM server that serves {served_model or 'a model'} "
-                f"({type(error).__name__}: {printable(str(error))})"
-            ) from error
-        self.sampling = dataclasses.replace(self.sampling, engine_version=engine_version)
 
     def _check_log_probs(self) -> None:
         """Let the likeliest token alone be drawn: its processed log-prob is 0, its raw one is not."""
         parameters = {"max_tokens": 1, "top_k": 1, "temperature": 0.5, "logprobs": 0, "ignore_eos": True}
-        choice = self._ask_for([self._probe.prompt_ids[0].tolist()], [0], parameters)[0]
+        choice = self._choices([self._probe.prompt_ids[0].tolist()], [0], parameters)[0]
 
-        try:
+        with reading("the server returned no log-prob", choice):
             log_prob = check_log_prob(choice["logprobs"]["content"][0]["logprob"], "the log-prob of the first answer")
-        except (IndexError, KeyError, TypeError) as error:
-            raise EngineAnswerError(f"the server returned no log-prob: {brief(choice)}") from error
         found = "processed" if log_prob == 0 else "raw"
         if found != self.sampling.logprobs:
             raise ValueError(
                 f"the server returns {found} log-probs, sampling says {self.sampling.logprobs!r}: start it with "
                 f"--logprobs-mode {self.sampling.logprobs}_logprobs, or set logprobs={found!r}"
             )
-
-    def _meet_again(self) -> None:
-        """A server that was restarted may serve another model."""
-        self._meet(self.options.served_model)
 
     def _check_again(self) -> None:
         """A server that was restarted may serve other log-probs."""
@@ -138,11 +121,7 @@ class VllmServerEngine(VllmBase):
         except ValueError as error:
             raise EngineAnswerError(f"the server came back with other options: {error}") from error
 
-    def _choices(self, prompts: list[list[int]], seeds: list[int]) -> list[Any]:
-        return self._ask_for(prompts, seeds, self._parameters)
-
-    def _ask_for(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
-        """One choice per prompt, in the form of `/inference/v1/generate`."""
+    def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
         asked = [{**parameters, "seed": seed} for seed in seeds]
         if GENERATE in self._paths:
             bodies: list[dict[str, Any]] = [
@@ -160,7 +139,6 @@ class VllmServerEngine(VllmBase):
         return [choice_of_text(_only_choice(answer)) for answer in self._post_all(COMPLETIONS, bodies)]
 
     def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> list[list[Any]]:
-        self._require_temperature_1(temperature)
         bodies = [{"model": self._model, "prompt": row, "max_tokens": 1, "prompt_logprobs": 0} for row in rows]
         answers = [_only_choice(answer) for answer in self._post_all(COMPLETIONS, bodies)]
         return [prompt_log_probs(answer.get("prompt_logprobs"), row) for answer, row in zip(answers, rows, strict=True)]
@@ -189,13 +167,6 @@ class VllmServerEngine(VllmBase):
 
 
 def _only_choice(answer: Any) -> Any:  # noqa: ANN401 (whatever the server sent)
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise EngineAnswerError(f"one choice was asked for, the server answered {brief(answer)}")
-    return choices[0]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{brief(value)} is no text")
-    return value
+    with reading("one choice was asked for, the server sent another answer", answer):
+        [choice] = answer["choices"]
+        return choice

@@ -21,10 +21,9 @@ import math
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 # Environment variables that are set unless they have a value already.
 DEFAULTS = {
@@ -125,28 +124,14 @@ def tempered(found_at: Sequence[Any], row: Sequence[int], temperature: float) ->
     return scores
 
 
-def serve(worker: Worker, questions: queue.Queue[bytes], answers: IO[str]) -> None:
-    """Answer until the process ends."""
-    while True:
-        question = json.loads(questions.get())
-        number, what = question.pop("id"), question.pop("do")
-        try:
-            answer = getattr(worker, what)(**question)
-        except Exception as error:  # the other side reads whatever vLLM raises
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps({"id": number, **answer}) + "\n")
-        answers.flush()
-
-
 def main() -> None:
-    """Keep the standard streams for the questions and answers, and serve."""
+    """Keep the standard streams for the questions and answers, and answer until the process ends."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
     # Whatever vLLM reads or prints must not touch the questions and answers.
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     questions: queue.Queue[bytes] = queue.Queue()
@@ -157,8 +142,15 @@ def main() -> None:
         os.killpg(0, signal.SIGKILL)  # the engine is gone, and nobody waits for what vLLM may be computing
 
     threading.Thread(target=read, daemon=True).start()
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)
-    serve(Worker(), questions, answers)
+    worker = Worker()
+    while True:
+        question = json.loads(questions.get())
+        number, what = question.pop("id"), question.pop("do")
+        try:
+            answer = getattr(worker, what)(**question)
+        except Exception as error:  # the other side reads whatever vLLM raises
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"id": number, **answer}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
