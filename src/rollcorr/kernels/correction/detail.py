@@ -10,14 +10,13 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.histograms import histogram_of
 from rollcorr.core.integer_checks import truth
-from rollcorr.core.layout import sequence_count
-from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens, token_log_ratio
 from rollcorr.core.tops import top_entries, top_indices
 from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.cpu.kernel import cpu_detail, why_not
-from rollcorr.kernels.correction.torch.blocks import in_threads, threads_for, token_blocks
-from rollcorr.kernels.correction.torch.table import Block, SequenceTable, joined
+from rollcorr.kernels.correction.torch.blocks import read_blocks
+from rollcorr.kernels.correction.torch.table import Block, SequenceTable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,44 +60,32 @@ def token_detail(
     Returns:
         The histograms and the worst tokens, and the per-sequence table that `sequence_detail` reads.
     """
-    sequences = sequence_count(mask, cu_seqlens=cu_seqlens)
     if compiled_for is not None:
         batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
         if why_not(batch, compiled_for) is None:
             return _compiled(batch, compiled_for, weights, detail)
     mask = truth(mask)
 
-    def read_share(blocks: list[Block]) -> tuple[Statistics, SequenceTable]:
-        """What one thread makes of its share of the blocks."""
-        table = SequenceTable(_COLUMNS, sequences, mask.device)
-        per_block = []
-        for block in blocks:
-            at = block.at
-            valid = mask[at]
-            classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
-            compared = classes.measured | classes.zero_probability
-            d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
+    def read(block: Block) -> tuple[SequenceTable, Statistics]:
+        at = block.at
+        valid = mask[at]
+        classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
+        compared = classes.measured | classes.zero_probability
+        d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
+        columns = (d, classes.zero_probability, compared)
+        table = SequenceTable((name, block.sum(x.double())) for name, x in zip(_COLUMNS, columns, strict=True))
 
-            # One row for each column of the table, in the same order.
-            columns = (d, classes.zero_probability, compared)
-            table.add(torch.stack([column.double() for column in columns]), block)
+        histograms = {"log_ratio": histogram_of(d, classes.measured)}
+        if weights is not None:
+            histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
 
-            histograms = {"log_ratio": histogram_of(d, classes.measured)}
-            if weights is not None:
-                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
+        # A token of probability zero is among the worst, as −∞.
+        d.masked_fill_(classes.zero_probability, -torch.inf)
+        worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
+        return table, Statistics.of(histograms=histograms, tops={"tokens": worst})
 
-            # A token of probability zero is among the worst, as −∞. Up to here its d was 0, and the column `zero`
-            # counted it.
-            d.masked_fill_(classes.zero_probability, -torch.inf)
-            worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
-            per_block.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
-        return merge_statistics(per_block), table
-
-    passes = in_threads(read_share, list(token_blocks(mask, cu_seqlens)), threads_for(mask))
-
-    # Each thread filled a table of all sequences from its own blocks; together they are whole.
-    statistics, tables = zip(*passes, strict=True)
-    return merge_statistics(statistics), joined(tables)
+    table, statistics = read_blocks(read, mask, cu_seqlens)
+    return statistics, table
 
 
 _COLUMNS = ("log_ratio", "zero", "compared")
@@ -110,8 +97,7 @@ def _compiled(
 ) -> tuple[Statistics, SequenceTable]:
     """What `token_detail` returns, read in compiled C."""
     seen = cpu_detail(batch, config, weights)
-    table = SequenceTable(_COLUMNS, batch.sequences, batch.mask.device)
-    table.neighbors(_COLUMNS[0], _COLUMNS[-1]).copy_(seen.sums)
+    table = SequenceTable(zip(_COLUMNS, seen.sums, strict=True))
 
     # C names a token by its place in its sequence.
     value, sequence, at = seen.worst.unbind(-1)

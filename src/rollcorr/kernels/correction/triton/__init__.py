@@ -6,8 +6,8 @@ statistics, and spreads decisions over tokens. Nothing adds in an order that dep
 equal inputs give equal bits.
 
 Why `decide_sequences` is a second copy of what `torch.decide` knows: on the table that `read_tokens` writes, torch's
-decisions are 121 launches with one criterion and 259 with all (counted on fake CUDA: tests/kernels/
-test_decision_copies.py). At 2.5 to 5 µs each that is 0.3 to 1.3 ms, whatever the batch; it moves 2 to 60 MB, which is
+decisions are 104 launches with one criterion and 274 with all (counted on fake CUDA: tests/kernels/
+test_decision_copies.py). At 2.5 to 5 µs each that is 0.3 to 1.4 ms, whatever the batch; it moves 2 to 60 MB, which is
 at most 14 µs of an H200's memory. All three kernels are expected to take less than 0.1 ms for 8 M tokens. The copy
 would go if torch's decisions added less than a tenth to that: three launches.
 
