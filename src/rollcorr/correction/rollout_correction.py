@@ -31,7 +31,7 @@ from rollcorr.correction.result import Correction, StepCounts, mean_weight, with
 from rollcorr.kernels.correction.call import CorrectionOutput, Out, check_out, copied_to
 from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
-from rollcorr.kernels.correction.dispatch import asked_for, correction_kernel
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -279,7 +279,7 @@ def _kernel(
 ) -> CorrectionOutput:
     """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
     train, rollout, mask, cu_seqlens, context_group = inputs
-    impl = asked_for(impl, config)
+    impl = config.impl if impl == "auto" else impl
     if context_group is None or impl != "reference":
         reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)

@@ -60,7 +60,7 @@ def correction_kernel(
     """
     if impl not in _CHOICES:
         raise ValueError(f"impl must be one of {', '.join(map(repr, _CHOICES))}, got {impl!r}")
-    impl = asked_for(impl, config)
+    impl = config.impl if impl == "auto" else impl
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
 
@@ -101,13 +101,7 @@ def correction_kernel(
 
 def chosen_implementation(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     """What a call with `impl="auto"` takes for a batch of whole sequences, outside of any transform or trace."""
-    impl = asked_for("auto", config)
-    return _chosen(batch, config) if impl == "auto" else impl
-
-
-def asked_for(impl: Implementation, config: RolloutCorrectionConfig) -> Implementation:
-    """What the call names, or else what its configuration does."""
-    return config.impl if impl == "auto" else impl
+    return _chosen(batch, config) if config.impl == "auto" else config.impl
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
