@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rollcorr.core.boundary import in_host_memory
-from rollcorr.core.metric_registry import metric
+from rollcorr.core.metric_registry import HEALTHY_RANGES
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
-    from rollcorr.core.health_ranges import HealthyRange
     from rollcorr.correction.result import Correction
 
 FIRST = ("k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "t_times_kl")
@@ -43,7 +42,7 @@ def verdict(metrics: Mapping[str, float]) -> Verdict:
     """The verdict on one batch, from its metrics by bare name."""
     if not metrics.get("token_count"):
         return "not judged"
-    return "unhealthy" if any(_is_unhealthy(name, value) for name, value in metrics.items()) else "within limits"
+    return "unhealthy" if _beyond_limits(metrics) else "within limits"
 
 
 def short_text(correction: Correction) -> str:
@@ -85,27 +84,16 @@ def _shown(metrics: Mapping[str, float]) -> list[Shown]:
     """The first numbers to look at, then every other one that is beyond its limit."""
     if not metrics.get("token_count"):
         return []
-    beyond = [name for name, value in metrics.items() if _is_unhealthy(name, value)]
+    beyond = _beyond_limits(metrics)
     names = dict.fromkeys([*(name for name in FIRST if name in metrics), *beyond])
-    return [Shown(name, metrics[name], name in beyond, _ideal(name)) for name in names]
+    ideals = {name: f"ideal {limits.ideal}" for name, limits in HEALTHY_RANGES.items()}
+    return [Shown(name, metrics[name], name in beyond, ideals.get(name, "")) for name in names]
 
 
-def _is_unhealthy(name: str, value: float) -> bool:
-    # At six digits: a float32 weight truncated at 2 may read 2.0000002.
-    limits = _range(name)
-    return limits is not None and limits.breached(float(f"{value:.6g}")) is not None
-
-
-def _ideal(name: str) -> str:
-    limits = _range(name)
-    return "" if limits is None else f"ideal {limits.ideal}"
-
-
-def _range(name: str) -> HealthyRange | None:
-    try:
-        return metric(name).healthy
-    except KeyError:
-        return None
+def _beyond_limits(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics beyond their limits, at six digits: a float32 weight truncated at 2 may read 2.0000002."""
+    judged = [name for name in metrics if name in HEALTHY_RANGES]
+    return [name for name in judged if HEALTHY_RANGES[name].breached(float(f"{metrics[name]:.6g}")) is not None]
 
 
 def _kept(metrics: Mapping[str, float]) -> str:
