@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,83 +36,68 @@ class Detail:
 
 
 def token_detail(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    weights: Tensor | None,
-    detail: Detail,
-    *,
-    neutral: bool,
-    cu_seqlens: Tensor | None = None,
-    compiled_for: RolloutCorrectionConfig | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, detail: Detail, *, compiled: bool
 ) -> tuple[Statistics, SequenceTable]:
     """Read every token once for what is shown in detail: histograms of d and of the weights, and the worst tokens.
 
     Args:
-        train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
-        rollout_log_prob: log μ, nats. Same shape.
-        mask: non-zero on response tokens. Same shape; any dtype.
-        weights: applied weights before normalization, same shape; None if there are none.
+        batch: what was corrected; the mask may be of any dtype.
+        config: how missing log-probs count.
+        weights: applied weights before normalization, in the mask's shape; None if there are none.
         detail: how tokens are named.
-        neutral: `nonfinite="neutral"` holds, so missing tokens have weights too.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        compiled_for: the configuration, where compiled C may read the batch if it can. None: torch reads it.
+        compiled: whether compiled C may read the batch, if it can.
 
     Returns:
         The histograms and the worst tokens, and the per-sequence table that `sequence_detail` reads.
     """
-    if compiled_for is not None:
-        batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
-        if why_not(batch, compiled_for) is None:
-            return _compiled(batch, compiled_for, weights, detail)
-    mask = truth(mask)
+    if compiled and why_not(batch, config) is None:
+        sums, statistics = cpu_detail(batch, config, weights)
+        table = SequenceTable(zip(_COLUMNS, sums, strict=True))
+    else:
+        batch = batch._replace(mask=truth(batch.mask))
+        read = partial(_read, batch, weights, config.nonfinite == "neutral")
+        table, statistics = read_blocks(read, batch.mask, batch.cu_seqlens)
 
-    def read(block: Block) -> tuple[SequenceTable, Statistics]:
-        at = block.at
-        valid = mask[at]
-        classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
-        compared = classes.measured | classes.zero_probability
-        d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
-        columns = (d, classes.zero_probability, compared)
-        table = SequenceTable((name, block.sum(x.double())) for name, x in zip(_COLUMNS, columns, strict=True))
-
-        histograms = {"log_ratio": histogram_of(d, classes.measured)}
-        if weights is not None:
-            histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
-
-        # A token of probability zero is among the worst, as −∞.
-        d.masked_fill_(classes.zero_probability, -torch.inf)
-        worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
-        return table, Statistics.of(histograms=histograms, tops={"tokens": worst})
-
-    table, statistics = read_blocks(read, mask, cu_seqlens)
-    return statistics, table
-
-
-_COLUMNS = ("log_ratio", "zero", "compared")
-"""Of the per-sequence table, in the order in which they are summed."""
-
-
-def _compiled(
-    batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, detail: Detail
-) -> tuple[Statistics, SequenceTable]:
-    """What `token_detail` returns, read in compiled C."""
-    seen = cpu_detail(batch, config, weights)
-    table = SequenceTable(zip(_COLUMNS, seen.sums, strict=True))
-
-    # C names a token by its place in its sequence.
-    value, sequence, at = seen.worst.unbind(-1)
+    # Up to here a token is known by its place in its sequence.
+    value, sequence, at = statistics.rows["tops"][0].unbind(-1)
     exists = sequence >= 0
     if detail.position_ids is not None and batch.mask.numel():
         row, place = sequence.clamp(min=0).long(), at.clamp(min=0).long()
         start = row * batch.mask.shape[-1] if batch.cu_seqlens is None else batch.cu_seqlens[row]
         at = detail.position_ids.flatten()[start + place]
     worst = top_entries(value, sequence + detail.sequence_offset, at, exists)
+    return Statistics(statistics.names, {**statistics.rows, "tops": worst.unsqueeze(0)}), table
 
-    histograms = {"log_ratio": seen.log_ratio}
+
+_COLUMNS = ("log_ratio", "zero", "compared")
+"""Of the per-sequence table, in the order in which they are summed."""
+
+
+def _read(batch: Batch, weights: Tensor | None, neutral: bool, block: Block) -> tuple[SequenceTable, Statistics]:
+    """Read a block in torch."""
+    train, rollout, valid = batch.train[block.at], batch.rollout[block.at], batch.mask[block.at]
+    classes = classify_tokens(train, rollout, valid)
+    compared = classes.measured | classes.zero_probability
+    d = token_log_ratio(train, rollout, classes.measured)
+    columns = (d, classes.zero_probability, compared)
+    table = SequenceTable((name, block.sum(x.double())) for name, x in zip(_COLUMNS, columns, strict=True))
+
+    histograms = {"log_ratio": histogram_of(d, classes.measured)}
     if weights is not None:
-        histograms["weight"] = seen.weight
-    return Statistics.of(histograms=histograms, tops={"tokens": worst}), table
+        histograms["weight"] = histogram_of(weights[block.at], valid if neutral else compared)
+
+    # A token of probability zero is among the worst, as −∞.
+    d = d.masked_fill_(classes.zero_probability, -torch.inf).flatten()
+    found, exists = top_indices(d, compared.flatten())
+    ids = block.ids()
+    if ids is None or batch.cu_seqlens is None:
+        width = max(1, valid.shape[1])
+        sequence, place = block.at.start + found // width, found % width
+    else:
+        sequence = ids[found]
+        place = block.at.start + found - batch.cu_seqlens[sequence]
+    worst = top_entries(d[found], sequence, place, exists)
+    return table, Statistics.of(histograms=histograms, tops={"tokens": worst})
 
 
 def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
@@ -123,19 +109,3 @@ def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
     return Statistics.of(
         histograms={"sequence_log_ratio": histogram_of(product, tokens > 0)}, tops={"sequences": worst}
     )
-
-
-def _worst_tokens(d: Tensor, mask: Tensor, block: Block, detail: Detail, cu_seqlens: Tensor | None) -> Tensor:
-    """(TOP, 3): log-ratio, sequence and position of a block's worst tokens."""
-    found, exists = top_indices(d.flatten(), mask.flatten())
-    start = block.at.start
-    ids = block.ids()
-    if ids is not None and cu_seqlens is not None:
-        sequence = ids[found]
-        position = found + start - cu_seqlens[sequence]
-    else:
-        width = max(1, d.shape[1])
-        sequence, position = start + found // width, found % width
-    if detail.position_ids is not None:
-        position = detail.position_ids[block.at].flatten()[found]
-    return top_entries(d.flatten()[found], sequence + detail.sequence_offset, position, exists)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,32 +106,20 @@ def cpu_correction(
     return CorrectionOutput(weights, loss_mask, kept, template.unpack(numbers), policy_sums)
 
 
-class Seen(NamedTuple):
-    """What one read of a batch shows in detail.
-
-    Attributes:
-        log_ratio: histogram of d, (BINS,) float64.
-        weight: histogram of the weights, likewise; 0 without weights.
-        worst: the worst tokens: (TOP, 3) float64, rows (d, sequence, place in the sequence).
-        sums: for each sequence Σ d, tokens of probability zero and tokens compared, (3, B) float64.
-    """
-
-    log_ratio: Tensor
-    weight: Tensor
-    worst: Tensor
-    sums: Tensor
-
-
 def cpu_detail(
     batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, *, level: str | None = None
-) -> Seen:
-    """Histograms, the worst tokens and the sums of sequences, of a batch that `why_not` lets pass.
+) -> tuple[Tensor, Statistics]:
+    """Read a batch that `why_not` lets pass once more: for histograms, the worst tokens and the sums of sequences.
 
     Args:
         batch: what was corrected.
         config: how missing log-probs count.
         weights: applied weights before normalization, contiguous float32; None if there are none.
         level: names an instruction set.
+
+    Returns:
+        For each sequence Σ d, tokens of probability zero and tokens compared, (3, B) float64; and the histograms of d
+        and of the weights, and the worst tokens, by their place in their sequence.
     """
     lib = library(level)
     batch = _readable(batch, lib)
@@ -148,8 +135,10 @@ def cpu_detail(
     sums = torch.empty(3, sequences, dtype=STATISTICS_DTYPE, device="cpu")
     lib.functions.rollcorr_detail(job, seen.data_ptr(), sums.data_ptr())
 
-    log_ratio, weight = histograms.sum(0).to(STATISTICS_DTYPE).unbind()
-    return Seen(log_ratio, weight, merge_tops(entries), sums)
+    found = dict(zip(("log_ratio", "weight"), histograms.sum(0), strict=True))
+    if weights is None:
+        del found["weight"]
+    return sums, Statistics.of(histograms=found, tops={"tokens": merge_tops(entries)})
 
 
 def _job(

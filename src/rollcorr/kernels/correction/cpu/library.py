@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,18 @@ LEVELS = ("avx512", "avx2", "portable")
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
 ABI = 9
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "rollcorr_offsets_fit": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+    "rollcorr_large_pages": (None, [ctypes.c_void_p, ctypes.c_int64]),
+    "rollcorr_correct": (ctypes.c_int, [ctypes.c_char_p]),
+    "rollcorr_detail": (None, [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]),
+    "rollcorr_seen_size": (ctypes.c_int64, []),
+    **dict.fromkeys(
+        ("rollcorr_sums", "rollcorr_criterion_sums", "rollcorr_moments", "rollcorr_extremes"), (ctypes.c_char_p, [])
+    ),
+}
+"""Name → what a function returns and takes; a job comes as its bytes."""
 
 
 class Library(NamedTuple):
@@ -88,17 +100,13 @@ def load(folder: Path, level: str) -> Library | str:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} does not load ({error})"
-    for name in ("rollcorr_abi", "rollcorr_job_size"):
-        getattr(functions, name).restype = ctypes.c_int64
     if (functions.rollcorr_abi(), functions.rollcorr_job_size()) != (ABI, ctypes.sizeof(Job)):
         return f"{path.name} was built from another version of rollcorr; reinstall rollcorr"
-    functions.rollcorr_offsets_fit.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    functions.rollcorr_large_pages.restype = None
-    functions.rollcorr_correct.argtypes = [ctypes.c_char_p]  # the bytes of a job
-    functions.rollcorr_detail.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
-    functions.rollcorr_detail.restype, functions.rollcorr_seen_size.restype = None, ctypes.c_int64
-    names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    kinds = ("sums", "criterion_sums", "moments", "extremes")
+    names = {kind: tuple(getattr(functions, f"rollcorr_{kind}")().decode().split()) for kind in kinds}
     abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
     return Library(level, functions, names, abilities)
 
@@ -119,12 +127,6 @@ def _row_names(names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         "moments": names["moments"] + samples,
         "extremes": names["extremes"] + samples,
     }
-
-
-def _names(functions: ctypes.CDLL, kind: str) -> tuple[str, ...]:
-    read = getattr(functions, f"rollcorr_{kind}")
-    read.restype = ctypes.c_char_p
-    return tuple(read().decode().split())
 
 
 def _why_absent(folder: Path, level: str) -> str:
