@@ -16,7 +16,7 @@ from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.tops import TOP, merge_tops
 from rollcorr.kernels.correction.call import LARGEST_SAFETY_BOUND, Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, OF_BATCH, thresholds_of
-from rollcorr.kernels.correction.cpu.library import Library, library, status
+from rollcorr.kernels.correction.cpu.library import Library, library, places_of, status
 from rollcorr.kernels.correction.rows import empty_statistics
 
 TASK_TOKENS = 1 << 15
@@ -198,7 +198,6 @@ def _rows_are_contiguous(tensor: Tensor) -> bool:
 def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
     """The rows of a configuration without values, and where each value is among the rows of the library."""
     template = empty_statistics(config, "cpu")
-    lib, criteria = library(level), tuple(criterion.name for criterion in config.criteria)
-    named = [(kind, name) for kind, names in template.names.items() for name in names]
-    places = [place for kind, name in named for place in lib.places(kind, name, criteria)]
-    return template, torch.tensor(places, dtype=torch.int64, device="cpu")
+    places = places_of(library(level).names, [criterion.name for criterion in config.criteria])
+    found = [place for kind, names in template.names.items() for name in names for place in places[kind, name]]
+    return template, torch.tensor(found, dtype=torch.int64, device="cpu")
