@@ -11,8 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from itertools import pairwise
-from threading import Barrier, Lock
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from rollcorr.kernels.correction.torch.table import Block, Reduction, SequenceTa
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
 CPU_BLOCK = 1 << 16
-"""Tokens in a block on the CPU: enough that operations cost more than asking for them, few enough for the cache."""
+"""Tokens in a block on the CPU: operations cost more than asking for them, and what they use stays in cache."""
 
 DEVICE_BLOCK = 1 << 20
 """Tokens in a block elsewhere: enough to fill the device, few enough that the buffers stay near 100 MB."""
@@ -74,103 +72,55 @@ def torch_correction(
 
 
 def read_blocks(
-    read: Callable[[Block], Read],
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    size: int | None = None,
+    read: Callable[[Block], Read], mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None
 ) -> Read:
-    """Read the blocks of a batch in threads, and merge what `read` returns for each."""
-    packed = cu_seqlens is not None
-
-    def read_share(blocks: list[Block]) -> Read:
-        return _merged(map(read, blocks), packed=packed)
-
-    shares = in_threads(read_share, list(token_blocks(mask, cu_seqlens, size)), threads_for(mask))
-    return _merged(iter(shares), packed=packed)
-
-
-def _merged(parts: Iterator[Read], *, packed: bool) -> Read:
-    """Merge what was read of blocks, one after the other: packed sequences have a column entry in each."""
-    table, first = next(parts)
-    statistics = [first]
-    for other, rows in parts:
-        table.join(other, packed=packed)
-        statistics.append(rows)
-
-    # One block has nothing to merge, and each operation is a launch on a device.
-    return table, merge_statistics(statistics) if len(statistics) > 1 else first
-
-
-def in_threads(read: Callable[[list[Block]], Read], blocks: list[Block], threads: int) -> list[Read]:
-    """Read the blocks in contiguous shares, one for each thread; what each gave, in order.
+    """Read the blocks of a batch in threads, and merge what `read` returns, in order.
 
     Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a
-    hundred barriers, and each waits for the slowest core of a busy machine.
+    hundred barriers, and each waits for the slowest core of a busy machine. While torch.compile traces there is one
+    block; on a device there is one thread, as the device has many itself.
     """
-    threads = max(1, min(threads, len(blocks)))
+    blocks = list(token_blocks(mask, cu_seqlens, size))
+    packed, threads = cu_seqlens is not None, 1
+    if len(blocks) > 1 and mask.is_cpu:
+        threads = min(torch.get_num_threads(), len(blocks))
     if threads == 1:
-        return [read(blocks)]
-    bounds = [len(blocks) * i // threads for i in range(threads + 1)]
-    with _starting:
-        pool = _readers(threads)
-    results = [pool.submit(read, blocks[start:end]) for start, end in pairwise(bounds)]
+        return _merged(map(read, blocks), packed=packed)
+    own = torch.get_num_threads()
+    results = [_readers(threads).submit(read, block) for block in blocks]
     try:
-        return [result.result() for result in results]
+        return _merged((result.result() for result in results), packed=packed)
     finally:
         wait(results)  # after an error too, for they write to the caller's buffers
-
-
-_starting = Lock()
+        torch.set_num_threads(own)  # what new threads begin with
 
 
 @cache
 def _readers(threads: int) -> ThreadPoolExecutor:
-    """Threads that read blocks, and in which torch starts none of its own.
-
-    torch would cut exp and dot of even a small block among more threads, and readers would wait for those of each
-    other. They stay between calls, because torch's number of threads is a thread's own, but also what every new thread
-    begins with: it is 1 while readers start.
-    """
-    pool, begun = ThreadPoolExecutor(threads, "rollcorr"), Barrier(threads + 1)
-
-    def begin() -> None:
-        torch.get_num_threads()  # which a thread takes over from the process once, when it first asks
-        torch.set_num_threads(1)
-        begun.wait()
-
-    own = torch.get_num_threads()
-    try:
-        for _ in range(threads):
-            pool.submit(begin)
-        begun.wait()
-    except BaseException:
-        begun.abort()
-        pool.shutdown()
-        raise
-    finally:
-        torch.set_num_threads(own)
-    return pool
-
-
-def forget_readers() -> None:
-    """Start new readers at the next call. A fork leaves the old ones behind, with their lock."""
-    global _starting
-    _starting = Lock()
-    _readers.cache_clear()
+    """Threads that read blocks. They stay between calls: new ones have fresh memory, which costs more than reading."""
+    return ThreadPoolExecutor(threads, "rollcorr", _start_no_threads)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget_readers)
+    os.register_at_fork(after_in_child=_readers.cache_clear)
 
 
-def threads_for(tokens: Tensor) -> int:
-    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself.
+def _start_no_threads() -> None:
+    """Keep torch from cutting operations among more threads in this one."""
+    torch.get_num_threads()  # which a thread takes over from the process once, when it first asks
+    torch.set_num_threads(1)
 
-    While torch.compile traces there is one, and the code that it makes has threads of its own.
-    """
-    if torch.compiler.is_compiling() or tokens.device.type != "cpu":
-        return 1
-    return torch.get_num_threads()
+
+def _merged(parts: Iterator[Read], *, packed: bool) -> Read:
+    """Merge what was read of blocks; those of packed sequences each have a number for every sequence."""
+    table, rows = next(parts)
+    of_blocks = [rows]
+    for other, rows in parts:
+        table.join(other, packed=packed)
+        of_blocks.append(rows)
+
+    # One block has nothing to merge, and each operation is a launch on a device.
+    return table, merge_statistics(of_blocks) if len(of_blocks) > 1 else rows
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
@@ -181,7 +131,7 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
     """
     if torch.compiler.is_compiling():
         size = max(1, mask.numel())
-    size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
+    size = size or (CPU_BLOCK if mask.is_cpu else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     offsets = None if cu_seqlens is None else cu_seqlens.to(torch.int64)
     total = mask.shape[0]
