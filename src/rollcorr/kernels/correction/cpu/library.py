@@ -107,7 +107,8 @@ def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> di
         names: of a library, which has room for `MAX_CRITERIA`.
         criteria: the names that stand there.
     """
-    places, start = {}, 0
+    places: dict[tuple[str, str], range] = {}
+    start = 0
     for kind, size in (("sums", 1), ("moments", 3), ("extremes", 2)):
         samples = [f"/{name}" for name in names["criterion_sums"]] if kind == "sums" else ["", "/seq"]
         rows = [*names[kind], *(f"rs/{criterion}{sample}" for criterion in criteria for sample in samples)]
