@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
@@ -87,8 +87,9 @@ def read_blocks(
     if threads == 1:
         return _merged(map(read, blocks), packed=packed)
     own = torch.get_num_threads()
-    results = [_readers(threads).submit(read, block) for block in blocks]
+    results: list[Future[Read]] = []
     try:
+        results.extend(_readers(threads).submit(read, block) for block in blocks)
         return _merged((result.result() for result in results), packed=packed)
     finally:
         wait(results)  # after an error too, for they write to the caller's buffers
