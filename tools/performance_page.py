@@ -84,7 +84,7 @@ about 0.1 ms of Python to any batch.
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
 wait stops the queue until a value has reached the host. Bytes are read and written, in memory or cache; torch does
 not see the reads of compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks
-these counts, and that memory grows by the outputs and less than a twentieth.
+these counts, and that memory grows by the outputs and less than a tenth.
 
 {_counts(result["counts"], table)}
 
@@ -106,9 +106,9 @@ it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or
 
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks, and runs no operation in threads of its own. Masks are float64 too, because eager torch sums numbers several
-times as fast as bools. A block takes some 60 operations and three exponentials, at 0.2 to 0.5 ns per token each. The
-torch rows above are of an earlier second path for host memory. The general one takes 2.0 to 3.2 times as long at 8 M
-tokens (`benchmarks/paired.py --cases torch --tokens 8388608`, 8 pairs), about 11 × verl.
+times as fast as bools. A block takes some 140 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
+torch rows above are of an earlier second path for host memory. The general one takes 2.4 to 4.5 times as long at 8 M
+tokens (`benchmarks/paired.py --cases torch --tokens 8388608`, 8 pairs), about 8 × verl.
 
 ## On a GPU
 
@@ -121,8 +121,8 @@ other block 135 to 170, and a program 1,100 more. A thread takes 128 registers, 
 On sm_100 the assembler takes 128 to 168, by the version of Triton, and a token of a regular block costs 43 to 60.
 `tests/kernels/triton_compilation.py cuda:90` counts this in the machine code.
 
-The second launch decides about sequences. torch would need 121 to 259 launches for that
-(`tests/kernels/test_decision_copies.py`), 0.3 to 1.3 ms at 2.5 to 5 µs each.
+The second launch decides about sequences. torch would need 104 to 274 launches for that
+(`tests/kernels/test_decision_copies.py`), 0.3 to 1.4 ms at 2.5 to 5 µs each.
 
 {gpu_section(table)}
 
@@ -136,8 +136,8 @@ The script first proves the kernels: recorded cases and 200 random batches again
 2³¹ tokens, two runs with equal bits, a step of every mode with waiting forbidden, and 100 replays of a captured
 graph. Each stage is its own process, so a failure leaves the rest.
 
-On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 193 launches for a padded micro-batch with
-one criterion, 199 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
+On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
+one criterion, 248 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
 takes `correct` and every `policy_loss` as one graph (torch 2.6 is too old), and on CUDA tensors neither reads a
 value. On the CPU, inductor's float64 takes at least ten times as long as eager torch.
 

@@ -79,7 +79,7 @@ def test_detail_travels_in_the_same_gather(alone, sent):
 def test_a_context_group_gathers_the_table_once_before_anything_is_decided(alone, sent, B):
     correct(*batch(B), ranks.config(ranks.STANDARD), context_group=alone)
     assert len(sent) == 1
-    assert sent[0] < 10 * B + 40
+    assert sent[0] < 10 * B + 46
 
 
 def test_a_group_of_one_changes_nothing(alone):

@@ -23,7 +23,7 @@ from rollcorr.correction import correct
 from rollcorr.engines import Rollout, TokenBatch
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach, config_from_trl
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration
-from rollcorr.kernels.correction.cpu.kernel import LARGEST_SAFETY_BOUND
+from rollcorr.kernels.correction.call import LARGEST_SAFETY_BOUND
 
 CASES = [(case, loss_type) for case in RECORDED["cases"] for loss_type in case["losses"]]
 NAMES = [f"{case['mode']}-{case['lower']}-{case['upper']}-{loss_type}" for case, loss_type in CASES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -396,9 +397,9 @@ def test_it_is_listed_with_its_instruction_set():
 
 def test_no_memory_for_the_statistics_is_an_error_and_nothing_is_written(monkeypatch):
     log_prob, out = torch.zeros(2, 3), (torch.full((2, 3), 7.0), torch.zeros(2, 3, dtype=torch.bool))
-    share = kernel._shared(2, 6, 1)._replace(tasks=1 << 50)
-    monkeypatch.setattr(kernel, "_shared", lambda *_: share)
-    with pytest.raises(MemoryError, match=f"no memory for the statistics of {1 << 50} tasks"):
+    pack = kernel.OF_BATCH.pack
+    monkeypatch.setattr(kernel, "OF_BATCH", SimpleNamespace(pack=lambda *x: pack(*x[:13], 1 << 50, *x[14:])))
+    with pytest.raises(MemoryError, match="no memory for the statistics of 2 sequences"):
         correct(log_prob, log_prob, log_prob + 1, STANDARD, out=out, impl="cpu")
     assert (out[0] == 7).all()
     assert not out[1].any()

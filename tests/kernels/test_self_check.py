@@ -21,8 +21,8 @@ from rollcorr.kernels.correction import dispatch, implementations
 from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.cpu import library
 from rollcorr.kernels.correction.torch.blocks import torch_correction
-from rollcorr.kernels.correction.triton import self_check, verdict_file
-from rollcorr.kernels.correction.triton.verdict_file import Verdict, read_verdict, write_verdict
+from rollcorr.kernels.correction.triton import self_check
+from rollcorr.kernels.correction.triton.self_check import Verdict, read_verdict, write_verdict
 
 CPU = torch.device("cpu")
 
@@ -130,7 +130,7 @@ def test_a_difference_is_warned_of_once_in_a_process_and_an_error_is_tried_again
     with pytest.warns(UserWarning, match=r"impl='auto' takes torch on cpu.*\(standard: loss_mask differs\)"):
         assert not self_check.is_verified(CPU)
     assert not self_check.is_verified(CPU)  # and no second warning, which would be an error here
-    assert read_verdict(verdict_file.machine_of(CPU)) == found
+    assert read_verdict(self_check.machine_of(CPU)) == found
 
     for path in cache.iterdir():
         path.unlink()
@@ -138,11 +138,11 @@ def test_a_difference_is_warned_of_once_in_a_process_and_an_error_is_tried_again
     found = Verdict(False, "ptxas died", failed=True)
     with pytest.warns(UserWarning, match=r"could not be run here \(ptxas died\)"):
         assert not self_check.is_verified(CPU)
-    assert read_verdict(verdict_file.machine_of(CPU)) is None
+    assert read_verdict(self_check.machine_of(CPU)) is None
 
 
 def test_a_verdict_holds_for_one_device_driver_triton_and_package(cache):
-    machine = verdict_file.machine_of(CPU)
+    machine = self_check.machine_of(CPU)
     assert {"device", "torch", "triton", "rollcorr"} <= machine.keys()
     write_verdict(machine, Verdict(True))
     for name in machine:
@@ -154,7 +154,7 @@ def test_a_verdict_holds_for_one_device_driver_triton_and_package(cache):
     "content", [b"", b"{", b"\xff\xfe", b"[]", b'{"agrees": true}', b'{"machine": 1, "agrees": 1}']
 )
 def test_a_damaged_verdict_is_no_verdict(cache, content):
-    machine = verdict_file.machine_of(CPU)
+    machine = self_check.machine_of(CPU)
     write_verdict(machine, Verdict(True))
     (path,) = cache.iterdir()
     path.write_bytes(content)
@@ -167,22 +167,9 @@ def test_a_home_that_cannot_be_written_costs_a_check_and_no_error(tmp_path, monk
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked / "below"))
-    machine = verdict_file.machine_of(CPU)
+    machine = self_check.machine_of(CPU)
     write_verdict(machine, Verdict(True))
     assert read_verdict(machine) is None
-
-
-def test_a_write_that_breaks_off_leaves_the_old_verdict_and_no_litter(cache, monkeypatch):
-    machine = verdict_file.machine_of(CPU)
-    write_verdict(machine, Verdict(True))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.replace", full)
-    write_verdict(machine, Verdict(False, "later"))
-    assert read_verdict(machine) == Verdict(True)
-    assert len(list(cache.iterdir())) == 1
 
 
 def batch_on_a_device(monkeypatch):
@@ -329,7 +316,7 @@ def test_verls_configurations_carry_it():
 
 
 def test_a_verdict_file_says_what_it_holds_for(cache):
-    machine = verdict_file.machine_of(CPU)
+    machine = self_check.machine_of(CPU)
     write_verdict(machine, Verdict(False, "weights differ"))
     (path,) = cache.iterdir()
     kept = json.loads(path.read_text(encoding="utf-8"))

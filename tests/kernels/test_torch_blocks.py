@@ -6,8 +6,6 @@ import contextlib
 import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -15,7 +13,9 @@ import torch
 
 from rollcorr import correct
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.kernels.correction.torch import blocks
+from rollcorr.kernels.correction.torch.table import SequenceTable
 
 B, T = 6, 40
 ODD = {
@@ -50,36 +50,24 @@ def test_odd_values_warn_of_nothing(odd):
 def test_readers_leave_the_number_of_threads(fails, threads):
     """A reader has one thread; its caller, and a thread that begins later, keep their number of threads."""
     threads(3)
-    blocks.forget_readers()
+    blocks._readers.cache_clear()
+    seen = []
+
+    def read(block):
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise ValueError("odd")
+        return SequenceTable(), Statistics.of(sums={"tokens": torch.ones(())})
+
     with pytest.raises(ValueError, match="odd") if fails else contextlib.nullcontext():
-        assert blocks.in_threads(partial(threads_of_a_reader, fails=fails), [0, 1, 2], 2) == [1, 1]
+        blocks.read_blocks(read, torch.ones(4, 2, dtype=torch.bool), None, 2)
+    assert set(seen) == {1}
     assert torch.get_num_threads() == 3
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(torch.get_num_threads).result() == 3
-
-
-def test_readers_that_cannot_start_may_start_later(monkeypatch, threads):
-    threads(3)
-    blocks.forget_readers()
-    start = Thread.start
-
-    def refuse(thread):
-        if thread.name == "rollcorr_1":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start"):
-            blocks.in_threads(partial(threads_of_a_reader, fails=False), [0, 1], 2)
-    assert torch.get_num_threads() == 3
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.get_num_threads).result() == 3
-    assert blocks.in_threads(partial(threads_of_a_reader, fails=False), [0, 1], 2) == [1, 1]
 
 
 def test_concurrent_callers_get_their_own_numbers(monkeypatch, threads):
-    """They share the readers."""
     monkeypatch.setattr(blocks, "CPU_BLOCK", T)
     batches = [batch(0.02 + 0.1 * i, whole=True) for i in range(3)]
     threads(3)
@@ -88,9 +76,3 @@ def test_concurrent_callers_get_their_own_numbers(monkeypatch, threads):
         for _ in range(5):
             found = callers.map(lambda of: correct(*of, impl="torch").statistics.pack(), batches)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def threads_of_a_reader(share, fails):
-    if fails:
-        raise ValueError("odd")
-    return torch.get_num_threads()

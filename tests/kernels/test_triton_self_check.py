@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollcorr.kernels.correction.triton import self_check, status
-from rollcorr.kernels.correction.triton.verdict_file import Verdict
+from rollcorr.kernels.correction.triton.self_check import Verdict
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
 if status() is not None:

@@ -42,30 +42,29 @@ def check_tensors(**tensors: object) -> None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
-        _check_kind(name, tensor, has_memory=not traced)
+        kind = type(tensor)
+        if kind not in _PLAIN and _dispatches(tensor) and kind.__name__ not in _STAND_INS:
+            raise ValueError(
+                f"{name} is a {kind.__name__}, and plain tensors are needed; give its values, e.g. a DTensor's "
+                "to_local()"
+            )
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(
+                f"{name} is {layout}, and dense tensors are needed; give {name}.to_dense() or a padded tensor"
+            )
+        if tensor.dtype not in _REAL:
+            raise ValueError(f"{name} is {tensor.dtype}; real numbers or bool are needed, e.g. {name}.float()")
+
+        # Torch would read address 0, which ends the process.
+        if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
             raise ValueError(
                 f"{first[0]} is on {first[1]} and {name} is on {tensor.device}; move them to one device, e.g. "
                 f"{name}.to({first[0]}.device)"
             )
-
-
-def _check_kind(name: str, tensor: Tensor, *, has_memory: bool) -> None:
-    kind = type(tensor)
-    if _dispatches(tensor) and kind.__name__ not in _STAND_INS:
-        raise ValueError(
-            f"{name} is a {kind.__name__}, and plain tensors are needed; give its values, e.g. a DTensor's to_local()"
-        )
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ValueError(f"{name} is {layout}, and dense tensors are needed; give {name}.to_dense() or a padded tensor")
-    if tensor.dtype not in _REAL:
-        raise ValueError(f"{name} is {tensor.dtype}; real numbers or bool are needed, e.g. {name}.float()")
-
-    # Torch would read address 0, which ends the process.
-    if has_memory and tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
 
 
 def type_name(value: object) -> str:
@@ -127,7 +126,8 @@ def is_traced() -> bool:
     """Return whether torch records or transforms operations, so that it must see each of them."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
-    return in_transform() or _active_mode(_FAKE) is not None or _active_mode(_PROXY) is not None
+    modes = _active_mode(_FAKE), _active_mode(_PROXY)
+    return torch._C._are_functorch_transforms_active() or modes != (None, None)
 
 
 def in_host_memory(*tensors: Tensor) -> bool:

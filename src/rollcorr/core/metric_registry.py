@@ -220,6 +220,9 @@ METRICS: dict[str, Metric] = metric_table(
 _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in criterion_metrics(criterion).items()}
 _REGISTRY = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS
 
+HEALTHY_RANGES = {name: found.healthy for name, found in _REGISTRY.items() if found.healthy is not None}
+"""Bare name → what a healthy run shows, of the metrics that have a limit or an ideal."""
+
 
 def metric(name: str) -> Metric:
     """Look a metric up by its bare or prefixed name, those of rejection criteria and of denoising steps included.

@@ -13,15 +13,13 @@ same weights. `rollcorr.health` has rules over several numbers, judges a run by 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollcorr.core.boundary import in_host_memory
-from rollcorr.core.metric_registry import metric
+from rollcorr.core.metric_registry import HEALTHY_RANGES
 
 if TYPE_CHECKING:
     from rollcorr.config import RolloutCorrectionConfig
-    from rollcorr.core.health_ranges import HealthyRange
     from rollcorr.correction.result import Correction
 
 FIRST = ("k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "t_times_kl")
@@ -63,7 +61,7 @@ def summary_text(correction: Correction) -> str:
     overview = _overview(metrics)
     lines = [f"{overview.verdict}: {overview.kept}"]
     for name in overview.shown:
-        limits = _range(name)
+        limits = HEALTHY_RANGES.get(name)
         ideal = "" if limits is None else f"ideal {limits.ideal}"
         mark = "  <- beyond its limit" if name in overview.beyond else ""
         lines.append(f"  {name:34} {metrics[name]:10.4g}   {ideal}{mark}".rstrip())
@@ -78,7 +76,7 @@ def _overview(metrics: Mapping[str, float]) -> _Overview:
     beyond = []
     for name, value in metrics.items():
         # At six digits: a float32 weight truncated at 2 may read 2.0000002.
-        limits = _range(name)
+        limits = HEALTHY_RANGES.get(name)
         if limits is not None and limits.breached(float(f"{value:.6g}")) is not None:
             beyond.append(name)
 
@@ -86,11 +84,6 @@ def _overview(metrics: Mapping[str, float]) -> _Overview:
     rejected = metrics.get("rollout_rs_masked_fraction", 0.0)
     kept = f"{round(tokens * (1 - rejected)):,} of {tokens:,.0f} tokens kept"
     return _Overview("unhealthy" if beyond else "within limits", kept, list(shown), beyond)
-
-
-@lru_cache(maxsize=1024)
-def _range(name: str) -> HealthyRange | None:
-    return metric(name).healthy
 
 
 def described(config: RolloutCorrectionConfig | None) -> str:

@@ -28,10 +28,10 @@ from rollcorr.correction.process_groups import (
     members,
 )
 from rollcorr.correction.result import Correction, StepCounts, mean_weight, with_context
-from rollcorr.kernels.correction.call import CorrectionOutput, Out, check_out, copied_to
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, check_out, copied_to
 from rollcorr.kernels.correction.detail import Detail as Detail
 from rollcorr.kernels.correction.detail import sequence_detail, token_detail
-from rollcorr.kernels.correction.dispatch import asked_for, correction_kernel
+from rollcorr.kernels.correction.dispatch import correction_kernel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -277,7 +277,7 @@ def _kernel(
 ) -> CorrectionOutput:
     """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
     train, rollout, mask, cu_seqlens, context_group = inputs
-    impl = asked_for(impl, config)
+    impl = config.impl if impl == "auto" else impl
     if context_group is None or impl != "reference":
         reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
@@ -304,17 +304,8 @@ def _detail(
         check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
 
     # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
-    neutral = config.nonfinite == "neutral"
-    tokens, table = token_detail(
-        train,
-        rollout,
-        mask,
-        weights,
-        detail,
-        neutral=neutral,
-        cu_seqlens=cu_seqlens,
-        compiled_for=config if impl in ("auto", "cpu") else None,
-    )
+    batch = Batch(train, rollout, mask, cu_seqlens)
+    tokens, table = token_detail(batch, config, weights, detail, compiled=impl in ("auto", "cpu"))
     reduce = context_reduction(context_group)
     if reduce is not None:
         tokens = gather_statistics(tokens, context_group)

@@ -5,7 +5,6 @@ runs torch: it walks over blocks that stay in cache. `cpu` is the same in compil
 is the same for GPUs, in three launches. `rows` is the list of statistics that all of them leave.
 """
 
-from rollcorr.kernels.correction.dispatch import implementations
-from rollcorr.kernels.correction.warm import warm
+from rollcorr.kernels.correction.dispatch import implementations, warm
 
 __all__ = ["implementations", "warm"]

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import check_tensors, is_traced, why_no_address
-from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
+
+LARGEST_SAFETY_BOUND = 40.0
+"""Nats, where squares of weights are summed in float32, which ends at e^88."""
 
 Out = tuple["Tensor | None", Tensor]
 """Buffers for the weights (None where there are none) and the loss mask."""
@@ -32,14 +34,9 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None = None
 
     @property
-    def named(self) -> tuple[tuple[str, Tensor], ...]:
+    def named(self) -> dict[str, Tensor]:
         """The tensors under the names that errors give them."""
-        return ("train_log_prob", self.train), ("rollout_log_prob", self.rollout), ("response_mask", self.mask)
-
-    @property
-    def sequences(self) -> int:
-        """B."""
-        return sequence_count(self.mask, cu_seqlens=self.cu_seqlens)
+        return {"train_log_prob": self.train, "rollout_log_prob": self.rollout, "response_mask": self.mask}
 
 
 class CorrectionOutput(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,14 +11,13 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.histograms import histogram_of
 from rollcorr.core.integer_checks import truth
-from rollcorr.core.layout import sequence_count
-from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
+from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens, token_log_ratio
 from rollcorr.core.tops import top_entries, top_indices
 from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.cpu.kernel import cpu_detail, why_not
-from rollcorr.kernels.correction.torch.blocks import in_threads, threads_for, token_blocks
-from rollcorr.kernels.correction.torch.table import Block, SequenceTable, joined
+from rollcorr.kernels.correction.torch.blocks import read_blocks
+from rollcorr.kernels.correction.torch.table import Block, SequenceTable
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,96 +36,68 @@ class Detail:
 
 
 def token_detail(
-    train_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    mask: Tensor,
-    weights: Tensor | None,
-    detail: Detail,
-    *,
-    neutral: bool,
-    cu_seqlens: Tensor | None = None,
-    compiled_for: RolloutCorrectionConfig | None = None,
+    batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, detail: Detail, *, compiled: bool
 ) -> tuple[Statistics, SequenceTable]:
     """Read every token once for what is shown in detail: histograms of d and of the weights, and the worst tokens.
 
     Args:
-        train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
-        rollout_log_prob: log μ, nats. Same shape.
-        mask: non-zero on response tokens. Same shape; any dtype.
-        weights: applied weights before normalization, same shape; None if there are none.
+        batch: what was corrected; the mask may be of any dtype.
+        config: how missing log-probs count.
+        weights: applied weights before normalization, in the mask's shape; None if there are none.
         detail: how tokens are named.
-        neutral: `nonfinite="neutral"` holds, so missing tokens have weights too.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        compiled_for: the configuration, where compiled C may read the batch if it can. None: torch reads it.
+        compiled: whether compiled C may read the batch, if it can.
 
     Returns:
         The histograms and the worst tokens, and the per-sequence table that `sequence_detail` reads.
     """
-    sequences = sequence_count(mask, cu_seqlens=cu_seqlens)
-    if compiled_for is not None:
-        batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
-        if why_not(batch, compiled_for) is None:
-            return _compiled(batch, compiled_for, weights, detail)
-    mask = truth(mask)
+    if compiled and why_not(batch, config) is None:
+        sums, statistics = cpu_detail(batch, config, weights)
+        table = SequenceTable(zip(_COLUMNS, sums, strict=True))
+    else:
+        batch = batch._replace(mask=truth(batch.mask))
+        read = partial(_read, batch, weights, config.nonfinite == "neutral")
+        table, statistics = read_blocks(read, batch.mask, batch.cu_seqlens)
 
-    def read_share(blocks: list[Block]) -> tuple[Statistics, SequenceTable]:
-        """What one thread makes of its share of the blocks."""
-        table = SequenceTable(_COLUMNS, sequences, mask.device)
-        per_block = []
-        for block in blocks:
-            at = block.at
-            valid = mask[at]
-            classes = classify_tokens(train_log_prob[at], rollout_log_prob[at], valid)
-            compared = classes.measured | classes.zero_probability
-            d = token_log_ratio(train_log_prob[at], rollout_log_prob[at], classes.measured)
-
-            # One row for each column of the table, in the same order.
-            columns = (d, classes.zero_probability, compared)
-            table.add(torch.stack([column.double() for column in columns]), block)
-
-            histograms = {"log_ratio": histogram_of(d, classes.measured)}
-            if weights is not None:
-                histograms["weight"] = histogram_of(weights[at], valid if neutral else compared)
-
-            # A token of probability zero is among the worst, as −∞. Up to here its d was 0, and the column `zero`
-            # counted it.
-            d.masked_fill_(classes.zero_probability, -torch.inf)
-            worst = _worst_tokens(d, compared, block, detail, cu_seqlens)
-            per_block.append(Statistics.of(histograms=histograms, tops={"tokens": worst}))
-        return merge_statistics(per_block), table
-
-    passes = in_threads(read_share, list(token_blocks(mask, cu_seqlens)), threads_for(mask))
-
-    # Each thread filled a table of all sequences from its own blocks; together they are whole.
-    statistics, tables = zip(*passes, strict=True)
-    return merge_statistics(statistics), joined(tables)
-
-
-_COLUMNS = ("log_ratio", "zero", "compared")
-"""Of the per-sequence table, in the order in which they are summed."""
-
-
-def _compiled(
-    batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, detail: Detail
-) -> tuple[Statistics, SequenceTable]:
-    """What `token_detail` returns, read in compiled C."""
-    seen = cpu_detail(batch, config, weights)
-    table = SequenceTable(_COLUMNS, batch.sequences, batch.mask.device)
-    table.neighbors(_COLUMNS[0], _COLUMNS[-1]).copy_(seen.sums)
-
-    # C names a token by its place in its sequence.
-    value, sequence, at = seen.worst.unbind(-1)
+    # Up to here a token is known by its place in its sequence.
+    value, sequence, at = statistics.rows["tops"][0].unbind(-1)
     exists = sequence >= 0
     if detail.position_ids is not None and batch.mask.numel():
         row, place = sequence.clamp(min=0).long(), at.clamp(min=0).long()
         start = row * batch.mask.shape[-1] if batch.cu_seqlens is None else batch.cu_seqlens[row]
         at = detail.position_ids.flatten()[start + place]
     worst = top_entries(value, sequence + detail.sequence_offset, at, exists)
+    return Statistics(statistics.names, {**statistics.rows, "tops": worst.unsqueeze(0)}), table
 
-    histograms = {"log_ratio": seen.log_ratio}
+
+_COLUMNS = ("log_ratio", "zero", "compared")
+"""Of the per-sequence table, in the order in which they are summed."""
+
+
+def _read(batch: Batch, weights: Tensor | None, neutral: bool, block: Block) -> tuple[SequenceTable, Statistics]:
+    """Read a block in torch."""
+    train, rollout, valid = batch.train[block.at], batch.rollout[block.at], batch.mask[block.at]
+    classes = classify_tokens(train, rollout, valid)
+    compared = classes.measured | classes.zero_probability
+    d = token_log_ratio(train, rollout, classes.measured)
+    columns = (d, classes.zero_probability, compared)
+    table = SequenceTable((name, block.sum(x.double())) for name, x in zip(_COLUMNS, columns, strict=True))
+
+    histograms = {"log_ratio": histogram_of(d, classes.measured)}
     if weights is not None:
-        histograms["weight"] = seen.weight
-    return Statistics.of(histograms=histograms, tops={"tokens": worst}), table
+        histograms["weight"] = histogram_of(weights[block.at], valid if neutral else compared)
+
+    # A token of probability zero is among the worst, as −∞.
+    d = d.masked_fill_(classes.zero_probability, -torch.inf).flatten()
+    found, exists = top_indices(d, compared.flatten())
+    ids = block.ids()
+    if ids is None or batch.cu_seqlens is None:
+        width = max(1, valid.shape[1])
+        sequence, place = block.at.start + found // width, found % width
+    else:
+        sequence = ids[found]
+        place = block.at.start + found - batch.cu_seqlens[sequence]
+    worst = top_entries(d[found], sequence, place, exists)
+    return table, Statistics.of(histograms=histograms, tops={"tokens": worst})
 
 
 def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
@@ -137,19 +109,3 @@ def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
     return Statistics.of(
         histograms={"sequence_log_ratio": histogram_of(product, tokens > 0)}, tops={"sequences": worst}
     )
-
-
-def _worst_tokens(d: Tensor, mask: Tensor, block: Block, detail: Detail, cu_seqlens: Tensor | None) -> Tensor:
-    """(TOP, 3): log-ratio, sequence and position of a block's worst tokens."""
-    found, exists = top_indices(d.flatten(), mask.flatten())
-    start = block.at.start
-    ids = block.ids()
-    if ids is not None and cu_seqlens is not None:
-        sequence = ids[found]
-        position = found + start - cu_seqlens[sequence]
-    else:
-        width = max(1, d.shape[1])
-        sequence, position = start + found // width, found % width
-    if detail.position_ids is not None:
-        position = detail.position_ids[block.at].flatten()[found]
-    return top_entries(d.flatten()[found], sequence + detail.sequence_offset, position, exists)

@@ -15,7 +15,7 @@ valid, counted, compared and measured tokens are defined on docs/reference/notat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -303,10 +303,9 @@ class Abilities(NamedTuple):
         return None
 
 
-def missing_rows(computed: Mapping[str, Iterable[str]]) -> tuple[Row, ...]:
-    """The rows of the list that are not among these: kind → names, with {criterion} for the name of a criterion."""
-    names = {kind: frozenset(of_kind) for kind, of_kind in computed.items()}
-    return tuple(row for row in (*ROWS, *CRITERION_ROWS) if row.name not in names[row.kind])
+def missing_rows(computed: Container[tuple[str, str]]) -> tuple[Row, ...]:
+    """The rows of the list that are not among these: kinds and names, with {criterion} for the name of a criterion."""
+    return tuple(row for row in (*ROWS, *CRITERION_ROWS) if (row.kind, row.name) not in computed)
 
 
 def _lacks(row: Row) -> str:

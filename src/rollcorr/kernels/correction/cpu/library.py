@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,33 +20,26 @@ FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
 ABI = 9
 
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "rollcorr_offsets_fit": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+    "rollcorr_large_pages": (None, [ctypes.c_void_p, ctypes.c_int64]),
+    "rollcorr_correct": (ctypes.c_int, [ctypes.c_char_p]),
+    "rollcorr_detail": (None, [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]),
+    "rollcorr_seen_size": (ctypes.c_int64, []),
+    **dict.fromkeys(
+        ("rollcorr_sums", "rollcorr_criterion_sums", "rollcorr_moments", "rollcorr_extremes"), (ctypes.c_char_p, [])
+    ),
+}
+"""Name → what a function returns and takes; a job comes as its bytes."""
+
 
 class Library(NamedTuple):
-    """A library that runs here, and where it puts each row of the statistics."""
+    """A library that runs here, and the rows that it computes."""
 
     level: str
     functions: ctypes.CDLL
     names: dict[str, tuple[str, ...]]  # sums, criterion_sums, moments, extremes
     abilities: Abilities
-
-    def places(self, kind: str, name: str, criteria: tuple[str, ...]) -> range:
-        """Where a row is among the numbers of a set: `kind` is sums, moments or extremes."""
-        size = {"sums": 1, "moments": 3, "extremes": 2}[kind]
-        samples = len(self.names["criterion_sums"]) if kind == "sums" else 2
-        batch_rows = self.names[kind]
-        if name in batch_rows:
-            place = batch_rows.index(name)
-        else:
-            _, criterion, *what = name.split("/")  # rs/{criterion}, rs/{criterion}/seq, rs/{criterion}/{sum}
-            sample = self.names["criterion_sums"].index(what[0]) if kind == "sums" else len(what)
-            place = len(batch_rows) + criteria.index(criterion) * samples + sample
-        start = self._start(kind) + size * place
-        return range(start, start + size)
-
-    def _start(self, kind: str) -> int:
-        sums = len(self.names["sums"]) + MAX_CRITERIA * len(self.names["criterion_sums"])
-        moments = 3 * (len(self.names["moments"]) + 2 * MAX_CRITERIA)
-        return {"sums": 0, "moments": sums, "extremes": sums + moments}[kind]
 
 
 @cache
@@ -88,18 +82,14 @@ def load(folder: Path, level: str) -> Library | str:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} does not load ({error})"
-    for name in ("rollcorr_abi", "rollcorr_job_size"):
-        getattr(functions, name).restype = ctypes.c_int64
     if (functions.rollcorr_abi(), functions.rollcorr_job_size()) != (ABI, ctypes.sizeof(Job)):
         return f"{path.name} was built from another version of rollcorr; reinstall rollcorr"
-    functions.rollcorr_offsets_fit.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    functions.rollcorr_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    functions.rollcorr_large_pages.restype = None
-    functions.rollcorr_correct.argtypes = [ctypes.c_char_p]  # the bytes of a job
-    functions.rollcorr_detail.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
-    functions.rollcorr_detail.restype, functions.rollcorr_seen_size.restype = None, ctypes.c_int64
-    names = {kind: _names(functions, kind) for kind in ("sums", "criterion_sums", "moments", "extremes")}
-    abilities = Abilities(missing_rows(_row_names(names)), KINDS, SCOPES)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    kinds = ("sums", "criterion_sums", "moments", "extremes")
+    names = {kind: tuple(getattr(functions, f"rollcorr_{kind}")().decode().split()) for kind in kinds}
+    abilities = Abilities(missing_rows(places_of(names, ["{criterion}"])), KINDS, SCOPES)
     return Library(level, functions, names, abilities)
 
 
@@ -110,21 +100,21 @@ def _levels_of(capability: str) -> tuple[str, ...]:
     return LEVELS[1:] if capability == "AVX2" else LEVELS[2:]
 
 
-def _row_names(names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """What the library computes, under the names that the list of rows has."""
-    of_criterion = tuple(f"rs/{{criterion}}/{name}" for name in names["criterion_sums"])
-    samples = "rs/{criterion}", "rs/{criterion}/seq"
-    return {
-        "sums": names["sums"] + of_criterion,
-        "moments": names["moments"] + samples,
-        "extremes": names["extremes"] + samples,
-    }
+def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> dict[tuple[str, str], range]:
+    """Where each row is among the numbers of a set, by kind and name: those of the batch, then those of each criterion.
 
-
-def _names(functions: ctypes.CDLL, kind: str) -> tuple[str, ...]:
-    read = getattr(functions, f"rollcorr_{kind}")
-    read.restype = ctypes.c_char_p
-    return tuple(read().decode().split())
+    Args:
+        names: of a library, which has room for `MAX_CRITERIA`.
+        criteria: the names that stand there.
+    """
+    places: dict[tuple[str, str], range] = {}
+    start = 0
+    for kind, size in (("sums", 1), ("moments", 3), ("extremes", 2)):
+        samples = [f"/{name}" for name in names["criterion_sums"]] if kind == "sums" else ["", "/seq"]
+        rows = [*names[kind], *(f"rs/{criterion}{sample}" for criterion in criteria for sample in samples)]
+        places |= {(kind, name): range(start + i * size, start + (i + 1) * size) for i, name in enumerate(rows)}
+        start += size * (len(names[kind]) + MAX_CRITERIA * len(samples))
+    return places
 
 
 def _why_absent(folder: Path, level: str) -> str:

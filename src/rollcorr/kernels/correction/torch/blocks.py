@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from itertools import pairwise
-from threading import Barrier, Lock
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import Computed
 from rollcorr.kernels.correction.torch.decide import decide
-from rollcorr.kernels.correction.torch.table import Block, Reduction, SequenceTable, joined, merge_blocks
+from rollcorr.kernels.correction.torch.table import Block, Reduction, SequenceTable
 from rollcorr.kernels.correction.torch.tokens import TokenPass
 
-CPU_BLOCK = 1 << 15
-"""Tokens in a block on the CPU: its buffers stay in cache, and torch runs no operation on it in threads of its own."""
+CPU_BLOCK = 1 << 16
+"""Tokens in a block on the CPU: operations cost more than asking for them, and what they use stays in cache."""
 
 DEVICE_BLOCK = 1 << 20
 """Tokens in a block elsewhere: enough to fill the device, few enough that the buffers stay near 100 MB."""
 
 
-Piece = tuple[Block, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
-"""A block with its part of the log-probs, the mask, the weights and the loss mask."""
+Read = tuple[SequenceTable, Statistics]
+"""What was read of some tokens: sums over each sequence, and the rows that tokens alone decide."""
 
 
 def torch_correction(
@@ -47,123 +44,84 @@ def torch_correction(
 ) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
-    blocks = list(token_blocks(batch.mask, batch.cu_seqlens, block_tokens))
-    sizes = [block.at.stop - block.at.start for block in blocks]
-    pieces = list(
-        zip(
-            blocks,
-            batch.train.split(sizes),
-            batch.rollout.split(sizes),
-            batch.mask.split(sizes),
-            [None] * len(blocks) if weights is None else weights.split(sizes),
-            loss_mask.split(sizes),
-            strict=True,
-        )
-    )
 
-    def read(share: list[Piece]) -> TokenPass:
-        tokens = TokenPass(config, batch.sequences, batch.mask.device)
-        for piece in share:
-            tokens.read(*piece)
-        return tokens
+    def read(block: Block) -> Read:
+        at = block.at
+        tokens = TokenPass(block, batch.train[at], batch.rollout[at], batch.mask[at], config)
+        loss_mask[at].copy_(tokens.kept)
+        if weights is not None:
+            weights[at].copy_(tokens.weights)
+        return tokens.table, Statistics.of(**tokens.rows._asdict())
 
-    table, rows = _merged(in_threads(read, pieces, threads_for(batch.mask)))
+    table, rows = read_blocks(read, batch.mask, batch.cu_seqlens, block_tokens)
     if reduce is not None:
-        rows = Computed.of(reduce(table, Statistics.of(**rows._asdict())))
-    _derive(table, config)
-    decision = decide(table, rows, config)
+        rows = reduce(table, rows)
+    kept, weight, statistics = decide(table, Computed.of(rows), config)
 
     # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
-    for block in blocks if batch.cu_seqlens is not None else [Block(slice(None), None)]:
-        _spread(decision.kept, loss_mask, block)
-        if weights is not None and decision.weight is not None:
-            _spread(decision.weight.float(), weights, block)
+    packed = batch.cu_seqlens is not None
+    for block in token_blocks(batch.mask, batch.cu_seqlens, block_tokens) if packed else [Block(slice(None), None)]:
+        _spread(kept, loss_mask, block)
+        if weights is not None and weight is not None:
+            _spread(weight.float(), weights, block)
 
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
-    kept = decision.keeps_tokens | (table["valid"] == 0)
+    sequence_kept = (kept & (table["kept"] > 0)) | (table["valid"] == 0)
     policy_sums = torch.stack([table[column] for column in ("valid", "measured", "train", "rollout")])
-    return CorrectionOutput(weights, loss_mask, kept, decision.statistics, policy_sums)
+    return CorrectionOutput(weights, loss_mask, sequence_kept, statistics, policy_sums)
 
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def in_threads(read: Callable[[list[Item]], Result], blocks: list[Item], threads: int) -> list[Result]:
-    """Read the blocks in contiguous shares, one for each thread; what each gave, in order.
+def read_blocks(
+    read: Callable[[Block], Read], mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None
+) -> Read:
+    """Read the blocks of a batch in threads, and merge what `read` returns, in order.
 
     Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a
-    hundred barriers, and each waits for the slowest core of a busy machine.
+    hundred barriers, and each waits for the slowest core of a busy machine. While torch.compile traces there is one
+    block; on a device there is one thread, as the device has many itself.
     """
-    threads = max(1, min(threads, len(blocks)))
+    blocks = list(token_blocks(mask, cu_seqlens, size))
+    packed, threads = cu_seqlens is not None, 1
+    if len(blocks) > 1 and mask.is_cpu:
+        threads = min(torch.get_num_threads(), len(blocks))
     if threads == 1:
-        return [read(blocks)]
-    bounds = [len(blocks) * i // threads for i in range(threads + 1)]
-    with _starting:
-        pool = _readers(threads)
-    results = [pool.submit(read, blocks[start:end]) for start, end in pairwise(bounds)]
+        return _merged(map(read, blocks), packed=packed)
+    own = torch.get_num_threads()
+    results: list[Future[Read]] = []
     try:
-        return [result.result() for result in results]
+        results.extend(_readers(threads).submit(read, block) for block in blocks)
+        return _merged((result.result() for result in results), packed=packed)
     finally:
         wait(results)  # after an error too, for they write to the caller's buffers
-
-
-_starting = Lock()
+        torch.set_num_threads(own)  # what new threads begin with
 
 
 @cache
 def _readers(threads: int) -> ThreadPoolExecutor:
-    """Threads that read blocks, and in which torch starts none of its own.
-
-    torch would cut exp and dot of even a small block among more threads, and readers would wait for those of each
-    other. They stay between calls, because torch's number of threads is a thread's own, but also what every new thread
-    begins with: it is 1 while readers start.
-    """
-    pool, begun = ThreadPoolExecutor(threads, "rollcorr"), Barrier(threads + 1)
-
-    def begin() -> None:
-        torch.get_num_threads()  # which a thread takes over from the process once, when it first asks
-        torch.set_num_threads(1)
-        begun.wait()
-
-    own = torch.get_num_threads()
-    try:
-        for _ in range(threads):
-            pool.submit(begin)
-        begun.wait()
-    except BaseException:
-        begun.abort()
-        pool.shutdown()
-        raise
-    finally:
-        torch.set_num_threads(own)
-    return pool
-
-
-def forget_readers() -> None:
-    """Start new readers at the next call. A fork leaves the old ones behind, with their lock."""
-    global _starting
-    _starting = Lock()
-    _readers.cache_clear()
+    """Threads that read blocks. They stay between calls: new ones have fresh memory, which costs more than reading."""
+    return ThreadPoolExecutor(threads, "rollcorr", _start_no_threads)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget_readers)
+    os.register_at_fork(after_in_child=_readers.cache_clear)
 
 
-def threads_for(tokens: Tensor) -> int:
-    """How many threads read blocks of these tokens: torch's own on the CPU; elsewhere the device has many itself.
-
-    While torch.compile traces there is one, and the code that it makes has threads of its own.
-    """
-    if torch.compiler.is_compiling() or tokens.device.type != "cpu":
-        return 1
-    return torch.get_num_threads()
+def _start_no_threads() -> None:
+    """Keep torch from cutting operations among more threads in this one."""
+    torch.get_num_threads()  # which a thread takes over from the process once, when it first asks
+    torch.set_num_threads(1)
 
 
-def _merged(passes: list[TokenPass]) -> tuple[SequenceTable, Computed]:
-    rows = merge_blocks([rows for tokens in passes for rows in tokens.per_block])
-    return joined([tokens.table for tokens in passes]), rows
+def _merged(parts: Iterator[Read], *, packed: bool) -> Read:
+    """Merge what was read of blocks; those of packed sequences each have a number for every sequence."""
+    table, rows = next(parts)
+    of_blocks = [rows]
+    for other, rows in parts:
+        table.join(other, packed=packed)
+        of_blocks.append(rows)
+
+    # One block has nothing to merge, and each operation is a launch on a device.
+    return table, merge_statistics(of_blocks) if len(of_blocks) > 1 else rows
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
@@ -174,7 +132,7 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
     """
     if torch.compiler.is_compiling():
         size = max(1, mask.numel())
-    size = size or (CPU_BLOCK if mask.device.type == "cpu" else DEVICE_BLOCK)
+    size = size or (CPU_BLOCK if mask.is_cpu else DEVICE_BLOCK)
     step = size if cu_seqlens is not None else max(1, size // max(1, mask.shape[1]))
     offsets = None if cu_seqlens is None else cu_seqlens.to(torch.int64)
     total = mask.shape[0]
@@ -190,19 +148,3 @@ def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
     """Multiply every token of a block by its sequence's value, in place."""
     ids = block.ids()
     out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])
-
-
-def _derive(table: SequenceTable, config: RolloutCorrectionConfig) -> None:
-    """Columns that follow from the summed ones."""
-    table["counted"] = table["valid"] if config.nonfinite == "neutral" else table["compared"]
-    table["k3"] = (table["expm1"] - table["capped"]).clamp(min=0.0)  # Σ (e^d − 1 − d); rounding may leave −1e-17
-    if config.rollout_is == "token" and config.is_mode == "none":
-        table["raw"] = table["weight"]
-
-    # Without token-level criteria only missing tokens can be rejected one by one, and the blocks count nothing.
-    if not any(criterion.scope == "token" for criterion in config.criteria):
-        rejects_missing = config.nonfinite in ("reject_token", "raise")
-        table["kept"] = table["compared"] if rejects_missing else table["valid"]
-        table["rejected_once"] = table["valid"] - table["kept"]
-        if config.rollout_is == "token":
-            table["kept_weight"] = table["weight"]

@@ -1,8 +1,7 @@
 """From per-sequence sums to decisions and statistics: the second step of the correction in torch.
 
-docs/background/correction.md says what is decided and why. First everything that is known of each sequence is noted in
-a tally. The tally then becomes rows, all of one kind at once: for a GPU, and for eager torch, an operation on a few
-hundred numbers costs what it costs on one.
+docs/background/correction.md says what is decided and why. What each sequence adds to a row is noted first, and all is
+summed at once: for a GPU, and for eager torch, an operation on a few hundred numbers costs what it costs on one.
 """
 
 from __future__ import annotations
@@ -15,331 +14,131 @@ from torch import Tensor
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
-from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, no_extremes
-from rollcorr.core.weights import between, bounded_weights
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, extremes_of, no_extremes
+from rollcorr.core.weights import bounded_weights
 from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences, Values, rows_of
 from rollcorr.kernels.correction.torch.table import SequenceTable
 
 
-class Decision(NamedTuple):
-    """What is decided for whole sequences.
+class _Tally(NamedTuple):
+    """What was read of the tokens, and what each sequence adds to the rows.
 
     Attributes:
-        kept: (B,) bool: no sequence-level rejector takes it.
-        keeps_tokens: (B,) bool: it is kept, and so is at least one of its tokens.
-        weight: (B,) float64 weight of every token, at sequence and geometric level; None otherwise.
-        statistics: the batch's rows.
+        table: sums over each sequence.
+        sequences: what follows from them.
+        rows: the rows so far.
+        sums: (B,) numbers or bools by name; the row is their sum.
+        samples: (B,) numbers by name; the rows are their moments and extremes, where finite and something is counted.
     """
 
-    kept: Tensor
-    keeps_tokens: Tensor
-    weight: Tensor | None
-    statistics: Statistics
+    table: SequenceTable
+    sequences: Sequences
+    rows: Computed
+    sums: Values
+    samples: Values
+
+    def finish(self) -> None:
+        """Fill the rows."""
+        for dtype in (torch.bool, STATISTICS_DTYPE):
+            chosen = {name: values for name, values in self.sums.items() if values.dtype == dtype}
+            totals = torch.stack(list(chosen.values())).sum(-1, dtype=STATISTICS_DTYPE)
+            self.rows.sums.update(zip(chosen, totals.unbind(), strict=True))
+        if not self.samples:
+            return
+        values = torch.stack(list(self.samples.values()))
+        seen = values.isfinite() & self.sequences.has_counted
+        for rows, found in ((self.rows.moments, _moments(values, seen)), (self.rows.extremes, _extremes(values, seen))):
+            rows.update(zip(self.samples, found.unbind(), strict=True))
 
 
-class _Tally:
-    """What each sequence adds to the rows, (B,) each, under the name of its row.
+def decide(
+    table: SequenceTable, rows: Computed, config: RolloutCorrectionConfig
+) -> tuple[Tensor, Tensor | None, Statistics]:
+    """Weigh and reject sequences, and finish the rows of statistics that the blocks began.
 
-    Attributes:
-        numbers: the row is their sum.
-        conditions: bool; the row is how many hold.
-        of_counted: the same, where the sequence has a counted token.
-        samples: the rows are moments and extremes, where finite and the sequence has a counted token.
-        repeated: the rows are moments of a sample in which each value occurs once per counted token.
+    Returns:
+        Which sequences every sequence-level rejector keeps, (B,) bool; their tokens' weight, (B,) float64, at sequence
+        and geometric level; and the batch's rows.
     """
-
-    def __init__(self, sequences: Sequences) -> None:
-        self.sequences = sequences
-        self.numbers: Values = {}
-        self.conditions: Values = {}
-        self.of_counted: Values = {}
-        self.samples: Values = {}
-        self.repeated: Values = {}
-
-    def sums(self) -> Values:
-        """Name → sum, 0-d float64."""
-        found: Values = {}
-        for values in (self.numbers, self.conditions, self.of_counted):
-            if values:
-                columns = torch.stack(list(values.values()))
-                if values is self.of_counted:
-                    columns &= self.sequences.has_counted
-                found |= zip(values, columns.sum(-1, dtype=STATISTICS_DTYPE).unbind(), strict=True)
-        return found
-
-    def describe(self, rows: Computed) -> None:
-        """Fill the moments and extremes of all samples."""
-        if self.samples:
-            values = torch.stack(list(self.samples.values()))
-            seen = (values.abs() < torch.inf) & self.sequences.has_counted
-            rows.moments.update(zip(self.samples, _moments(values, seen, ~seen).unbind(), strict=True))
-            rows.extremes.update(zip(self.samples, _extremes(values, values, ~seen).unbind(), strict=True))
-            rows.moments.pop("log_weight", None)  # of which only the ends are a row
-        if self.repeated:
-            repeated = _repeated_moments(torch.stack(list(self.repeated.values())), self.sequences.counted)
-            rows.moments.update(zip(self.repeated, repeated.unbind(), strict=True))
-
-
-class _State:
-    """What was read of the tokens, what it says about each sequence, and the rows of statistics so far."""
-
-    def __init__(self, table: SequenceTable, blocks: Computed, config: RolloutCorrectionConfig) -> None:
-        self.table, self.blocks, self.config = table, blocks, config
-        self.sequences = Sequences(
-            valid=table["valid"],
-            counted=table["counted"],
-            compared=table["compared"],
-            measured=table["measured"],
-            logs=table.neighbors("log_ratio", "rollout"),
-        )
-        self.tally, self.rows = _Tally(self.sequences), Computed({}, {}, {})
-        self.at_least_one_counted = self.sequences.counted.clamp(min=1)  # what means are divided by
-
-
-def decide(table: SequenceTable, blocks: Computed, config: RolloutCorrectionConfig) -> Decision:
-    """Weigh and reject sequences, and finish every row of statistics."""
-    state = _State(table, blocks, config)
-    _compare(state)
+    sequences = Sequences(
+        valid=table["valid"],
+        counted=table["valid" if config.nonfinite == "neutral" else "compared"],
+        compared=table["compared"],
+        measured=table["measured"],
+        logs=torch.stack([table["log_ratio"], table["train"], table["rollout"]]),
+    )
+    tally = _Tally(table, sequences, rows, {"k3": table["k3"]}, {})
+    for row in rows_of(config):
+        if row.of is not None and row.kind == "sums":
+            tally.sums[row.name] = row.of(sequences)
+        elif row.of is not None:
+            rows.extremes[row.name] = extremes_of(row.of(sequences), sequences.has_measured)
+    rows.extremes["safety_bound"] = torch.full_like(rows.extremes["log_ratio"], config.safety_bound)
 
     # Rejection does not look at weights, nor weights at rejection; only the denominators need both.
-    kept, keeps_tokens = _reject(state)
-    weight = _weigh(state, kept) if config.rollout_is is not None else None
-    return Decision(kept, keeps_tokens, weight, _statistics(state))
+    kept = _reject(tally, config)
+    weight = None if config.rollout_is is None else _weigh(tally, kept, config)
+    tally.finish()
+    if config.rollout_is is not None:
+        _finish_weights(rows, config)
+    return kept, weight, rows.statistics(config, "torch")
 
 
-# --- What is known of each sequence -----------------------------------------------------------------------------------
-
-
-def _compare(state: _State) -> None:
-    """How far apart the policies are, whatever is done about it."""
-    tally, table = state.tally, state.table
-    for row in rows_of(state.config):
-        if row.of is not None and row.kind == "sums":
-            values = row.of(state.sequences)
-            (tally.conditions if values.dtype == torch.bool else tally.numbers)[row.name] = values
-    tally.numbers["k3"], tally.numbers["expm1"] = table["k3"], table["expm1"]
-
-
-def _weigh(state: _State, kept: Tensor) -> Tensor | None:
+def _weigh(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tensor | None:
     """Sequence weights (None at token level), and what each sequence says about the weights at every level."""
-    table, config, tally = state.table, state.config, state.tally
-    log_product = state.sequences.log_product
-
+    table, sequences, _, sums, samples = tally
+    counted, has_counted = sequences.counted.clamp(min=1), sequences.has_counted
     if config.rollout_is == "token":
         weight = None
-        mean_weight = table["weight"] / state.at_least_one_counted
-        log_mean_raw = (table["raw"] / state.at_least_one_counted).log()
-        kept_weight = table["kept_weight"]
+        samples["sequence_weight"], kept_weight = table["weight"] / counted, table["kept_weight"]
+        log_mean_raw = (table["weight_raw"] / counted).log()
     else:
-        log_weight = log_product if config.rollout_is == "sequence" else log_product / state.at_least_one_counted
+        product = sequences.log_product
+        log_weight = product if config.rollout_is == "sequence" else product / counted
         raw = bounded_weights(log_weight, safety_bound=config.safety_bound)
         weight, log_mean_raw = applied_weights(raw, log_weight, config), raw.log()
-        mean_weight = weight.masked_fill(~state.sequences.has_counted, 0.0)
-        kept_weight = weight * table["kept"]
-        _note_sequence_weights(state, log_weight, raw, weight)
-    tally.samples["sequence_weight"] = mean_weight
+        samples["sequence_weight"], kept_weight = weight.masked_fill(~has_counted, 0.0), weight * table["kept"]
+        _describe_sequence_weights(tally, log_weight, raw, weight, config)
 
     # How many sequences are beyond a bound is counted before it acts.
     lower, upper = exceedance_band(config)
-    if lower is not None or upper is not None:
-        tally.of_counted["is_seq_high"] = ratio_above(log_mean_raw, upper)
-        tally.of_counted["is_seq_low"] = ratio_below(log_mean_raw, lower)
+    if (lower, upper) != (None, None):
+        sums["is_seq_high"] = has_counted & ratio_above(log_mean_raw, upper)
+        sums["is_seq_low"] = has_counted & ratio_below(log_mean_raw, lower)
     if config.is_upper is not None:
-        tally.of_counted["is_low_weight"] = ratio_below(log_product, 1 / config.is_upper)
+        sums["is_low_weight"] = has_counted & ratio_below(sequences.log_product, 1 / config.is_upper)
 
-    kept_weight = kept_weight.masked_fill(~kept, 0.0)
-    tally.numbers["kept_weight"] = kept_weight
-    tally.numbers["kept_sequence_weight"] = kept_weight / table["kept"].clamp(min=1)
+    sums["kept_weight"] = kept_weight.masked_fill(~kept, 0.0)
+    sums["kept_sequence_weight"] = sums["kept_weight"] / table["kept"].clamp(min=1)
     return weight
 
 
-def _note_sequence_weights(state: _State, log_weight: Tensor, raw: Tensor, weight: Tensor) -> None:
-    """What only weights that a whole sequence shares have: units are sequences, weights count once per token."""
-    tally, config, bound = state.tally, state.config, state.config.safety_bound
-    lower, upper = exceedance_band(config)
-
-    tally.of_counted["saturated_low"] = (log_weight > -torch.inf) & (log_weight < -bound)
-    tally.of_counted["saturated_high"] = log_weight > bound
-    if lower is not None or upper is not None:
-        tally.of_counted["is_high"] = ratio_above(log_weight, upper)
-        tally.of_counted["is_low"] = ratio_below(log_weight, lower)
+def _describe_sequence_weights(
+    tally: _Tally, log_weight: Tensor, raw: Tensor, weight: Tensor, config: RolloutCorrectionConfig
+) -> None:
+    """What only weights of whole sequences have: units are sequences, and weights count once per token."""
+    _, sequences, rows, sums, _ = tally
+    has_counted, bound, (lower, upper) = sequences.has_counted, config.safety_bound, exceedance_band(config)
+    finite = has_counted & log_weight.isfinite()
+    sums["saturated_low"], sums["saturated_high"] = finite & (log_weight < -bound), finite & (log_weight > bound)
+    if (lower, upper) != (None, None):
+        sums["is_high"] = has_counted & ratio_above(log_weight, upper)
+        sums["is_low"] = has_counted & ratio_below(log_weight, lower)
     if config.is_mode == "icepop":
-        tally.numbers["inside"] = state.sequences.counted * (weight > 0)
+        sums["is_outside"] = sequences.counted.masked_fill(weight > 0, 0.0)
 
-    tally.samples |= {"log_weight": log_weight, "weight": weight, "weight_raw": raw}
-    tally.repeated |= {"weight": weight, "weight_raw": raw}
-
-
-def _reject(state: _State) -> tuple[Tensor, Tensor]:
-    """Which sequences every sequence-level rejector keeps, and which of these have a kept token."""
-    table, config, tally = state.table, state.config, state.tally
-    valid, missing = state.sequences.valid, state.sequences.missing
-
-    # Every rejector looks at the response mask alone, so their order never matters. Some take single tokens, and the
-    # blocks have counted those; the others take whole sequences.
-    tokens_taken: Values = {}
-    sequences_taken: Values = {}
-    for criterion in config.criteria:
-        beyond = _criterion(state, criterion)
-        if criterion.scope == "token":
-            tokens_taken[criterion.name] = table[f"{criterion.name}/rejected"]
-        else:
-            sequences_taken[criterion.name] = beyond
-    if config.rollout_token_veto_threshold is not None:
-        vetoed = sequences_taken["veto"] = table["catastrophic"] > 0
-        tally.numbers["catastrophic_tokens"], tally.conditions["vetoed_sequences"] = table["catastrophic"], vetoed
-    if config.nonfinite == "reject_sequence":
-        sequences_taken["nonfinite"] = missing > 0
-    elif config.nonfinite != "neutral":
-        tokens_taken["nonfinite"] = missing
-
-    # A sequence stays if no sequence-level rejector takes it; its tokens stay if no token-level one takes them either.
-    rejectors = _how_many(sequences_taken, like=valid)
-    tokens_kept, kept, taken_by_one = table["kept"], rejectors == 0, rejectors == 1
-    keeps_tokens = kept & (tokens_kept > 0)
-    tally.numbers["tokens_kept"], tally.conditions["sequences_kept"] = tokens_kept * kept, keeps_tokens
-
-    touching = {name: count > 0 for name, count in tokens_taken.items()}
-    touched_by = rejectors + _how_many(touching, like=valid)
-    touched_by_one = touched_by == 1
-    tally.conditions["sequences_touched"] = touched_by > 0
-    tally.conditions["sequences_rejected_by_several"] = touched_by > 1
-    tally.numbers["rejected_by_several"] = _taken_by_several(table, kept, taken_by_one)
-
-    # What a criterion takes alone says what would be kept without it.
-    for criterion in config.criteria:
-        name, row = criterion.name, f"rs/{criterion.name}"
-        if criterion.scope == "token":
-            tokens, touched = tokens_taken[name], touching[name]
-            alone = table[f"{name}/alone"] * kept
-        else:
-            touched = sequences_taken[name]
-            tokens = valid * touched
-            alone = tokens_kept * (touched & taken_by_one)
-        tally.numbers[f"{row}/tokens"], tally.conditions[f"{row}/sequences"] = tokens, touched
-        tally.numbers[f"{row}/tokens_alone"] = alone
-        tally.conditions[f"{row}/sequences_alone"] = touched & touched_by_one
-    return kept, keeps_tokens
+    rows.extremes["log_weight"] = extremes_of(log_weight, finite)
+    for name, values in (("weight", weight), ("weight_raw", raw)):
+        rows.extremes[name] = extremes_of(values, has_counted)
+        rows.moments[name] = _moments(values, sequences.counted)
 
 
-def _how_many(taken: Values, like: Tensor) -> Tensor:
-    """How many rejectors take each sequence, (B,) float64."""
-    if not taken:
-        return torch.zeros_like(like)
-    first, *others = taken.values()
-    return torch.stack([first, *others]).sum(0, dtype=like.dtype) if others else first.to(like.dtype)
-
-
-def _taken_by_several(table: SequenceTable, kept: Tensor, taken_by_one: Tensor) -> Tensor:
-    """How many tokens of each sequence several rejectors take, given how many of them take the whole sequence."""
-    taken_by_tokens = table["valid"] - table["kept"]
-    taken_again = taken_by_tokens - table["rejected_once"]
-    beside_others = torch.where(taken_by_one, taken_by_tokens, table["valid"])
-    return torch.where(kept, taken_again, beside_others)
-
-
-def _criterion(state: _State, criterion: Criterion) -> Tensor:
-    """Note one criterion's statistic, and return the sequences where it is beyond its bound."""
-    row, tally = f"rs/{criterion.name}", state.tally
-    value = _statistic(state, criterion)
-    high, low = beyond_bounds(value, criterion)
-
-    # A token criterion is described twice: for tokens, and by its mean over each sequence, which decides nothing.
-    name = f"{row}/seq" if criterion.scope == "token" else row
-    side = f"{row}/seq_" if criterion.scope == "token" else f"{row}/"
-    tally.samples[name] = value
-    tally.of_counted[f"{side}high"], tally.of_counted[f"{side}low"] = high, low
-    return (high | low) & state.sequences.has_counted
-
-
-def _statistic(state: _State, criterion: Criterion) -> Tensor:
-    """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
-    table = state.table
-    if criterion.scope == "seq_max":
-        # The divergences are convex with their minimum at 0, so their maximum lies at one end of the range of d.
-        ends = torch.stack([table["log_ratio_min"], table["log_ratio_max"]])
-        ends = ends.masked_fill(state.sequences.unmeasured, 0.0)
-        value = divergence.ESTIMATES[criterion.kind](ends).amax(0)
-    else:
-        value = -table["log_ratio"] if criterion.kind == "k1" else table[criterion.kind]
-        if criterion.scope != "seq_sum":
-            value = value / state.at_least_one_counted
-    return value.masked_fill(state.sequences.has_zero, torch.inf)
-
-
-# --- The rows of the batch --------------------------------------------------------------------------------------------
-
-
-def _statistics(state: _State) -> Statistics:
-    """Every row, from what the blocks and the tally hold."""
-    config, rows, blocks = state.config, state.rows, state.blocks
-    sums, extremes = rows.sums, rows.extremes
-    sums |= state.tally.sums()
-    state.tally.describe(rows)
-
-    _finish_comparison(state)
-    if config.rollout_is == "token":
-        _finish_token_weights(state)
-    if config.rollout_is is not None:
-        _finish_weights(state)
-    for criterion in config.criteria:
-        if criterion.scope == "token":
-            _finish_token_criterion(criterion, rows, blocks)
-
-    # An empty sample has no smallest and no largest value.
-    may_be_empty = {"prob_diff_abs": sums["tokens_compared"]}
-    if config.rollout_is == "token":
-        may_be_empty |= {"weight": sums["units"], "weight_raw": sums["units"]}
-    for criterion in config.criteria:
-        if criterion.scope == "token" and criterion.kind != "k1":
-            may_be_empty[f"rs/{criterion.name}"] = sums["tokens_measured"]
-    empty = torch.stack(list(may_be_empty.values())) == 0
-    found = torch.stack([extremes[name] for name in may_be_empty])
-    nothing = no_extremes(found.device)
-    extremes |= zip(may_be_empty, torch.where(empty.unsqueeze(-1), nothing, found).unbind(), strict=True)
-    return rows.statistics(config, "torch")
-
-
-def _finish_comparison(state: _State) -> None:
-    """The rows of the mismatch."""
-    blocks, (sums, moments, extremes) = state.blocks, state.rows
-    zero = sums["zero_probability"]
-
-    moments["log_ratio"] = blocks.moments["log_ratio"]
-    extremes["log_ratio"], extremes["log_ppl_diff"] = _extremes_of_measured(state)
-    sums["abs_log_ratio"] = blocks.sums["abs_log_ratio"]
-    sums["capped"] = blocks.sums["capped_low"] + blocks.sums["capped_high"]
-
-    # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1). The blocks saw measured tokens; each one of probability zero adds −1.
-    sums["chi2_token"] = blocks.sums["expm1_squares"].add(sums.pop("expm1"), alpha=2.0) - zero
-    sums["ratio_outside_10pct"] = blocks.sums["ratio_above_10pct"] + blocks.sums["ratio_below_10pct"] + zero
-
-    sums["prob_diff_abs"] = blocks.sums["prob_diff_abs"]
-    extremes["prob_diff_abs"] = blocks.extremes["prob_diff_abs"]
-    extremes["safety_bound"] = torch.full_like(extremes["log_ratio"], state.config.safety_bound)
-
-
-def _extremes_of_measured(state: _State) -> tuple[Tensor, Tensor]:
-    """Extremes of d, and of the log-perplexities' difference, over the sequences with a measured token."""
-    difference = state.sequences.log_ppls[0]
-    smallest = torch.stack([state.table["log_ratio_min"], difference])
-    largest = torch.stack([state.table["log_ratio_max"], difference])
-    of_d, of_difference = _extremes(smallest, largest, state.sequences.unmeasured).unbind()
-    return of_d, of_difference
-
-
-def _finish_weights(state: _State) -> None:
-    """The rows of weights at every level."""
-    config, blocks, (sums, moments, _) = state.config, state.blocks, state.rows
-    token_level = config.rollout_is == "token"
-    if not token_level:
-        sums["units"] = sums["sequences_counted"]
+def _finish_weights(rows: Computed, config: RolloutCorrectionConfig) -> None:
+    """The rows of weights that follow from others."""
+    (sums, moments, _), token_level = rows, config.rollout_is == "token"
+    sums["units"] = sums["tokens_counted" if token_level else "sequences_counted"]
     moments["unit_weight"] = moments["weight" if token_level else "sequence_weight"]
-
-    if config.is_mode == "icepop":
-        inside = blocks.sums["is_inside"] if token_level else sums.pop("inside")
-        sums["is_outside"] = sums["tokens_counted"] - inside
 
     # Sum and count of the weights whose mean the batch is normalized by: over units, or over what is left of them.
     if not config.rollout_is_batch_normalize:
@@ -353,89 +152,98 @@ def _finish_weights(state: _State) -> None:
         sums["norm_weight"], sums["norm_units"] = sums["kept_sequence_weight"], sums["sequences_kept"]
 
 
-def _finish_token_weights(state: _State) -> None:
-    """The rows of token-level weights that the blocks began."""
-    blocks, config, (sums, moments, extremes) = state.blocks, state.config, state.rows
-    lower, upper = exceedance_band(config)
-    sums["units"] = sums["tokens_counted"]
+def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
+    """Which sequences every sequence-level rejector keeps, and what each sequence says about all rejectors."""
+    table, sequences, _, sums, _ = tally
+    valid, tokens_kept = sequences.valid, table["kept"]
 
-    # Up to the cap of k3 and χ², the blocks have counted already what lies beyond the safety bound.
-    counter = "capped" if config.safety_bound == divergence.CAP else "saturated"
-    sums["saturated_low"], sums["saturated_high"] = blocks.sums[f"{counter}_low"], blocks.sums[f"{counter}_high"]
-    if lower is not None or upper is not None:
-        sums["is_high"], sums["is_low"] = blocks.sums["is_high"], blocks.sums["is_low"]
-        if lower is not None:
-            sums["is_low"] = sums["is_low"] + sums["zero_probability"]
+    # Every rejector looks at the response mask alone, so their order never matters. Some take single tokens, and the
+    # blocks have counted those; the others take whole sequences.
+    tokens_taken: Values = {}
+    sequences_taken: Values = {}
+    for criterion in config.criteria:
+        beyond = _criterion(tally, criterion)
+        if criterion.scope == "token":
+            tokens_taken[criterion.name] = table[f"{criterion.name}/rejected"]
+        else:
+            sequences_taken[criterion.name] = beyond
+    if config.rollout_token_veto_threshold is not None:
+        sums["catastrophic_tokens"] = table["catastrophic"]
+        sums["vetoed_sequences"] = sequences_taken["veto"] = table["catastrophic"] > 0
+    if config.nonfinite == "reject_sequence":
+        sequences_taken["nonfinite"] = sequences.missing > 0
+    elif config.nonfinite != "neutral":
+        tokens_taken["nonfinite"] = sequences.missing
 
-    raw = applied = _raw_extremes(state)
-    moments["weight"] = moments["weight_raw"] = blocks.moments["weight"]
-    if config.is_mode != "none":
-        moments["weight_raw"] = blocks.moments["weight_raw"]
-    if config.is_mode == "icepop":
-        applied = blocks.extremes["weight"]
-    elif config.is_mode == "truncate":
-        applied = between(raw, config.rollout_is_floor, config.is_upper)
-    extremes["weight_raw"], extremes["weight"] = raw, applied
+    # A sequence stays if no sequence-level rejector takes it; its tokens stay if no token-level one takes them either.
+    touching = {name: count > 0 for name, count in tokens_taken.items()}
+    rejectors = sum(sequences_taken.values(), torch.zeros_like(valid))
+    touched_by = sum(touching.values(), rejectors)
+    kept, taken_by_one = rejectors == 0, rejectors == 1
+    sums["tokens_kept"], sums["sequences_kept"] = tokens_kept * kept, kept & (tokens_kept > 0)
+    sums["sequences_touched"], sums["sequences_rejected_by_several"] = touched_by > 0, touched_by > 1
+
+    # Tokens that several rejectors take, by how many of them take the whole sequence: none, one or more.
+    taken_by_tokens = valid - tokens_kept
+    several = torch.where(taken_by_one, taken_by_tokens, valid)
+    sums["rejected_by_several"] = torch.where(kept, taken_by_tokens - table["rejected_once"], several)
+
+    # What a criterion takes alone says what would be kept without it.
+    for criterion in config.criteria:
+        name, row = criterion.name, f"rs/{criterion.name}"
+        if criterion.scope == "token":
+            tokens, touched = tokens_taken[name], touching[name]
+            alone = table[f"{name}/alone"] * kept
+        else:
+            touched = sequences_taken[name]
+            tokens, alone = valid * touched, tokens_kept * (touched & taken_by_one)
+        sums[f"{row}/tokens"], sums[f"{row}/sequences"] = tokens, touched
+        sums[f"{row}/tokens_alone"], sums[f"{row}/sequences_alone"] = alone, touched & (touched_by == 1)
+    return kept
 
 
-def _raw_extremes(state: _State) -> Tensor:
-    """(min, max) of exp(clamp(d)) from those of d, as it is monotone; zero and neutral tokens join with 0 and 1.
+def _criterion(tally: _Tally, criterion: Criterion) -> Tensor:
+    """Note one criterion's statistic, and return the sequences where it is beyond its bound."""
+    row, has_counted = f"rs/{criterion.name}", tally.sequences.has_counted
+    value = _statistic(tally, criterion)
+    high, low = (has_counted & beyond for beyond in beyond_bounds(value, criterion))
 
-    Where there is no unit at all, the numbers mean nothing.
-    """
-    sums, _, extremes = state.rows
-    low, high = bounded_weights(extremes["log_ratio"], safety_bound=state.config.safety_bound).unbind()
-    unmeasured = sums["tokens_measured"] == 0
-    low, high = low.masked_fill(unmeasured, torch.inf), high.masked_fill(unmeasured, 0.0)
-
-    # No weight is below 0, so a token of probability zero is the smallest, and the largest only where it is alone.
-    low = low.masked_fill(sums["zero_probability"] > 0, 0.0)
-    if state.config.nonfinite == "neutral":
-        has_neutral = sums["units"] > sums["tokens_compared"]
-        low = torch.where(has_neutral, low.clamp(max=1.0), low)
-        high = torch.where(has_neutral, high.clamp(min=1.0), high)
-    return torch.stack([low, high])
+    # A token criterion is described twice: for tokens, and by its mean over each sequence, which decides nothing.
+    name, side = (f"{row}/seq", f"{row}/seq_") if criterion.scope == "token" else (row, f"{row}/")
+    tally.samples[name] = value
+    tally.sums[f"{side}high"], tally.sums[f"{side}low"] = high, low
+    return high | low
 
 
-def _finish_token_criterion(criterion: Criterion, rows: Computed, blocks: Computed) -> None:
-    """The rows of a token-level criterion that the blocks began; those of k1 = −d follow from d."""
-    row, (sums, moments, extremes) = f"rs/{criterion.name}", rows
-    sums[f"{row}/high"], sums[f"{row}/low"] = blocks.sums[f"{row}/high"], blocks.sums[f"{row}/low"]
-    if criterion.kind == "k1":
-        count, mean, m2 = moments["log_ratio"].unbind()
-        moments[row] = torch.stack([count, -mean, m2])
-        extremes[row] = -extremes["log_ratio"].flip(0)
+def _statistic(tally: _Tally, criterion: Criterion) -> Tensor:
+    """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
+    table, sequences, *_ = tally
+    if criterion.scope == "seq_max":
+        # The divergences are convex with their minimum at 0, so their maximum lies at one end of the range of d.
+        ends = torch.stack([-table["negative_log_ratio_max"], table["log_ratio_max"]])
+        ends = ends.masked_fill(sequences.unmeasured, 0.0)
+        value = divergence.ESTIMATES[criterion.kind](ends).amax(0)
     else:
-        moments[row] = blocks.moments[row]
-        extremes[row] = blocks.extremes[row]
+        value = -table["log_ratio"] if criterion.kind == "k1" else table[criterion.kind]
+        if criterion.scope != "seq_sum":
+            value = value / sequences.counted.clamp(min=1)
+    return value.masked_fill(sequences.has_zero, torch.inf)
 
 
-# --- Samples, all at once ---------------------------------------------------------------------------------------------
-
-
-def _moments(values: Tensor, seen: Tensor, unseen: Tensor) -> Tensor:
-    """(n, mean, M2) of each row of values, (S, B) → (S, 3), over what is seen; `unseen` is its opposite."""
-    count = seen.sum(-1, dtype=STATISTICS_DTYPE)
-    present = values.masked_fill(unseen, 0.0)
-    mean = present.sum(-1) / count.clamp(min=1)
+def _moments(values: Tensor, counts: Tensor) -> Tensor:
+    """(n, mean, M2) of samples in which values[…, i] occurs counts[…, i] times, or once where counts is true."""
+    n = counts.sum(-1, dtype=STATISTICS_DTYPE)
+    present = values.masked_fill(counts == 0, 0.0)
+    mean = (present * counts).sum(-1) / n.clamp(min=1)
 
     # Deviations are taken from the mean itself: Σ x² − n mean² would cancel for a mean far from 0.
-    deviation = (present - mean.unsqueeze(-1)) * seen
-    return torch.stack([count, mean, deviation.square().sum(-1)], dim=-1)
+    m2 = ((present - mean.unsqueeze(-1)).square() * counts).sum(-1)
+    return torch.stack([n, mean, m2], dim=-1)
 
 
-def _extremes(smallest: Tensor, largest: Tensor, unseen: Tensor) -> Tensor:
-    """(min, max) of rows of values, (S, B) → (S, 2), over what is not unseen: of `smallest` and of `largest`."""
-    # The largest value is the smallest of the negative ones, so both take one pass.
-    low = torch.stack([smallest, -largest]).masked_fill_(unseen, torch.inf)
-    ends = low.amin(-1) if low.shape[-1] else low.new_full(low.shape[:-1], torch.inf)
-    ends[1].neg_()
-    return ends.T
-
-
-def _repeated_moments(values: Tensor, counts: Tensor) -> Tensor:
-    """Moments of samples in which values[:, i] occurs counts[i] times: (S, B) → (S, 3)."""
-    total = counts.sum()
-    mean = (values * counts).sum(-1) / total.clamp(min=1)
-    m2 = (counts * (values - mean.unsqueeze(-1)).square()).sum(-1)
-    return torch.stack([total.expand_as(mean), mean, m2], dim=-1)
+def _extremes(values: Tensor, seen: Tensor) -> Tensor:
+    """(min, max) of rows of values, (S, B) → (S, 2), where they are seen."""
+    if not values.shape[-1]:
+        return no_extremes(values.device).expand(len(values), 2)
+    ends = values.masked_fill(~seen, torch.inf).amin(-1), values.masked_fill(~seen, -torch.inf).amax(-1)
+    return torch.stack(ends, dim=-1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import empty_statistics
@@ -66,9 +67,9 @@ def launch_correction(
         out: buffers for weights and loss mask.
         splits: programs for each sequence; a power of two, at most 64. None chooses by shape.
     """
-    mask = batch.mask
-    splits = splits or choose_splits(mask.numel(), batch.sequences)
-    buffers = make_buffers(mask, batch.sequences, splits, config, out)
+    mask, sequences = batch.mask, sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
+    splits = splits or choose_splits(mask.numel(), sequences)
+    buffers = make_buffers(mask, sequences, splits, config, out)
     for launch in launches(batch, buffers, splits, config):
         launch.run(enable_fp_fusion=True)
     statistics = empty_statistics(config, "meta").unpack(buffers.rows)
@@ -119,7 +120,7 @@ def make_buffers(
 def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrectionConfig) -> list[Launch]:
     """The three launches, in order. Reads shapes only, so it also serves to compile without a GPU."""
     plan, limits = plan_of(config), limits_of(config)
-    train, rollout, mask = (_as_bytes(x.contiguous()) for _, x in batch.named)
+    train, rollout, mask = (_as_bytes(x.contiguous()) for x in batch.named.values())
     loss_mask, sequence_kept = _as_bytes(buffers.loss_mask), _as_bytes(buffers.sequence_kept)
     sequences, T = buffers.alive.numel(), mask.shape[-1]
     packed = batch.cu_seqlens is not None

@@ -96,10 +96,8 @@ def abilities() -> Abilities:
     """What the kernels compute. Their rows are those that the source of the sequence pass names."""
     source = Path(__file__).with_name("sequence_pass.py").read_text(encoding="utf-8")
     # A criterion's rows have no names there: it writes all of them, in the order of the list.
-    computed = {
-        kind: {*re.findall(rf'PLAN\.{kind}\["(\w+)"\]', source), *(r.name for r in CRITERION_ROWS if r.kind == kind)}
-        for kind in ("sums", "moments", "extremes")
-    }
+    written = re.findall(r'PLAN\.(sums|moments|extremes)\["(\w+)"\]', source)
+    computed = {*written, *((row.kind, row.name) for row in CRITERION_ROWS)}
     return Abilities(missing_rows(computed), ("k1", "k2", "k3"), ("token", "seq_sum", "seq_mean", "seq_max"))
 
 

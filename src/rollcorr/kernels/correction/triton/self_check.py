@@ -2,25 +2,36 @@
 
 A compiler, a driver or a chip that nobody tested can make a kernel wrong without an error. So on first use a small
 fixed probe runs on both paths: every layout, dtype and kind of mask, every level of weights, all criteria, and NaN
-where nothing may be read. The verdict is kept in a file (`verdict_file`) for this device, driver, Triton and package.
+where nothing may be read.
+
+The verdict is kept from one process to the next: a small JSON file for each kind of machine, in
+`$XDG_CACHE_HOME/rollcorr/kernels`, by default `~/.cache/rollcorr/kernels`. A verdict that cannot be read is none, and
+one that cannot be written is made again by the next process: neither is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+import rollcorr
 from rollcorr.config import InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput
 from rollcorr.kernels.correction.torch.blocks import torch_correction
-from rollcorr.kernels.correction.triton.verdict_file import Verdict, machine_of, read_verdict, write_verdict
+from rollcorr.kernels.correction.triton import triton_correction
 
 Kernel = Callable[..., CorrectionOutput]
 
@@ -33,6 +44,20 @@ _EVERY_CRITERION = {
     "rollout_rs_threshold": ",".join("0.3_3.0" if name.endswith("k1") else "2.0" for name in CRITERIA),
     "rollout_token_veto_threshold": 1e-2,
 }
+
+
+class Verdict(NamedTuple):
+    """Whether the kernels agree with torch on a machine.
+
+    Attributes:
+        agrees: whether they do.
+        reason: what differs or failed; empty if they agree.
+        failed: whether they could not be run at all. That may pass, so the next process tries again.
+    """
+
+    agrees: bool
+    reason: str = ""
+    failed: bool = False
 
 
 class Probe(NamedTuple):
@@ -103,25 +128,22 @@ def known_verdict(device: torch.device) -> Verdict | None:
     return _verdicts.get(device) or read_verdict(machine_of(device))
 
 
-def check_kernels(device: torch.device, kernel: Kernel | None = None) -> Verdict:
+def check_kernels(device: torch.device, kernel: Kernel = triton_correction) -> Verdict:
     """Run every probe on both paths, the kernels twice.
 
     Args:
         device: where.
-        kernel: what to hold against torch; None for the Triton kernels.
+        kernel: what to hold against torch.
 
     Returns:
         The verdict, with the first difference in words, or the error that ended a probe.
     """
-    if kernel is None:
-        from rollcorr.kernels.correction.triton import triton_correction
-
-        kernel = triton_correction
     for probe in PROBES:
         try:
             difference = _difference(probe, device, kernel)
         except Exception as error:  # a compiler can raise anything, and torch is there to take over
-            return Verdict(False, f"{probe.name}: {type(error).__name__}: {_first_line(error)}", failed=True)
+            said = next(iter(str(error).strip().splitlines()), "no message")[:200]
+            return Verdict(False, f"{probe.name}: {type(error).__name__}: {said}", failed=True)
         if difference is not None:
             return Verdict(False, f"{probe.name}: {difference}")
     return Verdict(True)
@@ -172,7 +194,11 @@ def _first_verdict(device: torch.device) -> Verdict:
         machine = machine_of(device)
         verdict = read_verdict(machine)
         if verdict is None:
-            with _on(device):
+            with ExitStack() as stack:
+                # Allowed to wait, whatever the caller forbade.
+                if device.type == "cuda":
+                    stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+                    torch.cuda.set_sync_debug_mode(0)
                 verdict = check_kernels(device)
             write_verdict(machine, verdict)
         _verdicts[device] = verdict
@@ -185,22 +211,6 @@ def _first_verdict(device: torch.device) -> Verdict:
             stacklevel=2,
         )
     return verdict
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Run on this device, without gradients, and allowed to wait whatever the caller forbade."""
-    with torch.no_grad():
-        if device.type != "cuda":
-            yield
-            return
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode(0)
-        try:
-            with torch.cuda.device(device):
-                yield
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | None:
@@ -239,5 +249,64 @@ def _difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | Non
     return None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+def machine_of(device: torch.device) -> dict[str, str]:
+    """What a verdict holds for: device, driver, and versions of torch, Triton and these kernels."""
+    machine = {
+        "device": device.type,
+        "torch": torch.__version__,
+        "triton": getattr(sys.modules.get("triton"), "__version__", "none"),
+        "rollcorr": f"{rollcorr.__version__}+{_source_digest()}",
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine["device"] = f"{properties.name}, {properties.major}.{properties.minor}"
+        machine["driver"] = _driver()
+    return machine
+
+
+def read_verdict(machine: dict[str, str]) -> Verdict | None:
+    """What an earlier process found, or None: never asked, damaged, or of another machine."""
+    try:
+        kept = json.loads(_path(machine).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):
+        return None
+    if not isinstance(kept, dict) or kept.get("machine") != machine:
+        return None
+    agrees, reason = kept.get("agrees"), kept.get("reason")
+    return Verdict(agrees, reason) if isinstance(agrees, bool) and isinstance(reason, str) else None
+
+
+def write_verdict(machine: dict[str, str], verdict: Verdict) -> None:
+    """Keep a verdict, without complaint where there is no place for it. One that breaks off is read as none."""
+    if verdict.failed:
+        return
+    content = json.dumps({"machine": machine, "agrees": verdict.agrees, "reason": verdict.reason}, indent=2)
+    with suppress(OSError, RuntimeError):
+        path = _path(machine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+def _path(machine: dict[str, str]) -> Path:
+    """The file of a machine. RuntimeError: there is no home directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / "rollcorr" / "kernels" / f"{name}.json"
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    """A digest of the kernels' own files: between two versions a checkout changes, and its version does not."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _driver() -> str:
+    """The driver as its module reports it, else the version that torch was built for."""
+    for module in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        with suppress(OSError):
+            return Path(module).read_text(encoding="utf-8").splitlines()[0].strip()
+    return f"unknown, for CUDA {torch.version.cuda} or HIP {torch.version.hip}"
