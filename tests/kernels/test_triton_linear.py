@@ -19,7 +19,7 @@ from linear_cases import assert_same, make_case, run
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.correction.triton import status
 from rollcorr.kernels.linear_logprob import linear_log_prob
-from rollcorr.kernels.linear_logprob.dense import TorchEpilogue, dense_sums
+from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
 from rollcorr.kernels.linear_logprob.kept import kept_sums, membership
 from rollcorr.kernels.linear_logprob.problem import Problem
 
@@ -147,12 +147,8 @@ def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
     assert expected.largest.isinf().any()
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one[member.working], other[member.working])
-    common = {"bias": bias, "temperature": 0.7, "measured": None, "entropy": True, "accumulate_into": None}
-    common |= {"first_id": first, "chunk": 3}
-    parts = (
-        dense_sums(case.hidden, weight, case.token_ids, epilogue=epilogue, **common)
-        for epilogue in (launches.TritonEpilogue(), TorchEpilogue())
-    )
+    whole = dataclasses.replace(problem, kept=None, chunk=3)
+    parts = (dense_sums(whole, epilogue, entropy=True) for epilogue in (launches.TritonEpilogue(), Epilogue()))
     for one, other in zip(*parts, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -28,7 +28,8 @@ from rollcorr.kernels.linear_logprob.problem import (
     LogSums,
     Problem,
     at_rows,
-    harmless,
+    placed,
+    rows_where,
     wide_type,
 )
 from rollcorr.kernels.linear_logprob.products import HeadGradient
@@ -64,36 +65,25 @@ def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Member
 def kept_sums(problem: Problem, member: Membership) -> LogSums:
     """Sums over K ∪ {a}, or over what this rank's slice of the head has of it, (N,); empty ones where nothing works.
 
-    How many tokens work is data: where the problem is compact, this waits for the device.
+    A compact problem drops tokens that do not work. How many there are is data, so this waits for the device. In
+    another one such a token has the single logit 0.
     """
+    tokens, rows = len(member.working), None
+    if problem.compact:
+        rows = rows_where(member.working)
+        problem, member = problem.at(rows), Membership(*(at_rows(x, rows) for x in member))
+    else:
+        problem = problem.harmless(member.working)
+
+    entries, exists, stands_alone = _entries(problem, member)
+    z: Tensor = _RaggedDot.apply(problem.hidden, problem.weight, entries, problem.accumulate_into)
+    if problem.bias is not None:
+        z = z + problem.bias[entries.ids].to(z.dtype)
+    z = z / at_rows(problem.temperature, entries.hidden_rows)
     if not problem.compact:
-        return _sums_of_all(problem, member)
-    tokens = torch.where(member.working)[0]
-    every = tokens.numel() == member.working.numel()
-    hidden = problem.hidden if every else problem.hidden[tokens]
-    entries = _entries(problem, member, tokens)
-    z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
-    z = z / at_rows(at_rows(problem.temperature, None if every else tokens), entries.hidden_rows)
+        z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
     sums = _sums_of(z, entries, entropy=problem.entropy is not False)
-    if every:
-        return sums
-    largest, log_sum, target, entropy = sums
-    nothing = z.new_zeros(member.working.shape)
-
-    def placed(x: Tensor) -> Tensor:
-        return nothing.index_copy(0, tokens, x)
-
-    return LogSums(placed(largest), placed(log_sum), placed(target), None if entropy is None else placed(entropy))
-
-
-def _sums_of_all(problem: Problem, member: Membership) -> LogSums:
-    """The same for every token, without a wait; one that does not work has the single logit 0."""
-    entries, exists, stands_alone = _places(problem, member)
-    hidden, temperature = harmless(problem.hidden, problem.temperature, member.working)
-    z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
-    z = z / at_rows(temperature, entries.hidden_rows)
-    z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
-    return _sums_of(z, entries, entropy=problem.entropy is not False)
+    return LogSums._make(x if x is None else placed(x, rows, tokens, 0.0) for x in sums)
 
 
 def _sums_of(z: Tensor, entries: Entries, *, entropy: bool) -> LogSums:
@@ -125,26 +115,12 @@ class Entries:
     hidden_rows: Tensor
     offsets: Tensor
     is_sampled: Tensor
-    compact: bool = True
-
-
-def ragged_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, entries: Entries, accumulate_into: Tensor | None
-) -> Tensor:
-    """z_e = h_{t(e)} · W_{id(e)} + b_{id(e)}, (m,), float32 or wider; differentiable in hidden states, weight and bias.
-
-    Args:
-        hidden: (n, d).
-        weight: (V, d).
-        bias: (V,) or None.
-        entries: the pairs.
-        accumulate_into: (V, d) that gets the weight's gradient added, or None for a gradient of its own.
-    """
-    z: Tensor = _RaggedDot.apply(hidden, weight, entries, accumulate_into)
-    return z if bias is None else z + bias[entries.ids].to(z.dtype)
+    compact: bool
 
 
 class _RaggedDot(torch.autograd.Function):
+    """z_e = h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider; differentiable in hidden states and weight."""
+
     @staticmethod
     def forward(
         ctx: Context, hidden: Tensor, weight: Tensor, entries: Entries, accumulate_into: Tensor | None
@@ -247,10 +223,11 @@ def _column_slices(rows: int, like: Tensor) -> Iterator[slice]:
         yield slice(start, start + width)
 
 
-def _places(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
-    """A place for each id of each token and one more for its sampled id, whether it holds an entry, and a mark.
+def _entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
+    """The pairs: a place for each id of each token and one more for its sampled id; whether a place has an entry.
 
-    The mark is at the spare places of tokens that do not work. A place without an entry has the id 0.
+    A place without one has the id 0, or is dropped if the problem is compact. The last result marks the spare places
+    of tokens that do not work.
     """
     assert problem.kept is not None
     kept, sampled, tokens = problem.kept, problem.token_ids, problem.token_ids.numel()
@@ -270,23 +247,9 @@ def _places(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tens
         ids = ids - problem.first_id
         own = (ids >= 0) & (ids < problem.weight.shape[0])
         exists, is_sampled = exists & own, is_sampled & own
-    entries = Entries(ids.where(exists, 0), rows, offsets, is_sampled, compact=False)
-    return entries, exists, is_spare & ~working
-
-
-def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
-    """The pairs of the tokens that work, sampled ids inserted, as far as this slice of the head has them."""
-    assert problem.kept is not None
-    kept = problem.kept.select(tokens)
-    sampled, outside = problem.token_ids[tokens], member.outside[tokens]
-    missing = torch.where(outside)[0]
-    rows = torch.cat([sequence_ids(kept.ids, cu_seqlens=kept.offsets), missing])
-    ids = torch.cat([kept.ids.long(), sampled[missing]])
-    order = rows.argsort(stable=True)
-    ids, rows = ids[order], rows[order]
-    is_sampled = ids == sampled[rows]
-    if problem.group is not None:
-        local = ids - problem.first_id
-        own = (local >= 0) & (local < problem.weight.shape[0])
-        ids, rows, is_sampled = local[own], rows[own], is_sampled[own]
-    return Entries(ids, rows, offsets_of(torch.bincount(rows, minlength=tokens.numel())), is_sampled)
+    if problem.compact:
+        ids, rows, is_sampled = ids[exists], rows[exists], is_sampled[exists]
+        offsets = offsets_of(torch.bincount(rows, minlength=tokens))
+    else:
+        ids = ids.where(exists, 0)
+    return Entries(ids, rows, offsets, is_sampled, problem.compact), exists, is_spare & ~working

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,15 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.kernels.gpu_launch import Launch
-from rollcorr.kernels.linear_logprob.dense import Running, Upstream
+from rollcorr.kernels.linear_logprob.dense import Epilogue, Running, Upstream
 from rollcorr.kernels.linear_logprob.kept import Membership
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums, Problem
 from rollcorr.kernels.linear_logprob.products import HeadGradient
 from rollcorr.kernels.linear_logprob.triton import dense_kernel, kept_kernel
 
 
-class TritonEpilogue:
-    """One launch for a chunk of logits, forward and back. See `rollcorr.kernels.linear_logprob.dense.Epilogue`."""
+class TritonEpilogue(Epilogue):
+    """One launch for a chunk of logits, forward and back."""
 
     def absorb(
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, measured: Tensor | None, running: Running
@@ -48,7 +48,7 @@ def absorb_launch(
     arguments = {
         "logits": logits,
         "local_ids": local_ids,
-        "temperature": _each(temperature, logits),
+        "temperature": _each(temperature, len(logits), logits),
         "slots": slots,
         "largest": running.largest,
         "total": running.total,
@@ -74,7 +74,7 @@ def to_gradient_launch(
         "logits": logits,
         "gradient": gradient,
         "local_ids": local_ids,
-        "temperature": _each(temperature, logits),
+        "temperature": _each(temperature, len(logits), logits),
         "log_total": upstream.log_total,
         "of_sum": upstream.of_sum,
         "of_target": upstream.of_target,
@@ -112,18 +112,18 @@ def make_places(problem: Problem, member: Membership) -> Places:
     assert problem.kept is not None
     kept, N = problem.kept, problem.token_ids.numel()
     size = kept.ids.numel() + N
+    z = torch.empty(size, dtype=problem.wide, device=kept.ids.device)
     arguments = {
         "ids": kept.ids.contiguous(),
         "offsets": kept.offsets.contiguous(),
         "token_ids": problem.token_ids,
-        "temperature": torch.empty(N, dtype=problem.wide, device=kept.ids.device).copy_(_filled(problem)),
+        "temperature": _each(problem.temperature, N, z),
         "outside": member.outside.view(torch.uint8),
         "working": member.working.view(torch.uint8),
         "first_id": problem.first_id,
         "d": problem.hidden.shape[1],
     }
-    rows = torch.empty(size, dtype=torch.int64, device=kept.ids.device)
-    return Places(arguments, rows, torch.empty(size, dtype=problem.wide, device=kept.ids.device))
+    return Places(arguments, torch.empty(size, dtype=torch.int64, device=z.device), z)
 
 
 def sum_sets_launch(
@@ -163,7 +163,9 @@ class _KeptSets(torch.autograd.Function):
         sums = tuple(places.z.new_empty(len(hidden)) for _ in range(4))
         sum_sets_launch(places, hidden, weight, bias, sums).run()
         largest, log_sum, _, entropy = sums
-        ctx.places, ctx.problem = places, problem
+
+        # Only saved tensors hold the operands, so that backward frees them.
+        ctx.places, ctx.problem = places, replace(problem, hidden=hidden.new_empty(0))
         ctx.save_for_backward(hidden, weight, bias, largest + log_sum, entropy)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
@@ -203,15 +205,8 @@ def _tokens_of(problem: Problem) -> Tensor:
     return sequence_ids(size, cu_seqlens=offsets)
 
 
-def _filled(problem: Problem) -> Tensor:
-    temperature = problem.temperature
+def _each(temperature: float | Tensor, count: int, like: Tensor) -> Tensor:
+    """A temperature for each row, in the type of the logits."""
     if isinstance(temperature, Tensor):
-        return temperature
-    return torch.full((), temperature, dtype=problem.wide, device=problem.hidden.device)
-
-
-def _each(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    """A temperature for each row, in the logits' type."""
-    if isinstance(temperature, Tensor):
-        return temperature.to(logits.dtype)
-    return logits.new_full((len(logits),), temperature)
+        return temperature.to(like.dtype).contiguous()
+    return like.new_full((count,), temperature)
