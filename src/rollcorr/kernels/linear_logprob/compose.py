@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
-from rollcorr.kernels.linear_logprob.kept import Membership, membership
+from rollcorr.kernels.linear_logprob.kept import Membership, RaggedProducts, kept_sums, membership
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, LogSums, Problem, at_rows, placed, rows_where
 from rollcorr.kernels.linear_logprob.vocabulary import merged_sums, with_summed_gradient
 
-KeptSums = Callable[[Problem, Membership], LogSums]
-"""Sums over the kept sets of a problem, (N,); what they are of tokens that do not work is not read."""
 
-
-def composed_log_prob(problem: Problem, epilogue: Epilogue, kept_sums: KeptSums) -> LinearLogProb:
-    """Log-probs, and what else is asked for, (N,), from the work on a chunk of logits and the sums of kept sets."""
+def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProducts) -> LinearLogProb:
+    """Log-probs, and what else is asked for, (N,): one implementation of chunks of logits and one of kept rows."""
     problem = replace(problem, hidden=with_summed_gradient(problem.hidden, problem.group))
     if problem.mask is not None and not problem.compact:
         problem = problem.harmless(problem.mask)
@@ -26,7 +22,7 @@ def composed_log_prob(problem: Problem, epilogue: Epilogue, kept_sums: KeptSums)
         return _over_vocabulary(problem, epilogue)
 
     member = membership(problem.kept, problem.token_ids, problem.mask)
-    sums = merged_sums(kept_sums(problem, member), None, problem.group)
+    sums = merged_sums(kept_sums(problem, member, products), None, problem.group)
     log_prob = torch.where(member.working, sums.log_prob, 0.0)
     entropy = None
     if sums.entropy is not None:

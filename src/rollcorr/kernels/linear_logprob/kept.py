@@ -62,7 +62,7 @@ def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Member
     return Membership(outside, working if mask is None else working & mask)
 
 
-def kept_sums(problem: Problem, member: Membership) -> LogSums:
+def kept_sums(problem: Problem, member: Membership, products: RaggedProducts) -> LogSums:
     """Sums over K ∪ {a}, or over what this rank's slice of the head has of it, (N,); empty ones where nothing works.
 
     A compact problem drops tokens that do not work. How many there are is data, so this waits for the device. In
@@ -76,7 +76,7 @@ def kept_sums(problem: Problem, member: Membership) -> LogSums:
         problem = problem.harmless(member.working)
 
     entries, exists, stands_alone = _entries(problem, member)
-    z: Tensor = _RaggedDot.apply(problem.hidden, problem.weight, entries, problem.accumulate_into)
+    z: Tensor = _RaggedDot.apply(problem.hidden, problem.weight, entries, problem.accumulate_into, products)
     if problem.bias is not None:
         z = z + problem.bias[entries.ids].to(z.dtype)
     z = z / at_rows(problem.temperature, entries.hidden_rows)
@@ -118,15 +118,11 @@ class Entries:
     compact: bool
 
 
-class _RaggedDot(torch.autograd.Function):
-    """z_e = h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider; differentiable in hidden states and weight."""
+class RaggedProducts:
+    """Products of hidden states h and head rows W over entries e of a token t(e) and an id id(e): embedding bags."""
 
-    @staticmethod
-    def forward(
-        ctx: Context, hidden: Tensor, weight: Tensor, entries: Entries, accumulate_into: Tensor | None
-    ) -> Tensor:
-        ctx.entries, ctx.accumulate_into = entries, accumulate_into
-        ctx.save_for_backward(hidden, weight)
+    def dots(self, hidden: Tensor, weight: Tensor, entries: Entries) -> Tensor:
+        """h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider."""
         wide = wide_type(hidden, weight)
         z = hidden.new_zeros(entries.ids.shape, dtype=wide)
         for columns, table, ids in _tables(weight, entries, wide):
@@ -136,64 +132,75 @@ class _RaggedDot(torch.autograd.Function):
             )
         return z
 
+    def of_hidden(self, weight: Tensor, entries: Entries, gradient: Tensor) -> Tensor:
+        """Σ_e g_e W_{id(e)} of each token, (n, d), from the gradient g of the entries' logits."""
+        tables = _tables(weight, entries, gradient.dtype)
+        parts = [_bags(table, ids, entries.offsets, gradient) for _, table, ids in tables]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def add_to_head(self, of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
+        """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs."""
+        # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
+        order, hidden = entries.ids.argsort(stable=True), hidden.to(gradient.dtype)
+        sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
+        if not entries.compact:
+            # Which rows there are is not read: every row of the head has a bag, most of them empty.
+            vocabulary = len(of_weight.total) if of_weight.total is not None else 0
+            starts = torch.searchsorted(sorted_ids, torch.arange(vocabulary + 1, device=sorted_ids.device))
+            for columns in _column_slices(vocabulary, hidden):
+                of_weight.add_columns(columns, _bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
+            return
+
+        ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
+        offsets = offsets_of(bag_sizes)
+
+        # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at
+        # once.
+        if ids.device.type != "cpu":
+            of_weight.add_rows(ids, _bags(hidden, hidden_rows, offsets, gradient))
+            return
+
+        # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends
+        # where the next one begins; the last offset is the end of all.
+        cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
+        blocks = zip(
+            ids.split(ROWS_AT_ONCE),
+            bag_sizes.split(ROWS_AT_ONCE),
+            hidden_rows.tensor_split(cuts),
+            gradient.tensor_split(cuts),
+            strict=True,
+        )
+        for block_ids, block_sizes, block_rows, block_gradient in blocks:
+            of_weight.add_rows(block_ids, _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient))
+
+
+class _RaggedDot(torch.autograd.Function):
+    """The logits of entries, before the bias, differentiable in hidden states and weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        entries: Entries,
+        accumulate_into: Tensor | None,
+        products: RaggedProducts,
+    ) -> Tensor:
+        ctx.entries, ctx.accumulate_into, ctx.products = entries, accumulate_into, products
+        ctx.save_for_backward(hidden, weight)
+        return products.dots(hidden, weight, entries)
+
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        entries: Entries = ctx.entries
         of_hidden = None
         if ctx.needs_input_grad[0]:
-            parts = [
-                _bags(table, ids, entries.offsets, gradient)
-                for _, table, ids in _tables(weight, entries, gradient.dtype)
-            ]
-            of_hidden = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(hidden.dtype)
+            of_hidden = ctx.products.of_hidden(weight, ctx.entries, gradient).to(hidden.dtype)
         of_weight = HeadGradient(ctx, weight, accumulate_into=ctx.accumulate_into, sparse=True)
         if of_weight.total is not None:
-            _add_head_gradient(of_weight, hidden.to(gradient.dtype), entries, gradient)
-        return of_hidden, of_weight.result(), None, None
-
-
-def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
-    """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs.
-
-    Args:
-        of_weight: the gradient to add to, (V, d).
-        hidden: h, (n, d).
-        entries: m pairs of a token t(e) and an id id(e).
-        gradient: g, the gradient of the entries' logits, (m,).
-    """
-    # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
-    order = entries.ids.argsort(stable=True)
-    sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
-    if not entries.compact:
-        # Which rows there are is not read: every row of the head has a bag, most of them empty.
-        vocabulary = len(of_weight.total) if of_weight.total is not None else 0
-        starts = torch.searchsorted(sorted_ids, torch.arange(vocabulary + 1, device=sorted_ids.device))
-        for columns in _column_slices(vocabulary, hidden):
-            of_weight.add_columns(columns, _bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
-        return
-
-    ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
-    offsets = offsets_of(bag_sizes)
-
-    # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at once.
-    if ids.device.type != "cpu":
-        of_weight.add_rows(ids, _bags(hidden, hidden_rows, offsets, gradient))
-        return
-
-    # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends where
-    # the next one begins; the last offset is the end of all.
-    cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
-    blocks = zip(
-        ids.split(ROWS_AT_ONCE),
-        bag_sizes.split(ROWS_AT_ONCE),
-        hidden_rows.tensor_split(cuts),
-        gradient.tensor_split(cuts),
-        strict=True,
-    )
-    for block_ids, block_sizes, block_rows, block_gradient in blocks:
-        of_weight.add_rows(block_ids, _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient))
+            ctx.products.add_to_head(of_weight, hidden, ctx.entries, gradient)
+        return of_hidden, of_weight.result(), None, None, None
 
 
 def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:

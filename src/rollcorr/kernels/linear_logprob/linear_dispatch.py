@@ -27,7 +27,7 @@ from rollcorr.core.sampling import KeptSets, usable_kept_sets
 from rollcorr.kernels.linear_logprob.compose import composed_log_prob
 from rollcorr.kernels.linear_logprob.dense import Epilogue
 from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
-from rollcorr.kernels.linear_logprob.kept import kept_sums
+from rollcorr.kernels.linear_logprob.kept import RaggedProducts
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem, wide_type
 from rollcorr.kernels.linear_logprob.products import Precision, asked_for_gradient
 from rollcorr.kernels.linear_logprob.triton import triton_log_prob
@@ -154,7 +154,7 @@ def linear_log_prob(
         elif impl == "triton":
             result = triton_log_prob(problem)
         else:
-            result = composed_log_prob(problem, Epilogue(), kept_sums)
+            result = composed_log_prob(problem, Epilogue(), RaggedProducts())
     return result.view(token_ids.shape)
 
 

@@ -1,8 +1,8 @@
 """Log-probs from hidden states on the GPU: torch's matrix products, and Triton for what lies between them.
 
 Over the vocabulary one launch takes what a chunk of logits adds to each token's sums, and one turns it into the
-gradient. Over kept sets one launch makes logits and sums, one the hidden states' gradient, one the head's; nothing
-waits for the device, and no atomic is used, so equal inputs give equal bits.
+gradient. Over kept sets one launch makes the logits, one the hidden states' gradient, one the head's. Nothing waits for
+the device, and no atomic is used, so equal inputs give equal bits.
 
 Importing this package does not import Triton.
 """
@@ -34,6 +34,6 @@ def triton_log_prob(problem: Problem) -> LinearLogProb:
         reason = "accumulate_into is not contiguous"
     if reason is not None:
         raise ValueError(f"impl='triton' cannot take these tensors: {reason}; use impl='auto' or 'torch'")
-    from rollcorr.kernels.linear_logprob.triton.launches import TritonEpilogue, triton_kept_sums
+    from rollcorr.kernels.linear_logprob.triton.launches import TritonEpilogue, TritonProducts
 
-    return composed_log_prob(problem, TritonEpilogue(), triton_kept_sums)
+    return composed_log_prob(problem, TritonEpilogue(), TritonProducts())
