@@ -77,17 +77,7 @@ def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN
         seed: seeds the initial weights; the global generator is left as it was.
         overrides: fields of `Qwen3Config` that differ from `TINY_QWEN3`.
     """
-    from transformers import Qwen3Config
-
-    tokenizer = make_byte_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **(TINY_QWEN3 | overrides),
-    )
-    return Policy(_initialize(config, seed), tokenizer)
+    return _from_config(overrides, seed)
 
 
 def load_policy(
@@ -111,7 +101,7 @@ def load_policy(
     if path is None:
         return _from_config(dict(config or {}), seed)
     path = os.fspath(path)
-    return _from_directory(demo_model_directory(path) if path == DEMO_POLICY else model_directory(path))
+    return read_policy(demo_model_directory(path) if path == DEMO_POLICY else model_directory(path))
 
 
 def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -137,27 +127,44 @@ def _from_config(fields: dict[str, Any], seed: int) -> Policy:
     return Policy(_initialize(config, seed), tokenizer)
 
 
-def _from_directory(directory: Path) -> Policy:
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model.path {str(directory)!r} has no config.json: give a directory written by `save_pretrained`, "
-            f"or {DEMO_POLICY!r} for the policy of the demo"
-        )
+def read_policy(directory: Path) -> Policy:
+    """Return the policy in a directory.
+
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+    """
+    model = read_model(directory)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise FileNotFoundError(
             f"model.path {str(directory)!r} has a model but no tokenizer: save one beside it with `save_pretrained`"
         )
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
     # How it was loaded does not belong to it: saved again, it must be the same file.
     for name in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(name, None)
     return Policy(model, tokenizer)
+
+
+def read_model(directory: Path) -> Any:  # noqa: ANN401
+    """Return the model in a directory, in float32.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model.path {str(directory)!r} has no config.json: give a directory written by `save_pretrained`, "
+            f"or {DEMO_POLICY!r} for the policy of the demo"
+        )
+
+    from transformers import AutoModelForCausalLM
+
+    with without_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()
 
 
 def _initialize(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
