@@ -22,7 +22,7 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.secrets import redact, redact_text
 from rollcorr.config.yaml_text import load_yaml, read_yaml
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
+from rollcorr.train.run_config import RunConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
@@ -99,7 +99,7 @@ def option_values(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -> None:
-    """Check RUN/config.yaml when it is given as the configuration: a damaged one would train another experiment.
+    """Check RUN/config.yaml when it is given as the configuration: it must go on in its own directory.
 
     Args:
         path: the file that was read.
@@ -107,17 +107,11 @@ def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -
         names_run_dir: an override says where to run, so that this starts another run.
 
     Raises:
-        ValueError: the file is cut off, or names another directory than its own.
+        ValueError: the file names another directory than its own.
     """
     directory = RunDirectory(path.parent)
-    if path.name != directory.config.name or not directory.history.is_file():
-        return
-    if not path.read_text(encoding="utf-8").rstrip().endswith(END_OF_CONFIG):
-        raise ValueError(
-            f"{path} is damaged: it does not end with {END_OF_CONFIG!r}. Repeat the command that started the run, and "
-            "the file is written again"
-        )
-    if not names_run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
+    is_stored = path.name == directory.config.name and directory.history.is_file()
+    if is_stored and not names_run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
         raise ValueError(
             f"{path} names run_dir {config.run_dir!r}, which is not its own directory: add run_dir={path.parent} to go "
             "on there, or start it in the directory where the run was started"

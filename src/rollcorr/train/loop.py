@@ -46,9 +46,8 @@ from rollcorr.train.checkpoint import (
     save_checkpoint,
 )
 from rollcorr.train.reference_policy import REFERENCE_RECORD, keep_reference
-from rollcorr.train.resume import Beginning, find_beginning, finished_summary
+from rollcorr.train.resume import Beginning, beginning_lines, end_lines, find_beginning, finished_summary
 from rollcorr.train.run_config import RunConfig
-from rollcorr.train.run_messages import beginning_lines, end_lines
 from rollcorr.train.steps import SamplingCopy
 from rollcorr.train.stop_requests import StopNow, StopRequests
 
@@ -223,8 +222,7 @@ def run_recipe(
         for line in beginning_lines(beginning, config, is_finished=done is not None):
             say(line)
         if done is not None:
-            known = {option.name: done[option.name] for option in dataclasses.fields(Summary) if option.name in done}
-            return Summary(**known | {"run_dir": directory.path})
+            return Summary(**done | {"run_dir": directory.path})
 
         # Nothing but the lock is written before the recipe is built: a wrong option leaves no directory behind.
         try:
@@ -350,12 +348,12 @@ class _Run:
         try:
             with self.stop.at_once(), _saving("the null"):
                 null = self.recipe.measure_null()
-                if null is not None:
-                    null.save(self.directory.null)
+                if null is None:
+                    return
+                null.save(self.directory.null)
         except BadInputError as error:
             self.say(f"{self.directory.null.name} was not measured: {error}")
-            return
-        if null is not None:
+        else:
             tokens, k3 = null.profile.tokens, null.profile.k3
             self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
 

@@ -40,18 +40,13 @@ def check_reference(folder: Path, checkpoint: Checkpoint) -> None:
     """Check that a reference policy is there, and the one that the run started from.
 
     Raises:
-        ValueError: the run began without one, or it is missing, or one of its files was changed.
+        ValueError: the run began without one, or one of its files was changed or is missing.
     """
     record = checkpoint.records.get(REFERENCE_RECORD)
     if record is None:
         raise ValueError(
             "algorithm.loss.kl_coef needs the policy that the run started from, which this run did not keep, because "
             "it began with kl_coef=0: set it to 0 again, or start another run"
-        )
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is missing: algorithm.loss.kl_coef needs the policy that the run started from; put the folder "
-            "back, or set kl_coef to 0"
         )
     if folder_sha256(folder) != json.loads(record)["sha256"]:
         raise ValueError(
