@@ -90,7 +90,7 @@ def compared_options(config: RunConfig) -> dict[str, Any]:
 
 def options_of(document: Mapping[str, Any]) -> dict[str, Any]:
     """The same from a configuration that was read, in the form that JSON keeps."""
-    values = {name: value for name, value in option_values(document).items() if rule_of(name).kind != "command"}
+    values = {name: value for name, value in option_values(document) if rule_of(name).kind != "command"}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics, moments_of
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
@@ -257,7 +257,9 @@ class GrpoTrainer:
             if epoch == 0:
                 first_log_prob[_beside(batch, own_rows(mini_batch, self.group))] = log_probs
         first_log_prob = sum_over(first_log_prob, self.group)
-        statistics = merge_statistics(losses) | _count(batch.response_mask)
+        statistics = merge_statistics(losses) | Statistics.of(
+            sums={"response_tokens": batch.response_mask.sum().double()}
+        )
 
         # Decoupled mode has one correction for the whole batch, the same on every rank; bypass mode one per loss.
         if batch.correction is None and measured:
@@ -398,15 +400,8 @@ def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
 
 def _single(**values: Tensor) -> Statistics:
     """One observation of each value, as moments that merge into a mean over optimizer steps."""
-    moments = {
-        name: torch.stack([torch.ones_like(value), value, torch.zeros_like(value)]).double()
-        for name, value in values.items()
-    }
-    return Statistics.of(sums={}, moments=moments, extremes={})
-
-
-def _count(response_mask: Tensor) -> Statistics:
-    return Statistics.of(sums={"response_tokens": response_mask.sum().double()}, moments={}, extremes={})
+    is_one = torch.ones(1, dtype=torch.bool, device=next(iter(values.values())).device)
+    return Statistics.of(moments={name: moments_of(value[None], is_one) for name, value in values.items()})
 
 
 def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:

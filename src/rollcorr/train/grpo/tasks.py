@@ -201,11 +201,8 @@ def _gsm8k_row(line: str, where: str) -> TaskProblem:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: no valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with `question` and `answer`, got {type(row).__name__}")
-    for key in ("question", "answer"):
-        if not isinstance(row.get(key), str):
-            raise ValueError(f"{where}: `{key}` must be a string, got {row.get(key)!r}")
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+        raise ValueError(f"{where}: expected an object with the texts `question` and `answer`, got {line.strip()[:80]}")
     answers = ANSWER_LINE.findall(row["answer"])
     if len(answers) != 1 or not answers[0].strip():
         raise ValueError(f"{where}: `answer` must have one line `#### N`, found {len(answers)}")
