@@ -210,7 +210,13 @@ def run_recipe(
         EngineError: the engine failed before the first step, or after the last.
         OSError: the directory cannot be written.
     """
-    _refuse_several_processes()
+    # Each process of a launcher would train the same run, and write over the others' record.
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdigit() and int(world) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
+            "--nproc_per_node 1"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console, directory = console or Console(), RunDirectory(Path(config.run_dir))
@@ -465,20 +471,6 @@ class _Run:
             self.failure = self.failure or str(error)
             summary = dataclasses.replace(summary, interrupted=True, failure=self.failure)
         return summary
-
-
-def _refuse_several_processes() -> None:
-    """Each process of a launcher would train the same run, and write over the others' record.
-
-    Raises:
-        ValueError: a launcher such as torchrun started more than one.
-    """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world.isdigit() and int(world) > 1:
-        raise ValueError(
-            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
-            "--nproc_per_node 1"
-        )
 
 
 @contextmanager

@@ -69,11 +69,6 @@ class OptionChange:
     def __str__(self) -> str:
         return f"{self.name}: {self.old!r} → {self.new!r}"
 
-    @property
-    def rule(self) -> OptionRule:
-        """What becomes of it."""
-        return rule_of(self.name)
-
 
 def rule_of(name: str) -> OptionRule:
     """The rule for an option."""
@@ -121,9 +116,9 @@ def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
     Raises:
         ValueError: there is one; the message has old and new values, the reason and the ways out.
     """
-    fixed = [change for change in changes if change.rule.kind == "fixed"]
-    if fixed:
-        named = "; ".join(f"{change} ({change.rule.reason})" for change in fixed)
+    rules = [(change, rule_of(change.name)) for change in changes]
+    named = "; ".join(f"{change} ({rule.reason})" for change, rule in rules if rule.kind == "fixed")
+    if named:
         raise ValueError(
             f"run_dir {run_dir!r} holds a run with other options, which cannot change within a run: {named}. Take the "
             "old values to go on with it, or choose another run_dir to start a new run"

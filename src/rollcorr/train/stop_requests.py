@@ -44,18 +44,15 @@ class StopRequests(ExitStack):
     def __enter__(self) -> StopRequests:
         # Python delivers signals to the main thread only. Elsewhere the deadline is looked at between the steps.
         if threading.current_thread() is threading.main_thread():
-            for number in REQUESTS:
-                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                    self._listen(number)
+            listened = [n for n in REQUESTS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
             if self._seconds < math.inf:
-                self._listen(signal.SIGALRM)
+                listened.append(signal.SIGALRM)
+            for number in listened:
+                self.callback(signal.signal, number, signal.signal(number, self._request))
+            if self._seconds < math.inf:
                 signal.setitimer(signal.ITIMER_REAL, self._seconds)
                 self.callback(signal.setitimer, signal.ITIMER_REAL, 0)
         return self
-
-    def _listen(self, number: signal.Signals) -> None:
-        before = signal.signal(number, self._request)
-        self.callback(signal.signal, number, before)
 
     @property
     def reason(self) -> str | None:

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rollcorr.kernels.linear_logprob.problem import (
+    CHUNK_ENTRIES,
+    SMALLEST_CHUNK,
     Context,
     LogSums,
     Problem,
     at_rows,
-    chunk_size,
     column,
     placed,
     rows_where,
@@ -212,7 +213,8 @@ def _chunks(
     """For each chunk: its first row, the hidden states and the rows as operands, and logits in a buffer used again."""
     dtype = operand_type(hidden, weight, problem.wide, problem.precision)
     N, V = hidden.shape[0], weight.shape[0]
-    size = chunk_size(N, V, hidden.device, problem.chunk)
+    live = CHUNK_ENTRIES.get(hidden.device.type, CHUNK_ENTRIES["cuda"])
+    size = max(1, min(V, problem.chunk or max(SMALLEST_CHUNK, live // max(N, 1))))
     buffer = hidden.new_empty(N * size, dtype=problem.wide)
     operand = hidden.to(dtype)
     for first in range(0, V, size):

@@ -82,21 +82,18 @@ def kept_sums(problem: Problem, member: Membership, products: RaggedProducts) ->
     z = z / at_rows(problem.temperature, entries.hidden_rows)
     if not problem.compact:
         z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
-    sums = _sums_of(z, entries, entropy=problem.entropy is not False)
-    return LogSums._make(x if x is None else placed(x, rows, tokens, 0.0) for x in sums)
 
-
-def _sums_of(z: Tensor, entries: Entries, *, entropy: bool) -> LogSums:
-    """Sums of each token's logits z, (m,); −∞ is no logit."""
-    rows, tokens = entries.hidden_rows, entries.offsets.numel() - 1
-    largest = z.new_full((tokens,), -torch.inf).scatter_reduce(0, rows, z.detach(), "amax")
+    # Sums of each token's logits; −∞ is no logit.
+    rows_of, offsets = entries.hidden_rows, entries.offsets
+    largest = z.new_full((len(member.working),), -torch.inf).scatter_reduce(0, rows_of, z.detach(), "amax")
     anchor = largest.masked_fill(largest == -torch.inf, 0.0)
-    log_sum = ragged_sum((z - anchor[rows]).exp(), entries.offsets).log()
-    target = ragged_sum(z.where(entries.is_sampled, 0.0), entries.offsets)
-    if not entropy:
-        return LogSums(largest, log_sum, target, None)
-    log_p = (z - (anchor + log_sum)[rows]).masked_fill(z == -torch.inf, -torch.inf)
-    return LogSums(largest, log_sum, target, ragged_sum(minus_p_log_p(log_p), entries.offsets))
+    log_sum = ragged_sum((z - anchor[rows_of]).exp(), offsets).log()
+    entropy = None
+    if problem.entropy is not False:
+        log_p = (z - (anchor + log_sum)[rows_of]).masked_fill(z == -torch.inf, -torch.inf)
+        entropy = ragged_sum(minus_p_log_p(log_p), offsets)
+    sums = LogSums(largest, log_sum, ragged_sum(z.where(entries.is_sampled, 0.0), offsets), entropy)
+    return LogSums._make(x if x is None else placed(x, rows, tokens, 0.0) for x in sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,40 +135,33 @@ class RaggedProducts:
         parts = [_bags(table, ids, entries.offsets, gradient) for _, table, ids in tables]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def add_to_head(self, of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
+    def add_to_head(self, total: Tensor, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
         """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs."""
         # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
         order, hidden = entries.ids.argsort(stable=True), hidden.to(gradient.dtype)
         sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
         if not entries.compact:
             # Which rows there are is not read: every row of the head has a bag, most of them empty.
-            vocabulary = len(of_weight.total) if of_weight.total is not None else 0
-            starts = torch.searchsorted(sorted_ids, torch.arange(vocabulary + 1, device=sorted_ids.device))
-            for columns in _column_slices(vocabulary, hidden):
-                of_weight.add_columns(columns, _bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
-            return
-
-        ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
-        offsets = offsets_of(bag_sizes)
-
-        # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at
-        # once.
-        if ids.device.type != "cpu":
-            of_weight.add_rows(ids, _bags(hidden, hidden_rows, offsets, gradient))
+            starts = torch.searchsorted(sorted_ids, torch.arange(len(total) + 1, device=sorted_ids.device))
+            for columns in _column_slices(len(total), hidden):
+                total[:, columns].add_(_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
             return
 
         # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends
         # where the next one begins; the last offset is the end of all.
-        cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
+        ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
+        size = ROWS_AT_ONCE if ids.is_cpu else max(1, len(ids))
+        cuts = offsets_of(bag_sizes)[size:-1:size].tolist()
         blocks = zip(
-            ids.split(ROWS_AT_ONCE),
-            bag_sizes.split(ROWS_AT_ONCE),
+            ids.split(size),
+            bag_sizes.split(size),
             hidden_rows.tensor_split(cuts),
             gradient.tensor_split(cuts),
             strict=True,
         )
         for block_ids, block_sizes, block_rows, block_gradient in blocks:
-            of_weight.add_rows(block_ids, _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient))
+            rows = _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient)
+            total.index_add_(0, block_ids, rows.to(total.dtype))
 
 
 class _RaggedDot(torch.autograd.Function):
@@ -199,7 +189,7 @@ class _RaggedDot(torch.autograd.Function):
             of_hidden = ctx.products.of_hidden(weight, ctx.entries, gradient).to(hidden.dtype)
         of_weight = HeadGradient(ctx, weight, accumulate_into=ctx.accumulate_into, sparse=True)
         if of_weight.total is not None:
-            ctx.products.add_to_head(of_weight, hidden, ctx.entries, gradient)
+            ctx.products.add_to_head(of_weight.total, hidden, ctx.entries, gradient)
         return of_hidden, of_weight.result(), None, None, None
 
 

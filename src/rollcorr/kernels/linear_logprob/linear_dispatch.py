@@ -155,7 +155,7 @@ def linear_log_prob(
             result = triton_log_prob(problem)
         else:
             result = composed_log_prob(problem, Epilogue(), RaggedProducts())
-    return result.view(token_ids.shape)
+    return LinearLogProb._make(x if x is None else x.view(token_ids.shape) for x in result)
 
 
 def _flat(value: Value, dtype: torch.dtype | None = None) -> Value:

@@ -40,11 +40,6 @@ class LinearLogProb(NamedTuple):
     entropy: Tensor | None
     log_kept_mass: Tensor | None
 
-    def view(self, shape: torch.Size) -> LinearLogProb:
-        """The same, in another shape."""
-        entropy, mass = (None if x is None else x.view(shape) for x in (self.entropy, self.log_kept_mass))
-        return LinearLogProb(self.log_prob.view(shape), self.outside.view(shape), entropy, mass)
-
 
 class LogSums(NamedTuple):
     """What a softmax of each token comes down to, over some entries z_j; parts of a vocabulary merge exactly.
@@ -129,13 +124,6 @@ class Problem:
 def wide_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """What logits of these operands are held in: float32 at least."""
     return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-
-
-def chunk_size(tokens: int, vocabulary: int, device: torch.device, chunk: int | None) -> int:
-    """Vocabulary entries to take at once for N tokens, when the caller does not say."""
-    if chunk is None:
-        chunk = max(SMALLEST_CHUNK, CHUNK_ENTRIES.get(device.type, CHUNK_ENTRIES["cuda"]) // max(tokens, 1))
-    return max(1, min(chunk, vocabulary))
 
 
 def at_rows(per_token: PerToken, rows: Tensor | None) -> PerToken:

@@ -91,11 +91,6 @@ class Actor:
             return cls(spec, log_kept_mass=rollout.log_kept_mass)
         return cls(spec)
 
-    @property
-    def unfiltered(self) -> Actor:
-        """The same temperature over the whole vocabulary: how a reference policy is scored."""
-        return Actor(self.spec.for_actor("full"))
-
     def score(
         self,
         model: nn.Module,

@@ -9,7 +9,6 @@ from rollcorr.kernels.gpu_launch import Launch
 from rollcorr.kernels.linear_logprob.dense import Epilogue, Running, Upstream
 from rollcorr.kernels.linear_logprob.kept import Entries, RaggedProducts
 from rollcorr.kernels.linear_logprob.problem import placed, wide_type
-from rollcorr.kernels.linear_logprob.products import HeadGradient
 from rollcorr.kernels.linear_logprob.triton import dense_kernel, kept_kernel
 
 
@@ -97,7 +96,7 @@ class TritonProducts(RaggedProducts):
         Launch(kept_kernel.add_up, (tokens, -(-d // kept_kernel.WIDTH.value)), arguments, {}).run()
         return bags
 
-    def add_to_head(self, of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
+    def add_to_head(self, total: Tensor, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
         """A program takes some columns of a head row, or ends at once where an entry is not the first of its row."""
         rows = entries.ids.masked_fill(gradient == 0, -1)
         order = rows.argsort(stable=True)
@@ -106,7 +105,7 @@ class TritonProducts(RaggedProducts):
             "tokens": entries.hidden_rows[order],
             "changes": gradient[order],
             "hidden": hidden.contiguous(),
-            "gradient": of_weight.total,
+            "gradient": total,
             "places": rows.numel(),
             "d": hidden.shape[1],
         }
