@@ -228,7 +228,8 @@ def run_recipe(
         for line in beginning_lines(beginning, config, is_finished=done is not None):
             say(line)
         if done is not None:
-            return Summary(**done | {"run_dir": directory.path})
+            known = {option.name: done[option.name] for option in dataclasses.fields(Summary) if option.name in done}
+            return Summary(**known | {"run_dir": directory.path})
 
         # Nothing but the lock is written before the recipe is built: a wrong option leaves no directory behind.
         try:
