@@ -234,19 +234,21 @@ def _check_options(
     impl: str,
 ) -> None:
     """Raise a ValueError if options contradict each other."""
-    tokens = token_ids.numel()
     if kept is not None:
         check_tensors(token_ids=token_ids, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
-    if kept is not None and len(kept) != tokens:
-        raise ValueError(
-            f"kept sets are of {len(kept)} tokens, token_ids has {tokens}; one set a token, or KeptSets.padded(mask) "
-            "for a padded batch"
-        )
-    if kept is None and log_kept_mass is not False:
-        raise ValueError("log_kept_mass needs kept sets; give kept=, or leave it out")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1 vocabulary entry, got {chunk}")
-    if group is None and first_id != 0:
-        raise ValueError(f"first_id is {first_id} without a vocab_group; a whole head begins at 0")
-    if group is not None and impl == "reference":
-        raise ValueError("impl='reference' needs the whole head: gather it first, or use impl='auto'")
+        if len(kept) != token_ids.numel():
+            raise ValueError(
+                f"kept sets are of {len(kept)} tokens, token_ids has {token_ids.numel()}; one set a token, or "
+                "KeptSets.padded(mask) for a padded batch"
+            )
+
+    contradictions = {
+        "log_kept_mass needs kept sets; give kept=, or leave it out": kept is None and log_kept_mass is not False,
+        f"chunk must be at least 1 vocabulary entry, got {chunk}": chunk is not None and chunk < 1,
+        f"first_id is {first_id} without a vocab_group; a whole head begins at 0": group is None and first_id != 0,
+        "impl='reference' needs the whole head: gather it first, or use impl='auto'": group is not None
+        and impl == "reference",
+    }
+    for message, holds in contradictions.items():
+        if holds:
+            raise ValueError(message)
