@@ -147,14 +147,20 @@ class RaggedProducts:
                 total[:, columns].add_(_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
             return
 
+        # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at
+        # once.
+        ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
+        offsets = offsets_of(bag_sizes)
+        if not ids.is_cpu:
+            total.index_add_(0, ids, _bags(hidden, hidden_rows, offsets, gradient).to(total.dtype))
+            return
+
         # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends
         # where the next one begins; the last offset is the end of all.
-        ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
-        size = ROWS_AT_ONCE if ids.is_cpu else max(1, len(ids))
-        cuts = offsets_of(bag_sizes)[size:-1:size].tolist()
+        cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
         blocks = zip(
-            ids.split(size),
-            bag_sizes.split(size),
+            ids.split(ROWS_AT_ONCE),
+            bag_sizes.split(ROWS_AT_ONCE),
             hidden_rows.tensor_split(cuts),
             gradient.tensor_split(cuts),
             strict=True,
