@@ -1,16 +1,34 @@
-"""From sums to log-probs: what every form shares, whichever way the sums are made."""
+"""From sums to log-probs: what every form shares, whichever way the sums are made.
+
+Of a vocabulary-parallel head each rank of a group holds some rows, and all hold the same tokens. What is sent: three or
+four numbers for each token forward, one all-gather; the hidden states' gradient backward, one all-reduce. The head's
+gradient stays where the rows are. Parts are merged in rank order: all ranks get the same bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import in_host_memory
+from rollcorr.core.integer_checks import NO_LIMIT
 from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
 from rollcorr.kernels.linear_logprob.kept import Membership, RaggedProducts, kept_sums, membership
-from rollcorr.kernels.linear_logprob.problem import LinearLogProb, LogSums, Problem, at_rows, placed, rows_where
-from rollcorr.kernels.linear_logprob.vocabulary import merged_sums, with_summed_gradient
+from rollcorr.kernels.linear_logprob.problem import (
+    Context,
+    LinearLogProb,
+    LogSums,
+    Problem,
+    at_rows,
+    placed,
+    rows_where,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProducts) -> LinearLogProb:
@@ -75,3 +93,82 @@ def _log_kept_mass(problem: Problem, epilogue: Epilogue, member: Membership, sum
     mass = (largest - whole.largest) + (log_sum - whole.log_sum)
     mass = torch.where(working, mass, whole.log_prob)  # a set of one is the sampled token
     return _where_wanted(placed(mass, rows, len(member.working), torch.nan), problem.log_kept_mass, problem.mask)
+
+
+def id_ranges(weight: Tensor, token_ids: Tensor, first_id: int, group: ProcessGroup | None) -> list[tuple[int, int]]:
+    """Return the first id of each rank's rows and the one after the last, in rank order: one all-gather in host memory.
+
+    Elsewhere nothing is read. An id that no slice has leads to no row there, so any id is in the range.
+    """
+    if group is None:
+        return [(0, len(weight))]
+    if not in_host_memory(token_ids):
+        return [(0, NO_LIMIT)]
+    own = torch.tensor([first_id, first_id + len(weight)], device="cpu")
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own, group=group)
+    return [(int(first), int(stop)) for first, stop in parts]
+
+
+def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | None) -> LogSums:
+    """Sums over the entries of all ranks, differentiable in this rank's.
+
+    The gradient upstream must be the same on every rank, as it is when each computes the same loss from these sums.
+
+    Args:
+        own: this rank's.
+        measured: positions of the tokens whose entropy there is; None for all.
+        group: the ranks; None returns the sums as they are.
+    """
+    if group is None:
+        return own
+    parts = [own if rank == group.rank() else part for rank, part in enumerate(_gather(own, group))]
+    largest = torch.stack([part.largest for part in parts]).amax(0)
+    anchor = largest.masked_fill(largest == -torch.inf, 0.0)
+    logs = torch.stack([_log_weight(part, anchor) for part in parts])
+    log_sum = logs.logsumexp(0)
+    target = torch.stack([part.target for part in parts]).sum(0)
+    entropy = None
+    if own.entropy is not None:  # H = Σ_r w_r (H_r − log w_r), w_r the share of rank r
+        log_share = logs - log_sum
+        if measured is not None:
+            log_share = log_share[:, measured]
+        gone = log_share == -torch.inf
+        entropies = torch.stack([part.entropy for part in parts if part.entropy is not None])
+        surprise = entropies.masked_fill(gone, 0.0) - log_share.masked_fill(gone, 0.0)
+        entropy = (log_share.exp() * surprise).sum(0)
+    return LogSums(largest, log_sum, target, entropy)
+
+
+def with_summed_gradient(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same hidden states; their gradient is summed over the ranks, which each know their own rows' part."""
+    return hidden if group is None else _SummedGradient.apply(hidden, group)
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, hidden: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None
+
+
+def _gather(own: LogSums, group: ProcessGroup) -> list[LogSums]:
+    """The sums of each rank, without gradients."""
+    vectors = [x.detach() for x in own if x is not None]
+    sizes = [x.numel() for x in vectors]
+    sent = torch.cat(vectors)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    torch.distributed.all_gather(received, sent, group=group)
+    return [LogSums(*part.split(sizes), *[None] * (4 - len(sizes))) for part in received]
+
+
+def _log_weight(part: LogSums, anchor: Tensor) -> Tensor:
+    """log Σ exp(z − anchor) of one rank's entries, −inf where it has none."""
+    empty = part.largest == -torch.inf
+    return (part.log_sum.masked_fill(empty, 0.0) + part.largest) - anchor

@@ -24,14 +24,13 @@ from rollcorr.core.boundary import (
 from rollcorr.core.integer_checks import usable_ids
 from rollcorr.core.logprobs import check_temperature
 from rollcorr.core.sampling import KeptSets, usable_kept_sets
-from rollcorr.kernels.linear_logprob.compose import composed_log_prob
+from rollcorr.kernels.linear_logprob.compose import composed_log_prob, id_ranges
 from rollcorr.kernels.linear_logprob.dense import Epilogue
 from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
 from rollcorr.kernels.linear_logprob.kept import RaggedProducts
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem, wide_type
 from rollcorr.kernels.linear_logprob.products import Precision, asked_for_gradient
 from rollcorr.kernels.linear_logprob.triton import triton_log_prob
-from rollcorr.kernels.linear_logprob.vocabulary import id_ranges
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
