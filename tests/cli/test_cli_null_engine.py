@@ -76,7 +76,10 @@ def test_a_truncated_sampler_is_scored_over_what_it_kept(prompts, tmp_path):
         (("log.parquet", "--engine", "transformers"), "exclude each other; give one"),
         (("--engine", "hf", "--model", STORIES, "--prompts", "P"), "'hf' is none of transformers, ctranslate2"),
         (("--engine", "transformers", "--model", "nowhere", "--prompts", "P"), "--model 'nowhere' does not exist"),
-        (("--engine", "transformers", "--model", STORIES, "--prompts", "T"), "no tokenizer there for prompts of text"),
+        (
+            ("--engine", "transformers", "--model", STORIES, "--prompts", "T"),
+            "has a model but no tokenizer: save one beside it",
+        ),
         (
             ("--engine", "transformers", "--model", STORIES, "--prompts", "P", "--engine-option", "batchsize=3"),
             "--engine-option batchsize is no option of the engine 'transformers'",

@@ -125,11 +125,11 @@ HOSTILE = {
     "a recipe by interpolation": ("recipe: ${oc.env:RECIPE}", "nothing is filled in"),
     "an interpolation in a list": ("optim: {betas: ['${a}', 1]}", "optim.betas[0] is '${a}'"),
     # Devices, names and types.
-    "a vegetable as the device": ("device: potato", "device='potato' is no device of torch; write cpu, cuda or cuda:N"),
-    "a GPU that is not there": ("device: cuda", "device=cuda needs a GPU, but"),
-    "the eighth GPU": ("device: cuda:7", "device=cuda:7 needs a GPU, but"),
-    "a device without numbers": ("device: meta", "device=meta cannot be used here"),
-    "no device": ("device: ''", "device='' is no device of torch"),
+    "a vegetable as the device": ("device: potato", "device='potato' cannot be used here: "),
+    "a GPU that is not there": ("device: cuda", "device='cuda' cannot be used here: "),
+    "the eighth GPU": ("device: cuda:7", "device='cuda:7' cannot be used here: "),
+    "a device without numbers": ("device: meta", "device='meta' cannot be used here"),
+    "no device": ("device: ''", "device='' cannot be used here"),
     "an unknown option": ("optm: {lr: 1}", "unknown option 'optm.lr'"),
     "an option of 10,000 characters": ("? " + "x" * 10_000 + "\n: 1", "unknown option 'xxxxxxxxxxxx...xxxxxxxxxxxxx'"),
     "a value in place of a block": ("optim: [1, 2]", "optim is a block of options, got [1, 2]"),
@@ -239,9 +239,9 @@ def test_check_and_report_read_a_hostile_configuration_or_say_in_one_line_why_no
         ("steps=2\nseed: 3", "it sets more than one option"),
         ("steps: 3\nx=2", "is not of the form dotted.name=value"),
         ("a b=2", "is not of the form dotted.name=value"),
-        ("device=potato", "device='potato' is no device of torch"),
-        ("device=cuda", "device=cuda needs a GPU, but"),
-        ("device=cuda:7", "device=cuda:7 needs a GPU, but"),
+        ("device=potato", "device='potato' cannot be used here: "),
+        ("device=cuda", "device='cuda' cannot be used here: "),
+        ("device=cuda:7", "device='cuda:7' cannot be used here: "),
         ("recipe=???", "recipe is ???"),
         ("model.config={x: '${y}'}", "model.config.x is '${y}'"),
     ],
@@ -253,16 +253,6 @@ def test_train_answers_a_hostile_override_with_one_line(command, monkeypatch, ov
     (line,) = result.stderr.splitlines()
     assert message in line
     assert len(line) < 2000
-
-
-def test_a_gpu_beyond_the_last_one_is_named(command, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    result = command("train", "device=cuda:7")
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "rollcorr train: device=cuda:7 does not exist here; torch finds cuda:0 to cuda:1\n",
-    )
 
 
 def test_what_is_filled_in_for_an_engine_passes_through_untouched(monkeypatch):

@@ -12,7 +12,7 @@ from rollcorr.core.integer_checks import check_mask_values, usable_ids
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
 from rollcorr.kernels.linear_logprob import linear_dispatch, linear_log_prob
-from rollcorr.kernels.linear_logprob.vocabulary import id_ranges
+from rollcorr.kernels.linear_logprob.compose import id_ranges
 from rollcorr.layouts import from_row, pack_padded, pad_packed, positions_of_cu_seqlens, unpack_list
 
 N, D, V = 4, 3, 11

@@ -15,8 +15,7 @@ from rollcorr.config.secrets import hide_in_log, redact_text
 from rollcorr.config.yaml_text import dump_yaml, load_yaml
 from rollcorr.engines.transport.answer_body import printable
 from rollcorr.train import load_config
-from rollcorr.train.option_changes import OptionChange, compared_options
-from rollcorr.train.run_history import RunHistory
+from rollcorr.train.option_changes import OptionChange, RunHistory, compared_options
 
 METRICS = "".join(json.dumps({"step": step, "rollout_corr/kl": 1e-3}) + "\n" for step in range(1, 9))
 

@@ -19,8 +19,8 @@ from linear_cases import assert_same, make_case, run
 from rollcorr.core.sampling import KeptSets
 from rollcorr.kernels.correction.triton import status
 from rollcorr.kernels.linear_logprob import linear_log_prob
-from rollcorr.kernels.linear_logprob.dense import TorchEpilogue, dense_sums
-from rollcorr.kernels.linear_logprob.kept import kept_sums, membership
+from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
+from rollcorr.kernels.linear_logprob.kept import RaggedProducts, kept_sums, membership
 from rollcorr.kernels.linear_logprob.problem import Problem
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test-triton` installs it")
@@ -143,16 +143,12 @@ def test_a_slice_of_the_head_gives_the_sums_of_its_rows(first):
         case.hidden, weight, case.token_ids, bias, 0.7, None, case.kept, True, False, None, object(), first, None
     )
     member = membership(case.kept, case.token_ids, None)
-    actual, expected = launches.triton_kept_sums(problem, member), kept_sums(problem, member)
+    actual, expected = (kept_sums(problem, member, x) for x in (launches.TritonProducts(), RaggedProducts()))
     assert expected.largest.isinf().any()
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one[member.working], other[member.working])
-    common = {"bias": bias, "temperature": 0.7, "measured": None, "entropy": True, "accumulate_into": None}
-    common |= {"first_id": first, "chunk": 3}
-    parts = (
-        dense_sums(case.hidden, weight, case.token_ids, epilogue=epilogue, **common)
-        for epilogue in (launches.TritonEpilogue(), TorchEpilogue())
-    )
+    whole = dataclasses.replace(problem, kept=None, chunk=3)
+    parts = (dense_sums(whole, epilogue, entropy=True) for epilogue in (launches.TritonEpilogue(), Epilogue()))
     for one, other in zip(*parts, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -171,7 +167,7 @@ class _Counter:
 @pytest.mark.parametrize("entropy", [False, True])
 def test_kept_sets_take_three_launches_and_no_wait(entropy, monkeypatch):
     """On meta tensors a read of a value would raise."""
-    counters = {name: _Counter() for name in ("sum_sets", "weigh_sets", "add_rows")}
+    counters = {name: _Counter() for name in ("dots", "add_up", "add_rows")}
     for name, counter in counters.items():
         monkeypatch.setattr(launches.kept_kernel, name, counter)
     with torch.device("meta"):
@@ -181,7 +177,7 @@ def test_kept_sets_take_three_launches_and_no_wait(entropy, monkeypatch):
     monkeypatch.setattr("rollcorr.kernels.linear_logprob.triton.interpreted", lambda: True)
     out = linear_log_prob(hidden, weight, ids, bias=bias, kept=kept, mask=mask, entropy=entropy, impl="triton")
     (out.log_prob.sum() if out.entropy is None else out.log_prob.sum() + out.entropy.sum()).backward()
-    assert [counter.grids for counter in counters.values()] == [[(6,)], [(6, 2)], [(36, 2)]]
+    assert [counter.grids for counter in counters.values()] == [[(3,)], [(6, 2)], [(36, 2)]]
     assert weight.grad.shape == weight.shape
 
 

@@ -7,38 +7,40 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton_compilation import compiled, usage
 
 from rollcorr.core.sampling import KeptSets
-from rollcorr.kernels.linear_logprob.dense import Running, Upstream
-from rollcorr.kernels.linear_logprob.kept import membership
-from rollcorr.kernels.linear_logprob.problem import Problem
-from rollcorr.kernels.linear_logprob.triton import launches as passes
+from rollcorr.kernels.gpu_launch import Launch
+from rollcorr.kernels.linear_logprob import dense, linear_log_prob
 
 N, D, V, K, CHUNK = 8192, 4096, 151_936, 20, 8192
 
 
-def launches(dtype: torch.dtype, *, entropy: bool, biased: bool) -> Iterator[passes.Launch]:
-    """All launches for a batch on the meta device."""
-    logits, gradient = torch.empty(N, CHUNK), torch.empty(N, CHUNK, dtype=dtype)
-    ids, each, some = torch.empty(N, dtype=torch.int64), torch.empty(N), torch.empty(N // 8, dtype=torch.int64)
-    running = Running(each, each, each, each[: N // 8] if entropy else None)
-    yield passes.absorb_launch(logits, ids, 0.7, some if entropy else None, running)
-    upstream = Upstream(each, each, each, (some, each[: N // 8], each[: N // 8]) if entropy else None)
-    yield passes.to_gradient_launch(logits, gradient, ids, 0.7, upstream)
-    hidden, weight = torch.empty(N, D, dtype=dtype), torch.empty(V, D, dtype=dtype)
-    kept = KeptSets(torch.empty(N * K, dtype=torch.int32), torch.empty(N + 1, dtype=torch.int64))
-    problem = Problem(hidden, weight, ids, None, 0.7, None, kept, entropy, False, None, None, 0, None)
-    places = passes.make_places(problem, membership(kept, ids, None))
-    bias = torch.empty(V, dtype=dtype) if biased else None
-    yield passes.sum_sets_launch(places, hidden, weight, bias, (each,) * 4)
-    names = ("of_sum", "of_target", "of_entropy", "log_total", "entropy", "changes")
-    yield passes.weigh_sets_launch(places, weight, dict.fromkeys(names, each), hidden)
-    yield passes.add_rows_launch(places.rows, places.rows, places.z, hidden, weight)
+def launches(dtype: torch.dtype, *, entropy: bool, biased: bool) -> list[Launch]:
+    """The first launch of each kernel for a batch on the meta device."""
+    made: dict[str, Launch] = {}
+    with (
+        torch.device("meta"),
+        mock.patch.object(Launch, "run", lambda one: made.setdefault(one.kernel.fn.__name__, one)),
+        mock.patch.object(dense, "operand_type", lambda hidden, *_: hidden.dtype),
+        mock.patch("rollcorr.kernels.linear_logprob.triton.interpreted", return_value=True),
+        mock.patch("rollcorr.kernels.linear_logprob.triton.status", return_value=None),
+    ):
+        hidden = torch.empty(N, D, dtype=dtype, requires_grad=True)
+        weight = torch.empty(V, D, dtype=dtype, requires_grad=True)
+        bias = torch.empty(V, dtype=dtype) if biased else None
+        ids, each = torch.empty(N, dtype=torch.int64), torch.empty(N)
+        for kept in (None, KeptSets(torch.empty(N * K, dtype=torch.int32), torch.empty(N + 1, dtype=torch.int64))):
+            result = linear_log_prob(
+                hidden, weight, ids, bias=bias, kept=kept, temperature=each, entropy=entropy, chunk=CHUNK, impl="triton"
+            )
+            outputs = [x for x in (result.log_prob, result.entropy) if x is not None]
+            torch.autograd.backward(outputs, [each] * len(outputs))
+    return list(made.values())
 
 
 def main(target: str) -> None:
@@ -47,9 +49,7 @@ def main(target: str) -> None:
     gpu = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
     for dtype in (torch.float32, torch.bfloat16):
         for everything in (False, True):
-            with torch.device("meta"):
-                made = list(launches(dtype, entropy=everything, biased=everything))
-            for one in made:
+            for one in launches(dtype, entropy=everything, biased=everything):
                 line = {"kernel": one.kernel.fn.__name__, "dtype": str(dtype), "everything": everything}
                 sys.stdout.write(json.dumps(line | usage(compiled(one, gpu))) + "\n")
 

@@ -16,7 +16,8 @@ from rollcorr.engines import GenerationSettings
 from rollcorr.engines.base import EngineAnswerError
 from rollcorr.engines.response_scoring import score_responses
 from rollcorr.engines.transformers import TransformersEngine
-from rollcorr.train.grpo.actor import Actor
+from rollcorr.train.grpo import actor as actor_module
+from rollcorr.train.grpo.actor import Actor, whole_scores
 from rollcorr.train.grpo.grpo_config import ActorConfig
 from rollcorr.train.grpo.policy import load_policy, make_tiny_policy
 from rollcorr.train.grpo.tasks import ArithmeticTask
@@ -99,9 +100,26 @@ def test_without_truncation_the_actor_is_plain_scoring(micro_policy):
         scores = Actor.of(rollout, rollout.sampling.for_actor(actor)).score(
             micro_policy.model, rollout, torch.arange(1)
         )
-        assert torch.equal(scores.log_prob, plain.log_prob)
-        assert torch.equal(scores.entropy, plain.entropy)
+        mask = rollout.tokens.response_mask
+        torch.testing.assert_close(scores.log_prob[mask], plain.log_prob[mask], atol=1e-6, rtol=0)
+        torch.testing.assert_close(scores.entropy[mask], plain.entropy[mask], atol=1e-5, rtol=0)
         assert (scores.full_log_prob, scores.outside) == (None, None)
+
+
+@pytest.mark.parametrize("reason", ["linear", "capped", "half precision"])
+def test_a_linear_head_is_scored_without_logits(micro_policy, monkeypatch, reason):
+    rollout = sample(micro_policy.model, [[1, 2]], sampling=SamplingSpec())
+    if reason == "capped":
+        monkeypatch.setattr(micro_policy.model.config, "final_logit_softcapping", 30.0, raising=False)
+    elif reason == "half precision":
+        micro_policy.model.bfloat16()
+    made = []
+    monkeypatch.setattr(actor_module, "score_responses", lambda *a, **o: made.append(a) or score_responses(*a, **o))
+    for entropy_gradient in (False, True):
+        scores = whole_scores(micro_policy.model, rollout.tokens, entropy_gradient=entropy_gradient)
+        assert scores.log_prob.requires_grad
+        assert scores.entropy.requires_grad == entropy_gradient
+    assert bool(made) == (reason != "linear")
 
 
 @pytest.mark.parametrize(

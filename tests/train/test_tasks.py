@@ -128,8 +128,6 @@ def test_problems_follow_from_seed_and_step_alone(make):
 
 
 def test_operands_stay_below_their_limit():
-    with pytest.raises(ValueError, match="max_operand must be at least 1, got 0"):
-        ArithmeticTask(max_operand=0)
     prompts = [p.prompt for p in ArithmeticTask(max_operand=1).problems(64, seed=0, step=0)]
     assert set(prompts) == {f"{a}{sign}{b}=?\n" for a in "01" for b in "01" for sign in "+-"}
 
@@ -157,9 +155,9 @@ def test_every_epoch_meets_every_row_once_in_a_new_order(tmp_path, count):
     ("line", "reason"),
     [
         ("{", "no valid JSON"),
-        ("[]", "expected an object with `question` and `answer`, got list"),
-        ('{"question": "q"}', "`answer` must be a string, got None"),
-        ('{"question": 3, "answer": "#### 1"}', "`question` must be a string, got 3"),
+        ("[]", "expected an object with the texts `question` and `answer`, got []"),
+        ('{"question": "q"}', "with the texts `question` and `answer`"),
+        ('{"question": 3, "answer": "#### 1"}', "with the texts `question` and `answer`"),
         (row("q", "1"), "must have one line `#### N`, found 0"),
         (row("q", "####  "), "must have one line `#### N`, found 1"),
         (row("q", "#### 1\n#### 2"), "must have one line `#### N`, found 2"),

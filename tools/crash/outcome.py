@@ -15,7 +15,7 @@ def outcome(run: Path) -> Iterator[tuple[str, str]]:
         name = path.relative_to(run).as_posix()
         if path.is_dir():
             yield f"{name}/", ""
-        elif name.startswith("tensorboard/") or path.name in ("manifest.json", "run.json", "run.lock"):
+        elif name.startswith("tensorboard/") or path.name in ("manifest.json", "run.lock"):
             continue  # events have times; the identity of a run is drawn
         else:
             try:

@@ -104,10 +104,10 @@ BUGS: Mapping[str, Bug] = {
     "manifest_after_rename": Bug(
         CHECKPOINT,
         (
-            ("_write_manifest(partial, run, state.step)", "pass"),
+            ("_write_manifest(partial, state.step)", "pass"),
             (
                 "delete_older_checkpoints(directory, state.step, keep=keep)",
-                "_write_manifest(final, run, state.step); delete_older_checkpoints(directory, state.step, keep=keep)",
+                "_write_manifest(final, state.step); delete_older_checkpoints(directory, state.step, keep=keep)",
             ),
         ),
         KILL,
@@ -118,8 +118,9 @@ BUGS: Mapping[str, Bug] = {
         CHECKPOINT,
         (
             (
-                "run = _run_identity(directory)",
-                "run = _run_identity(directory); [*map(delete_folder_durably, paths_by_step(directory).values())]",
+                "final = directory / step_name(state.step)",
+                "[*map(delete_folder_durably, paths_by_step(directory).values())]; "
+                "final = directory / step_name(state.step)",
             ),
         ),
         KILL,

@@ -197,7 +197,7 @@ def _sample(
     *,
     sampling: dict[str, Any],
     overwrite: bool,
-    **settings: Any,  # noqa: ANN401 (of an `EngineNullConfig`)
+    **settings: Any,  # noqa: ANN401 (of `engine_null_rollouts`)
 ) -> None:
     """Sample from the engine, score, and write the rollouts; nothing is left after an interrupt.
 
@@ -206,7 +206,7 @@ def _sample(
     """
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.rollout_log import RolloutLogWriter
-    from rollcorr.train.grpo.engine_null import EngineNullConfig, engine_null_rollouts, processed, read_prompts
+    from rollcorr.train.grpo.engine_null import engine_null_rollouts, read_prompts
 
     given = {}
     try:
@@ -215,9 +215,10 @@ def _sample(
             if not (name and equals):
                 raise ValueError(f"--engine-option {option[:60]!r} is not of the form NAME=VALUE")
             given[name] = load_yaml(value)
-        config = EngineNullConfig(engine_options=given, sampling=processed(SamplingSpec(**sampling)), **settings)
         with row_progress("sampling") as on_rows:
-            batches = list(engine_null_rollouts(config, read_prompts(prompts), on_rows=on_rows))
+            texts, spec = read_prompts(prompts), SamplingSpec(**sampling)
+            rollouts = engine_null_rollouts(texts, engine_options=given, sampling=spec, on_rows=on_rows, **settings)
+            batches = list(rollouts)
         with RolloutLogWriter(target, overwrite=overwrite) as log:
             for batch in batches:
                 log.write(batch)

@@ -1,13 +1,12 @@
 """Checkpoints: everything that the next step depends on, written so that a crash leaves sound ones only.
 
-    RUN/checkpoints/run.json                         which run this is
     RUN/checkpoints/step_000050/
         config.json, model.safetensors, tokenizer…   the policy, as its recipe writes it; `model.path` may point here
         optimizer.pt                                 AdamW's moments
         engine.safetensors                           the engine's weights, when they lag behind the policy's
         state.json                                   step, engine version, skipped optimizer steps
         records/                                     small texts, such as the configuration
-        manifest.json                                the run, the step, and bytes and SHA-256 of every file
+        manifest.json                                the step, and bytes and SHA-256 of every file
 
 A checkpoint is sound when its manifest is, and when every file in the manifest is there and has that SHA-256.
 No random state is stored: every draw is a function of (seed, purpose, step), see `rollcorr.train.steps`.
@@ -20,7 +19,6 @@ import hashlib
 import json
 import os
 import pickle
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -37,7 +35,6 @@ from rollcorr.run_directory.durable_files import (
     delete_folder_durably,
     make_folder_durably,
     remove_leftovers,
-    write_text_durably,
 )
 
 MANIFEST = "manifest.json"
@@ -45,7 +42,6 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.pt"
 ENGINE = "engine.safetensors"
 RECORDS = "records"
-RUN_IDENTITY = "run.json"
 
 NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 """Error numbers that say nothing about a file: another start may read it."""
@@ -122,12 +118,14 @@ def save_checkpoint(
     check_finite(optimizer, engine_weights or {})
     make_folder_durably(directory)
     remove_leftovers(directory)
-    run = _run_identity(directory)
 
+    # At least weights, two moments and the engine's weights, for the error of a full disk.
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    needed = sum(3 * tensor.nbytes for tensor in trained) + sum(x.nbytes for x in (engine_weights or {}).values())
     final = directory / step_name(state.step)
-    with atomic_write(final, needed=_size_to_expect(directory, optimizer, engine_weights or {})) as partial:
+    with atomic_write(final, needed=needed) as partial:
         _write_files(partial, save_policy, optimizer, state, records or {}, engine_weights)
-        _write_manifest(partial, run, state.step)
+        _write_manifest(partial, state.step)
 
     # The new one is on the disk, so the others may go.
     delete_older_checkpoints(directory, state.step, keep=keep)
@@ -264,107 +262,48 @@ def _write_files(
     (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
 
     for name, text in records.items():
-        if PurePosixPath(name).name != name or name in ("", ".", ".."):
-            raise ValueError(f"a record's name must be a plain file name, got {name!r}")
         (partial / RECORDS).mkdir(exist_ok=True)
         (partial / RECORDS / name).write_bytes(text.encode())  # bytes, so that no platform changes the line ends
 
 
-def _size_to_expect(directory: Path, optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, Tensor]) -> int:
-    """Bytes of a checkpoint: as many as the newest one, but at least weights, two moments and the engine's weights."""
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    at_least = sum(3 * tensor.nbytes for tensor in trained) + sum(tensor.nbytes for tensor in engine_weights.values())
-    newest = _newest_manifest(directory)
-    return max(at_least, sum(entry["bytes"] for entry in newest["files"].values())) if newest else at_least
-
-
-def _run_identity(directory: Path) -> str:
-    """What tells this run's checkpoints from another's: made once, then read; if lost, taken from a manifest."""
-    run = _known_identity(directory)
-    if run is None:
-        newest = _newest_manifest(directory)
-        run = str(newest["run"]) if newest else secrets.token_hex(16)
-        write_text_durably(directory / RUN_IDENTITY, json.dumps({"run": run}) + "\n")
-    return run
-
-
-def _known_identity(directory: Path) -> str | None:
-    """The run's identity from its file; None if there is no such file or it is garbled."""
-    try:
-        run = json.loads((directory / RUN_IDENTITY).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return run if isinstance(run, str) else None
-
-
-def _write_manifest(folder: Path, run: str, step: int) -> None:
+def _write_manifest(folder: Path, step: int) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    (folder / MANIFEST).write_bytes(_manifest_text({"run": run, "step": step, "files": files}))
+    (folder / MANIFEST).write_bytes(_manifest_text({"step": step, "files": files}))
 
 
-def _manifest_text(content: Mapping[str, Any]) -> bytes:
+def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
     """A manifest as it is written: with a SHA-256 of its own content, and in one form only."""
-    content = {name: content[name] for name in ("run", "step", "files")}
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=2) + "\n").encode()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked against itself and the name of its folder.
-
-    Raises:
-        DamagedCheckpointError: it is missing or altered, or says another step.
-        OSError: as in `load_checkpoint`.
-    """
-    with _reading(path, MANIFEST):
-        text = (path / MANIFEST).read_bytes()
-    if not text:
-        raise _damaged(path, MANIFEST, "is empty")
-
-    # A bit that was flipped anywhere, even in a space, gives another text.
-    try:
-        manifest = json.loads(text)
-        sound = _manifest_text(manifest) == text
-        step = manifest["step"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, MANIFEST, "is cut or altered") from error
-    if not sound:
-        raise _damaged(path, MANIFEST, "is cut or altered")
-    if step_name(step) != path.name:
-        raise _damaged(path, MANIFEST, f"is of another checkpoint (step {step})")
-    return dict(manifest)
-
-
-def _newest_manifest(directory: Path) -> dict[str, Any] | None:
-    """The newest manifest that is not damaged; None if there is none."""
-    for path in reversed(paths_by_step(directory).values()):
-        with suppress(DamagedCheckpointError):
-            return _read_manifest(path)
-    return None
-
-
 def _verify(path: Path) -> set[str]:
-    """Compare every file of a checkpoint with its manifest; returns their names.
+    """Compare every file of a checkpoint with its manifest, and that with itself and its folder; returns the names.
 
     Raises:
         DamagedCheckpointError: one differs; the message names it.
         OSError: as in `load_checkpoint`.
     """
-    manifest = _read_manifest(path)
-    run = _known_identity(path.parent)
-    if run not in (None, manifest["run"]):
-        raise _damaged(path, MANIFEST, f"is of another run than {path.parent / RUN_IDENTITY} says")
+    with _reading(path, MANIFEST):
+        text = (path / MANIFEST).read_bytes()
+
+    # A bit that was flipped anywhere, even in a space, gives another text.
+    manifest: Any = None
+    with suppress(ValueError, RecursionError):
+        manifest = json.loads(text)
+    if not isinstance(manifest, dict) or _manifest_text(manifest) != text:
+        raise _damaged(path, MANIFEST, "is cut or altered")
+    if step_name(manifest["step"]) != path.name:
+        raise _damaged(path, MANIFEST, f"is of another checkpoint (step {manifest['step']})")
 
     for name, entry in manifest["files"].items():
         file = path / name
         with _reading(path, name):
             size = file.stat().st_size
             digest = file_sha256(file) if size == entry["bytes"] else None
-
-        if size == 0 and entry["bytes"]:
-            raise _damaged(path, name, f"is empty, it had {entry['bytes']:,} bytes")
         if size < entry["bytes"]:
             raise _damaged(path, name, f"is cut to {size:,} of {entry['bytes']:,} bytes, or of another checkpoint")
         if digest != entry["sha256"]:

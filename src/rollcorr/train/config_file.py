@@ -12,7 +12,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
@@ -22,7 +22,7 @@ from rollcorr.config.conversion import resolve
 from rollcorr.config.secrets import redact, redact_text
 from rollcorr.config.yaml_text import load_yaml, read_yaml
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.train.run_config import END_OF_CONFIG, RunConfig
+from rollcorr.train.run_config import RunConfig
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
@@ -66,20 +66,17 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     for layer in layers:
         _check_names(layer, known)
 
-    # OmegaConf merges blocks, checks types and builds the dataclasses. A correction may also be a name or null, and
-    # OmegaConf would fill in references in the options of an engine. So both are merged here.
-    corrections = _take_out(layers, CORRECTION_KEY)
-    if corrections:
-        layers.append({"algorithm": {"rollout_correction": _merge_corrections(corrections)}})
-    engine_options = _take_out(layers, ENGINE_OPTIONS_KEY)
+    # OmegaConf checks types and builds the dataclasses. It would fill in references in the options of an engine.
+    given: dict[str, Any] = reduce(_merged, layers, {})
+    engine_options = given.get("rollout", {}).pop("engine_options", {})
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config_class), *layers)
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), given)
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         raise ValueError(where + str(error).splitlines()[0]) from error
     if engine_options:
-        config.rollout.engine_options.update(reduce(_merge_blocks, engine_options))
+        config.rollout.engine_options.update(engine_options)
     return cast("Config", config)
 
 
@@ -93,13 +90,8 @@ def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[st
     return str(named[-1]) if named else None
 
 
-def option_values(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a configuration by dotted name; a block that its owner defines, such as `model.config`, is one."""
-    return dict(_leaves(document))
-
-
 def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -> None:
-    """Check RUN/config.yaml when it is given as the configuration: a damaged one would train another experiment.
+    """Check RUN/config.yaml when it is given as the configuration: it must go on in its own directory.
 
     Args:
         path: the file that was read.
@@ -107,17 +99,11 @@ def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -
         names_run_dir: an override says where to run, so that this starts another run.
 
     Raises:
-        ValueError: the file is cut off, or names another directory than its own.
+        ValueError: the file names another directory than its own.
     """
     directory = RunDirectory(path.parent)
-    if path.name != directory.config.name or not directory.history.is_file():
-        return
-    if not path.read_text(encoding="utf-8").rstrip().endswith(END_OF_CONFIG):
-        raise ValueError(
-            f"{path} is damaged: it does not end with {END_OF_CONFIG!r}. Repeat the command that started the run, and "
-            "the file is written again"
-        )
-    if not names_run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
+    is_stored = path.name == directory.config.name and directory.history.is_file()
+    if is_stored and not names_run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
         raise ValueError(
             f"{path} names run_dir {config.run_dir!r}, which is not its own directory: add run_dir={path.parent} to go "
             "on there, or start it in the directory where the run was started"
@@ -152,23 +138,20 @@ def _layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> li
     return [*([] if path is None else [_read_yaml(Path(path))]), *map(_parse_override, overrides)]
 
 
-def _take_out(layers: Iterable[dict[str, Any]], name: str) -> list[Any]:
-    """Remove an option of a block from the layers; its values in their order."""
-    section, _, option = name.partition(".")
-    blocks = [layer[section] for layer in layers if layer.get(section)]
-    return [block.pop(option) for block in blocks if option in block]
+def _merged(below: object, above: object, name: str = "") -> Any:  # noqa: ANN401 (a value or a block)
+    """The final value of an option: blocks are merged, and any other value replaces what was there."""
+    if not isinstance(above, Mapping):
+        return above
 
-
-def _merge_corrections(values: Iterable[Any]) -> Any:  # noqa: ANN401 (name, block or None)
-    """The final `algorithm.rollout_correction`: a name or null replaces what was there, a block adds to it."""
-    current: Any = {}
-    for given in values:
-        # A block after a preset's name changes that preset, so the name is spelled out first.
-        if isinstance(given, Mapping) and isinstance(current, str):
-            preset = resolve(current)
-            current = {} if preset is None else preset.to_dict()
-        current = {**(current or {}), **given} if isinstance(given, Mapping) else given
-    return current
+    # A block after a preset's name changes that preset, so the name is spelled out first.
+    if name == CORRECTION_KEY and isinstance(below, str):
+        preset = resolve(below)
+        below = preset and preset.to_dict()
+    merged = dict(below) if isinstance(below, Mapping) else {}
+    for key, value in above.items():
+        path = f"{name}.{key}".removeprefix(".")
+        merged[key] = value if name == CORRECTION_KEY else _merged(merged.get(key), value, path)
+    return merged
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -236,7 +219,7 @@ def _all_values(value: object, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> None:
-    for name, value in _leaves(layer):
+    for name, value in option_values(layer):
         if name not in known:
             section = name.rpartition(".")[0]
             siblings = [other for other in known if other.rpartition(".")[0] == (section if section in known else "")]
@@ -246,12 +229,12 @@ def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> 
             raise ValueError(f"{name} is a block of options, got {_shown(value)}; set {name}.<option> instead")
 
 
-def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names of a nested mapping, down to values and to the free-form blocks."""
+def option_values(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options by dotted name; a block that its owner defines, such as `model.config`, is one."""
     for key, value in layer.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and name not in FREE_FORM:
-            yield from _leaves(value, f"{name}.")
+            yield from option_values(value, f"{name}.")
         else:
             yield name, value
 
@@ -266,17 +249,6 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
         yield f"{prefix}{option.name}", block
         if block is not None:
             yield from _known_names(block, f"{prefix}{option.name}.")
-
-
-def _merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two blocks of options: the second one wins, and blocks inside them are merged."""
-    merged = dict(below)
-    for key, value in above.items():
-        under = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(under, Mapping):
-            value = _merge_blocks(under, value)
-        merged[key] = value
-    return merged
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 (any plain value)

@@ -46,9 +46,8 @@ from rollcorr.train.checkpoint import (
     save_checkpoint,
 )
 from rollcorr.train.reference_policy import REFERENCE_RECORD, keep_reference
-from rollcorr.train.resume import Beginning, find_beginning, finished_summary
+from rollcorr.train.resume import Beginning, beginning_lines, end_lines, find_beginning, finished_summary
 from rollcorr.train.run_config import RunConfig
-from rollcorr.train.run_messages import beginning_lines, end_lines
 from rollcorr.train.steps import SamplingCopy
 from rollcorr.train.stop_requests import StopNow, StopRequests
 
@@ -211,7 +210,13 @@ def run_recipe(
         EngineError: the engine failed before the first step, or after the last.
         OSError: the directory cannot be written.
     """
-    _refuse_several_processes()
+    # Each process of a launcher would train the same run, and write over the others' record.
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world.isdigit() and int(world) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
+            "--nproc_per_node 1"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console, directory = console or Console(), RunDirectory(Path(config.run_dir))
@@ -350,12 +355,12 @@ class _Run:
         try:
             with self.stop.at_once(), _saving("the null"):
                 null = self.recipe.measure_null()
-                if null is not None:
-                    null.save(self.directory.null)
+                if null is None:
+                    return
+                null.save(self.directory.null)
         except BadInputError as error:
             self.say(f"{self.directory.null.name} was not measured: {error}")
-            return
-        if null is not None:
+        else:
             tokens, k3 = null.profile.tokens, null.profile.k3
             self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
 
@@ -467,20 +472,6 @@ class _Run:
             self.failure = self.failure or str(error)
             summary = dataclasses.replace(summary, interrupted=True, failure=self.failure)
         return summary
-
-
-def _refuse_several_processes() -> None:
-    """Each process of a launcher would train the same run, and write over the others' record.
-
-    Raises:
-        ValueError: a launcher such as torchrun started more than one.
-    """
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world.isdigit() and int(world) > 1:
-        raise ValueError(
-            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
-            "--nproc_per_node 1"
-        )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which options may change when a run goes on, and what changed.
+"""Which options may change when a run goes on, what changed, and RUN/history.json, which keeps all of it.
 
 The rule: a checkpoint fixes an option if its weights, its moments or its place in the data came about under the old
 value, so that the new one could not take effect or would give wrong numbers. Such a change is refused. Every other
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from rollcorr.config.yaml_text import load_yaml
@@ -68,11 +69,6 @@ class OptionChange:
     def __str__(self) -> str:
         return f"{self.name}: {self.old!r} → {self.new!r}"
 
-    @property
-    def rule(self) -> OptionRule:
-        """What becomes of it."""
-        return rule_of(self.name)
-
 
 def rule_of(name: str) -> OptionRule:
     """The rule for an option."""
@@ -89,7 +85,7 @@ def compared_options(config: RunConfig) -> dict[str, Any]:
 
 def options_of(document: Mapping[str, Any]) -> dict[str, Any]:
     """The same from a configuration that was read, in the form that JSON keeps."""
-    values = {name: value for name, value in option_values(document).items() if rule_of(name).kind != "command"}
+    values = {name: value for name, value in option_values(document) if rule_of(name).kind != "command"}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
@@ -120,9 +116,9 @@ def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
     Raises:
         ValueError: there is one; the message has old and new values, the reason and the ways out.
     """
-    fixed = [change for change in changes if change.rule.kind == "fixed"]
-    if fixed:
-        named = "; ".join(f"{change} ({change.rule.reason})" for change in fixed)
+    rules = [(change, rule_of(change.name)) for change in changes]
+    named = "; ".join(f"{change} ({rule.reason})" for change, rule in rules if rule.kind == "fixed")
+    if named:
         raise ValueError(
             f"run_dir {run_dir!r} holds a run with other options, which cannot change within a run: {named}. Take the "
             "old values to go on with it, or choose another run_dir to start a new run"
@@ -132,3 +128,88 @@ def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
 def _text(value: Any) -> str:  # noqa: ANN401
     """A value in one form only, so that NaN equals itself."""
     return json.dumps(value, sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryEntry:
+    """A change of options.
+
+    Attributes:
+        after_step: completed steps when it took effect.
+        changes: what changed.
+        sha256: of all options from then on.
+    """
+
+    after_step: int
+    changes: tuple[OptionChange, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """RUN/history.json: the identity of a run, and its options until now. Each checkpoint has it too.
+
+    Attributes:
+        run: tells it from every other run.
+        first_options: what it began with, by dotted name.
+        sha256: of `first_options`.
+        entries: changes since then, in order.
+    """
+
+    run: str
+    first_options: Mapping[str, Any]
+    sha256: str
+    entries: tuple[HistoryEntry, ...] = ()
+
+    @classmethod
+    def begin(cls, options: Mapping[str, Any]) -> RunHistory:
+        """The history of a new run."""
+        return cls(run=secrets.token_hex(8), first_options=dict(options), sha256=options_sha256(options))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunHistory:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the text is something else, or its options do not have its SHA-256.
+        """
+        try:
+            data = json.loads(text)
+            entries = tuple(
+                HistoryEntry(**entry | {"changes": tuple(OptionChange(**change) for change in entry["changes"])})
+                for entry in data["entries"]
+            )
+            history = cls(**data | {"entries": entries})
+            hashes = [options_sha256(options) for options in history._versions()]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not the history of a run ({error or type(error).__name__})") from error
+        if hashes != [history.sha256, *(entry.sha256 for entry in entries)]:
+            raise ValueError("its options do not have the SHA-256 that it names: it was changed")
+        return history
+
+    def to_json(self) -> str:
+        """The text of history.json."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of now."""
+        return self._versions()[-1]
+
+    def changed(self, changes: Sequence[OptionChange], *, after_step: int) -> RunHistory:
+        """This history with one entry more; itself if nothing changed."""
+        if not changes:
+            return self
+        options = _apply(self.options, changes)
+        entry = HistoryEntry(after_step=after_step, changes=tuple(changes), sha256=options_sha256(options))
+        return replace(self, entries=(*self.entries, entry))
+
+    def _versions(self) -> list[dict[str, Any]]:
+        versions = [dict(self.first_options)]
+        for entry in self.entries:
+            versions.append(_apply(versions[-1], entry.changes))
+        return versions
+
+
+def _apply(options: Mapping[str, Any], changes: Sequence[OptionChange]) -> dict[str, Any]:
+    return {**options, **{change.name: change.new for change in changes}}

@@ -13,12 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from rollcorr.config.secrets import advice, secret_places
 from rollcorr.run_directory.sinks import Sink
 from rollcorr.train.config_file import check_stored_config, read_config, recipe_of
-from rollcorr.train.devices import check_device
 from rollcorr.train.loop import Recipe, Summary, run_recipe
 from rollcorr.train.run_config import RunConfig
 
@@ -80,3 +80,22 @@ def _recipe_class(name: str) -> type[Recipe]:
     module, _, class_name = RECIPES[name].partition(":")
     found: type[Recipe] = getattr(import_module(module), class_name)
     return found
+
+
+def check_device(name: str) -> None:
+    """Check that torch can use a device on this machine.
+
+    Args:
+        name: as in torch: "cpu", "cuda", "cuda:1", "mps".
+
+    Raises:
+        ValueError: the name means no device, or this machine does not have it. The message is one line.
+    """
+    # Each backend has an error of its own. What cannot hold a number cannot train.
+    try:
+        torch.zeros(1, device=name).item()
+    except (AssertionError, RuntimeError, NotImplementedError, ImportError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise ValueError(
+            f"device={name[:60]!r} cannot be used here: {reason}; write cpu, cuda or cuda:N, or check `rollcorr info`"
+        ) from error

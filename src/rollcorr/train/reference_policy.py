@@ -36,30 +36,6 @@ def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
     return json.dumps({"sha256": folder_sha256(folder)}) + "\n"
 
 
-def check_reference(folder: Path, checkpoint: Checkpoint) -> None:
-    """Check that a reference policy is there, and the one that the run started from.
-
-    Raises:
-        ValueError: the run began without one, or it is missing, or one of its files was changed.
-    """
-    record = checkpoint.records.get(REFERENCE_RECORD)
-    if record is None:
-        raise ValueError(
-            "algorithm.loss.kl_coef needs the policy that the run started from, which this run did not keep, because "
-            "it began with kl_coef=0: set it to 0 again, or start another run"
-        )
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is missing: algorithm.loss.kl_coef needs the policy that the run started from; put the folder "
-            "back, or set kl_coef to 0"
-        )
-    if folder_sha256(folder) != json.loads(record)["sha256"]:
-        raise ValueError(
-            f"{folder} is not the policy that the run started from: a file in it was changed, lost or added; put the "
-            "folder back as it was, or set algorithm.loss.kl_coef to 0"
-        )
-
-
 def reference_model(
     policy: nn.Module, folder: Path, checkpoint: Checkpoint | None, load: Callable[[Path], nn.Module]
 ) -> nn.Module:
@@ -72,14 +48,23 @@ def reference_model(
         load: reads the model in a folder.
 
     Raises:
-        ValueError: as `check_reference`.
+        ValueError: the run began without a reference policy, or one of its files was changed or is missing.
     """
     if checkpoint is None:
-        model = copy.deepcopy(policy)
-    else:
-        check_reference(folder, checkpoint)
-        model = load(folder)
-    return model.eval().requires_grad_(False)
+        return copy.deepcopy(policy).eval().requires_grad_(False)
+
+    record = checkpoint.records.get(REFERENCE_RECORD)
+    if record is None:
+        raise ValueError(
+            "algorithm.loss.kl_coef needs the policy that the run started from, which this run did not keep, because "
+            "it began with kl_coef=0: set it to 0 again, or start another run"
+        )
+    if folder_sha256(folder) != json.loads(record)["sha256"]:
+        raise ValueError(
+            f"{folder} is not the policy that the run started from: a file in it was changed, lost or added; put the "
+            "folder back as it was, or set algorithm.loss.kl_coef to 0"
+        )
+    return load(folder).eval().requires_grad_(False)
 
 
 def folder_sha256(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where a run begins: what its directory holds, and whether this configuration may go on in it."""
+"""Where a run begins: what its directory holds, and whether this configuration may go on in it; and what a run says."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 from rollcorr.config.yaml_text import load_yaml
 from rollcorr.run_directory.directory import RunDirectory
-from rollcorr.run_directory.metrics_file import BadInputError, metrics_lines
 from rollcorr.train.checkpoint import Checkpoint, has_checkpoints, newest_sound_checkpoint
-from rollcorr.train.option_changes import OptionChange, compared_options, find_changes, options_of, refuse_fixed
+from rollcorr.train.option_changes import (
+    OptionChange,
+    RunHistory,
+    compared_options,
+    find_changes,
+    options_of,
+    refuse_fixed,
+)
 from rollcorr.train.run_config import RunConfig
-from rollcorr.train.run_history import RunHistory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHisto
         raise FileNotFoundError(f"{place} has no checkpoint to resume from: leave out resume=true to start a run")
 
     # A run has a checkpoint before it logs a step, so these are lost checkpoints, and not a start that was cut short.
-    if directory.metrics.is_file() and _has_rows(directory.metrics):
+    if directory.metrics.is_file() and directory.metrics.stat().st_size:
         raise FileExistsError(
             f"{place} holds a run without checkpoints: {directory.metrics} has steps of it. Choose another run_dir, or "
             "move the directory away"
@@ -150,22 +155,54 @@ def _history_of(checkpoint: Checkpoint, directory: RunDirectory) -> RunHistory:
         ) from error
 
 
-def _has_rows(metrics: Path) -> bool:
-    """Whether a metrics.jsonl has anything but a line that was cut off."""
-    try:
-        return any(not (line.fault and line.is_cut_off) for line in metrics_lines(metrics))
-    except BadInputError:
-        return True
-
-
 def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
     """Whether a file is a null, which stays, or a config.yaml with just these options, which would become the same."""
-    if path == directory.null:
-        return True
     if path != directory.config:
-        return False
+        return path == directory.null
     try:
-        options = options_of(load_yaml(path.read_text(encoding="utf-8")))
+        return options_of(load_yaml(path.read_text(encoding="utf-8"))) == compared_options(config)
     except (OSError, ValueError, AttributeError):
         return False
-    return options == compared_options(config)
+
+
+def beginning_lines(beginning: Beginning, config: RunConfig, *, is_finished: bool) -> list[str]:
+    """What was found in the run's directory.
+
+    Args:
+        beginning: where the run begins.
+        config: the run.
+        is_finished: nothing is left to do.
+    """
+    lines = [f"passed over: {line}" for line in beginning.damaged]
+    if is_finished:
+        lines.append(f"finished: step {beginning.step} of {config.steps} is done; the same command with more continues")
+    elif beginning.checkpoint is not None:
+        lines.append(f"continuing after step {beginning.step} of {config.steps}, from {beginning.checkpoint.path}")
+
+    effect = "changed, without effect because no step is left" if is_finished else "changed since this run began"
+    return [*lines, *(f"{effect}: {change}" for change in beginning.changes)]
+
+
+def end_lines(config: RunConfig, *, saved: int | None, failure: str | None, stopped_by: str | None) -> list[str]:
+    """Why a run ended, and what the same command does next.
+
+    Args:
+        config: the run.
+        saved: step of the newest sound checkpoint; None if there is none.
+        failure: what failed; None if nothing did.
+        stopped_by: what asked to stop before the end; None if nothing did.
+    """
+    if failure is not None:
+        return [f"stopped: {failure}", _next(config, saved)]
+    if stopped_by is not None:
+        return [f"stopped by {stopped_by} after step {saved or 0} of {config.steps}", _next(config, saved)]
+    return [f"finished: {saved} of {config.steps} steps; the same command reports this and trains nothing"]
+
+
+def _next(config: RunConfig, saved: int | None) -> str:
+    command = "the same command without resume=false" if config.resume is False else "the same command"
+    if saved is None:
+        return f"{command} starts again, because nothing is saved yet"
+    if saved >= config.steps:
+        return f"{command} repeats the evaluation and trains nothing"
+    return f"{command} continues after step {saved}"

@@ -16,9 +16,6 @@ from rollcorr.config.secrets import redact
 from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.run_directory.tracker_sinks import check_sink_name
 
-END_OF_CONFIG = "# end of the configuration"
-"""The last line of a configuration that this package writes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -142,16 +139,13 @@ class RunConfig:
             above_zero("", self, "stop_after_minutes")
 
     def to_yaml(self) -> str:
-        """The effective configuration: every option, the correction spelled out, and `***` for each secret.
-
-        The last line is a comment. A file without it was cut off.
-        """
+        """The effective configuration: every option, the correction spelled out, and `***` for each secret."""
         values = dataclasses.asdict(self)
         algorithm = getattr(self, "algorithm", None)
         if isinstance(algorithm, AlgorithmConfig):
             correction = algorithm.correction
             values["algorithm"]["rollout_correction"] = None if correction is None else correction.to_dict()
-        return f"{dump_yaml(redact(values))}{END_OF_CONFIG}\n"
+        return dump_yaml(redact(values))
 
 
 def at_least(section: str, config: object, **lowest: int) -> None:

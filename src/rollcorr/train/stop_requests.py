@@ -6,23 +6,22 @@ repeated at the next start anyway (loading, warm-up, evaluation).
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 
-# Signals that ask to stop, where the system has them.
-REQUESTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopNow(KeyboardInterrupt):
     """Leaves a phase that may be interrupted. Libraries treat it as Ctrl-C, so they do not swallow it."""
 
 
-class StopRequests:
+class StopRequests(ExitStack):
     """Listens for requests: `with StopRequests(say, minutes=30) as stop: …`.
 
     The first request finishes the step and saves. After it, Ctrl-C stops at once; other signals change nothing,
@@ -31,40 +30,29 @@ class StopRequests:
 
     Args:
         say: told when a request arrives.
-        minutes: the deadline, counted from entering; None for none.
+        minutes: the deadline, counted from here; None for none.
     """
 
     def __init__(self, say: Callable[[str], None], *, minutes: float | None = None) -> None:
+        super().__init__()
         self._say = say
-        self._seconds = None if minutes is None else 60 * minutes
-        self._deadline = float("inf")
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._deadline = time.monotonic() + self._seconds
         self._reason: str | None = None
         self._raises = False
-        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
-        if self._seconds is not None:
-            self._deadline = time.monotonic() + self._seconds
-
         # Python delivers signals to the main thread only. Elsewhere the deadline is looked at between the steps.
         if threading.current_thread() is threading.main_thread():
-            for name in REQUESTS:
-                number = getattr(signal, name, None)
-                is_ignored = number is not None and signal.getsignal(number) == signal.SIG_IGN
-                if number is not None and (number == signal.SIGINT or not is_ignored):
-                    self._previous[number] = signal.signal(number, self._request)
-            if self._seconds is not None and hasattr(signal, "setitimer"):
-                self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._request)
+            listened = [n for n in REQUESTS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+            if self._seconds < math.inf:
+                listened.append(signal.SIGALRM)
+            for number in listened:
+                self.callback(signal.signal, number, signal.signal(number, self._request))
+            if self._seconds < math.inf:
                 signal.setitimer(signal.ITIMER_REAL, self._seconds)
+                self.callback(signal.setitimer, signal.ITIMER_REAL, 0)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if signal.SIGALRM in self._previous:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     @property
     def reason(self) -> str | None:
@@ -88,14 +76,12 @@ class StopRequests:
         if self._reason is not None:
             return
         self._reason = "stop_after_minutes" if number == signal.SIGALRM else signal.Signals(number).name
-        if signal.SIGINT in self._previous:
-            # A background job starts with Ctrl-C ignored; asked twice, it stops at once all the same.
-            before = self._previous[signal.SIGINT]
-            signal.signal(signal.SIGINT, signal.default_int_handler if before == signal.SIG_IGN else before)
 
-        # A terminal that is gone, or that was being written to, must not keep the run from saving.
-        if not self._raises:
-            with suppress(OSError, RuntimeError):
-                self._say(f"{self._reason}: stopping after this step (Ctrl-C stops at once and loses the step)")
+        # A background job starts with Ctrl-C ignored; asked twice, it stops at once all the same.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._raises:
             raise StopNow(self._reason)
+
+        # A terminal that is gone, or that was being written to, must not keep the run from saving.
+        with suppress(OSError, RuntimeError):
+            self._say(f"{self._reason}: stopping after this step (Ctrl-C stops at once and loses the step)")

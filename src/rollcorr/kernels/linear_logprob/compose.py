@@ -1,76 +1,74 @@
-"""From sums to log-probs: what every form shares, whichever way the sums are made."""
+"""From sums to log-probs: what every form shares, whichever way the sums are made.
+
+Of a vocabulary-parallel head each rank of a group holds some rows, and all hold the same tokens. What is sent: three or
+four numbers for each token forward, one all-gather; the hidden states' gradient backward, one all-reduce. The head's
+gradient stays where the rows are. Parts are merged in rank order: all ranks get the same bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rollcorr.core.boundary import in_host_memory
+from rollcorr.core.integer_checks import NO_LIMIT
 from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
-from rollcorr.kernels.linear_logprob.kept import Membership, membership
-from rollcorr.kernels.linear_logprob.problem import LinearLogProb, LogSums, Problem, at_rows, harmless
-from rollcorr.kernels.linear_logprob.vocabulary import merged_sums, with_summed_gradient
+from rollcorr.kernels.linear_logprob.kept import Membership, RaggedProducts, kept_sums, membership
+from rollcorr.kernels.linear_logprob.problem import (
+    Context,
+    LinearLogProb,
+    LogSums,
+    Problem,
+    at_rows,
+    placed,
+    rows_where,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-class KeptSums(Protocol):
-    """Sums over the kept sets of a problem, (N,); what it says of tokens that do not work is not read."""
-
-    def __call__(self, problem: Problem, member: Membership) -> LogSums:
-        """See above."""
-
-
-class Operations(NamedTuple):
-    """An implementation: what works on a chunk of logits, and what makes the sums of kept sets."""
-
-    epilogue: Epilogue
-    kept_sums: KeptSums
-
-
-def composed_log_prob(problem: Problem, operations: Operations) -> LinearLogProb:
-    """Log-probs, and what else is asked for, (N,)."""
+def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProducts) -> LinearLogProb:
+    """Log-probs, and what else is asked for, (N,): one implementation of chunks of logits and one of kept rows."""
     problem = replace(problem, hidden=with_summed_gradient(problem.hidden, problem.group))
     if problem.mask is not None and not problem.compact:
-        hidden, temperature = harmless(problem.hidden, problem.temperature, problem.mask)
-        problem = replace(problem, hidden=hidden, temperature=temperature)
+        problem = problem.harmless(problem.mask)
     if problem.kept is None:
-        return _over_vocabulary(problem, operations)
+        return _over_vocabulary(problem, epilogue)
+
     member = membership(problem.kept, problem.token_ids, problem.mask)
-    sums = merged_sums(operations.kept_sums(problem, member), None, problem.group)
+    sums = merged_sums(kept_sums(problem, member, products), None, problem.group)
     log_prob = torch.where(member.working, sums.log_prob, 0.0)
     entropy = None
     if sums.entropy is not None:
         entropy = torch.where(member.working, sums.entropy, 0.0)
         entropy = _where_wanted(entropy, problem.entropy, problem.mask)
-    log_kept_mass = None if problem.log_kept_mass is False else _log_kept_mass(problem, operations, member, sums)
+    log_kept_mass = None if problem.log_kept_mass is False else _log_kept_mass(problem, epilogue, member, sums)
     return LinearLogProb(log_prob, member.outside, entropy, log_kept_mass)
 
 
-def _over_vocabulary(problem: Problem, operations: Operations) -> LinearLogProb:
+def _over_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
     """Over the vocabulary. Compact: tokens that do not count are dropped before anything is computed.
 
     Otherwise no token is dropped: nothing is read, so nothing waits.
     """
     mask, N = problem.mask, problem.token_ids.numel()
-    rows = torch.where(mask)[0] if problem.compact and mask is not None else None
-    measured = None
-    if problem.compact and isinstance(problem.entropy, Tensor):
-        measured = torch.where(problem.entropy if rows is None else problem.entropy[rows])[0]
-    sums = _dense(problem, operations, rows, measured, entropy=problem.entropy is not False)
+    rows = rows_where(mask) if problem.compact and mask is not None else None
+    part = problem.at(rows)
+    measured = rows_where(part.entropy) if problem.compact and isinstance(part.entropy, Tensor) else None
+    sums = dense_sums(part, epilogue, measured=measured, entropy=problem.entropy is not False)
+    sums = merged_sums(sums, measured, problem.group)
 
     # What was dropped gets log-prob 0 and entropy NaN, like what was computed and does not count.
-    log_prob, entropy = sums.log_prob, sums.entropy
-    if rows is not None:
-        log_prob = log_prob.new_zeros(N).index_copy(0, rows, log_prob)
-    elif mask is not None:
+    log_prob, entropy = placed(sums.log_prob, rows, N, 0.0), sums.entropy
+    if mask is not None:
         log_prob = log_prob.where(mask, 0.0)
-    place = measured if rows is None or measured is None else rows[measured]
-    place = rows if place is None else place
-    if entropy is not None and place is not None:
-        entropy = entropy.new_full((N,), torch.nan).index_copy(0, place, entropy)
-    elif entropy is not None:
-        entropy = _where_wanted(entropy, problem.entropy, mask)
+    if entropy is not None:
+        entropy = placed(entropy, measured, part.token_ids.numel(), torch.nan)
+        entropy = _where_wanted(placed(entropy, rows, N, torch.nan), problem.entropy, mask)
     return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
 
 
@@ -81,43 +79,96 @@ def _where_wanted(values: Tensor, *wanted: Tensor | bool | None) -> Tensor:
     return values
 
 
-def _dense(
-    problem: Problem, operations: Operations, rows: Tensor | None, measured: Tensor | None = None, *, entropy: bool
-) -> LogSums:
-    """Sums over the vocabulary for some tokens, None for all; entropy of all of them or of those measured."""
-    sums = dense_sums(
-        problem.hidden if rows is None else problem.hidden[rows],
-        problem.weight,
-        problem.token_ids if rows is None else problem.token_ids[rows],
-        bias=problem.bias,
-        temperature=at_rows(problem.temperature, rows),
-        measured=measured,
-        entropy=entropy,
-        accumulate_into=problem.accumulate_into,
-        first_id=problem.first_id,
-        chunk=problem.chunk,
-        epilogue=operations.epilogue,
-        precision=problem.precision,
-        compact=problem.compact,
-    )
-    return merged_sums(sums, measured, problem.group)
-
-
 @torch.no_grad()
-def _log_kept_mass(problem: Problem, operations: Operations, member: Membership, sums: LogSums) -> Tensor:
+def _log_kept_mass(problem: Problem, epilogue: Epilogue, member: Membership, sums: LogSums) -> Tensor:
     """log Σ_{j ∈ K ∪ {a}} p_j where it is asked for: one pass over the head, for those tokens alone if compact."""
-    if not problem.compact:
-        whole = _dense(problem, operations, None, entropy=False)
-        mass = torch.where(member.working, _share(sums, whole), whole.log_prob)
-        return _where_wanted(mass, problem.log_kept_mass, problem.mask)
-    wanted = torch.ones_like(member.working) & problem.log_kept_mass
-    rows = torch.where(wanted if problem.mask is None else wanted & problem.mask)[0]
-    whole = _dense(problem, operations, rows, entropy=False)
-    chosen = _share(LogSums(sums.largest[rows], sums.log_sum[rows], whole.target, None), whole)
-    mass = torch.where(member.working[rows], chosen, whole.log_prob)  # a set of one is the sampled token
-    return mass.new_full(member.working.shape, torch.nan).index_copy(0, rows, mass)
+    rows = None
+    if problem.compact:
+        wanted = torch.ones_like(member.working) & problem.log_kept_mass
+        rows = rows_where(wanted if problem.mask is None else wanted & problem.mask)
+    part = replace(problem, kept=None).at(rows)
+    whole = merged_sums(dense_sums(part, epilogue, entropy=False), None, problem.group)
+
+    largest, log_sum, working = (at_rows(x, rows) for x in (sums.largest, sums.log_sum, member.working))
+    mass = (largest - whole.largest) + (log_sum - whole.log_sum)
+    mass = torch.where(working, mass, whole.log_prob)  # a set of one is the sampled token
+    return _where_wanted(placed(mass, rows, len(member.working), torch.nan), problem.log_kept_mass, problem.mask)
 
 
-def _share(part: LogSums, whole: LogSums) -> Tensor:
-    """log of the part's Σ exp(z) over that of the whole."""
-    return (part.largest - whole.largest) + (part.log_sum - whole.log_sum)
+def id_ranges(weight: Tensor, token_ids: Tensor, first_id: int, group: ProcessGroup | None) -> list[tuple[int, int]]:
+    """Return the first id of each rank's rows and the one after the last, in rank order: one all-gather in host memory.
+
+    Elsewhere nothing is read. An id that no slice has leads to no row there, so any id is in the range.
+    """
+    if group is None:
+        return [(0, len(weight))]
+    if not in_host_memory(token_ids):
+        return [(0, NO_LIMIT)]
+    own = torch.tensor([first_id, first_id + len(weight)], device="cpu")
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, own, group=group)
+    return [(int(first), int(stop)) for first, stop in parts]
+
+
+def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | None) -> LogSums:
+    """Sums over the entries of all ranks, differentiable in this rank's.
+
+    The gradient upstream must be the same on every rank, as it is when each computes the same loss from these sums.
+
+    Args:
+        own: this rank's.
+        measured: positions of the tokens whose entropy there is; None for all.
+        group: the ranks; None returns the sums as they are.
+    """
+    if group is None:
+        return own
+    parts = [own if rank == group.rank() else part for rank, part in enumerate(_gather(own, group))]
+    largest = torch.stack([part.largest for part in parts]).amax(0)
+    anchor = largest.masked_fill(largest == -torch.inf, 0.0)
+    logs = torch.stack([_log_weight(part, anchor) for part in parts])
+    log_sum = logs.logsumexp(0)
+    target = torch.stack([part.target for part in parts]).sum(0)
+    entropy = None
+    if own.entropy is not None:  # H = Σ_r w_r (H_r − log w_r), w_r the share of rank r
+        log_share = logs - log_sum
+        if measured is not None:
+            log_share = log_share[:, measured]
+        gone = log_share == -torch.inf
+        entropies = torch.stack([part.entropy for part in parts if part.entropy is not None])
+        surprise = entropies.masked_fill(gone, 0.0) - log_share.masked_fill(gone, 0.0)
+        entropy = (log_share.exp() * surprise).sum(0)
+    return LogSums(largest, log_sum, target, entropy)
+
+
+def with_summed_gradient(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same hidden states; their gradient is summed over the ranks, which each know their own rows' part."""
+    return hidden if group is None else _SummedGradient.apply(hidden, group)
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, hidden: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None
+
+
+def _gather(own: LogSums, group: ProcessGroup) -> list[LogSums]:
+    """The sums of each rank, without gradients."""
+    vectors = [x.detach() for x in own if x is not None]
+    sizes = [x.numel() for x in vectors]
+    sent = torch.cat(vectors)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    torch.distributed.all_gather(received, sent, group=group)
+    return [LogSums(*part.split(sizes), *[None] * (4 - len(sizes))) for part in received]
+
+
+def _log_weight(part: LogSums, anchor: Tensor) -> Tensor:
+    """log Σ exp(z − anchor) of one rank's entries, −inf where it has none."""
+    empty = part.largest == -torch.inf
+    return (part.log_sum.masked_fill(empty, 0.0) + part.largest) - anchor

@@ -28,7 +28,8 @@ from rollcorr.kernels.linear_logprob.problem import (
     LogSums,
     Problem,
     at_rows,
-    harmless,
+    placed,
+    rows_where,
     wide_type,
 )
 from rollcorr.kernels.linear_logprob.products import HeadGradient
@@ -61,52 +62,38 @@ def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Member
     return Membership(outside, working if mask is None else working & mask)
 
 
-def kept_sums(problem: Problem, member: Membership) -> LogSums:
+def kept_sums(problem: Problem, member: Membership, products: RaggedProducts) -> LogSums:
     """Sums over K ∪ {a}, or over what this rank's slice of the head has of it, (N,); empty ones where nothing works.
 
-    How many tokens work is data: where the problem is compact, this waits for the device.
+    A compact problem drops tokens that do not work. How many there are is data, so this waits for the device. In
+    another one such a token has the single logit 0.
     """
+    tokens, rows = len(member.working), None
+    if problem.compact:
+        rows = rows_where(member.working)
+        problem, member = problem.at(rows), Membership(*(at_rows(x, rows) for x in member))
+    else:
+        problem = problem.harmless(member.working)
+
+    entries, exists, stands_alone = _entries(problem, member)
+    z: Tensor = _RaggedDot.apply(problem.hidden, problem.weight, entries, problem.accumulate_into, products)
+    if problem.bias is not None:
+        z = z + problem.bias[entries.ids].to(z.dtype)
+    z = z / at_rows(problem.temperature, entries.hidden_rows)
     if not problem.compact:
-        return _sums_of_all(problem, member)
-    tokens = torch.where(member.working)[0]
-    every = tokens.numel() == member.working.numel()
-    hidden = problem.hidden if every else problem.hidden[tokens]
-    entries = _entries(problem, member, tokens)
-    z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
-    z = z / at_rows(at_rows(problem.temperature, None if every else tokens), entries.hidden_rows)
-    sums = _sums_of(z, entries, entropy=problem.entropy is not False)
-    if every:
-        return sums
-    largest, log_sum, target, entropy = sums
-    nothing = z.new_zeros(member.working.shape)
+        z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
 
-    def placed(x: Tensor) -> Tensor:
-        return nothing.index_copy(0, tokens, x)
-
-    return LogSums(placed(largest), placed(log_sum), placed(target), None if entropy is None else placed(entropy))
-
-
-def _sums_of_all(problem: Problem, member: Membership) -> LogSums:
-    """The same for every token, without a wait; one that does not work has the single logit 0."""
-    entries, exists, stands_alone = _places(problem, member)
-    hidden, temperature = harmless(problem.hidden, problem.temperature, member.working)
-    z = ragged_logits(hidden, problem.weight, problem.bias, entries, problem.accumulate_into)
-    z = z / at_rows(temperature, entries.hidden_rows)
-    z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
-    return _sums_of(z, entries, entropy=problem.entropy is not False)
-
-
-def _sums_of(z: Tensor, entries: Entries, *, entropy: bool) -> LogSums:
-    """Sums of each token's logits z, (m,); −∞ is no logit."""
-    rows, tokens = entries.hidden_rows, entries.offsets.numel() - 1
-    largest = z.new_full((tokens,), -torch.inf).scatter_reduce(0, rows, z.detach(), "amax")
+    # Sums of each token's logits; −∞ is no logit.
+    rows_of, offsets = entries.hidden_rows, entries.offsets
+    largest = z.new_full((len(member.working),), -torch.inf).scatter_reduce(0, rows_of, z.detach(), "amax")
     anchor = largest.masked_fill(largest == -torch.inf, 0.0)
-    log_sum = ragged_sum((z - anchor[rows]).exp(), entries.offsets).log()
-    target = ragged_sum(z.where(entries.is_sampled, 0.0), entries.offsets)
-    if not entropy:
-        return LogSums(largest, log_sum, target, None)
-    log_p = (z - (anchor + log_sum)[rows]).masked_fill(z == -torch.inf, -torch.inf)
-    return LogSums(largest, log_sum, target, ragged_sum(minus_p_log_p(log_p), entries.offsets))
+    log_sum = ragged_sum((z - anchor[rows_of]).exp(), offsets).log()
+    entropy = None
+    if problem.entropy is not False:
+        log_p = (z - (anchor + log_sum)[rows_of]).masked_fill(z == -torch.inf, -torch.inf)
+        entropy = ragged_sum(minus_p_log_p(log_p), offsets)
+    sums = LogSums(largest, log_sum, ragged_sum(z.where(entries.is_sampled, 0.0), offsets), entropy)
+    return LogSums._make(x if x is None else placed(x, rows, tokens, 0.0) for x in sums)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,32 +112,14 @@ class Entries:
     hidden_rows: Tensor
     offsets: Tensor
     is_sampled: Tensor
-    compact: bool = True
+    compact: bool
 
 
-def ragged_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, entries: Entries, accumulate_into: Tensor | None
-) -> Tensor:
-    """z_e = h_{t(e)} · W_{id(e)} + b_{id(e)}, (m,), float32 or wider; differentiable in hidden states, weight and bias.
+class RaggedProducts:
+    """Products of hidden states h and head rows W over entries e of a token t(e) and an id id(e): embedding bags."""
 
-    Args:
-        hidden: (n, d).
-        weight: (V, d).
-        bias: (V,) or None.
-        entries: the pairs.
-        accumulate_into: (V, d) that gets the weight's gradient added, or None for a gradient of its own.
-    """
-    z: Tensor = _RaggedDot.apply(hidden, weight, entries, accumulate_into)
-    return z if bias is None else z + bias[entries.ids].to(z.dtype)
-
-
-class _RaggedDot(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context, hidden: Tensor, weight: Tensor, entries: Entries, accumulate_into: Tensor | None
-    ) -> Tensor:
-        ctx.entries, ctx.accumulate_into = entries, accumulate_into
-        ctx.save_for_backward(hidden, weight)
+    def dots(self, hidden: Tensor, weight: Tensor, entries: Entries) -> Tensor:
+        """h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider."""
         wide = wide_type(hidden, weight)
         z = hidden.new_zeros(entries.ids.shape, dtype=wide)
         for columns, table, ids in _tables(weight, entries, wide):
@@ -160,64 +129,74 @@ class _RaggedDot(torch.autograd.Function):
             )
         return z
 
+    def of_hidden(self, weight: Tensor, entries: Entries, gradient: Tensor) -> Tensor:
+        """Σ_e g_e W_{id(e)} of each token, (n, d), from the gradient g of the entries' logits."""
+        tables = _tables(weight, entries, gradient.dtype)
+        parts = [_bags(table, ids, entries.offsets, gradient) for _, table, ids in tables]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def add_to_head(self, total: Tensor, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
+        """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs."""
+        # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
+        order, hidden = entries.ids.argsort(stable=True), hidden.to(gradient.dtype)
+        sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
+        if not entries.compact:
+            # Which rows there are is not read: every row of the head has a bag, most of them empty.
+            starts = torch.searchsorted(sorted_ids, torch.arange(len(total) + 1, device=sorted_ids.device))
+            for columns in _column_slices(len(total), hidden):
+                total[:, columns].add_(_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
+            return
+
+        # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at
+        # once.
+        ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
+        offsets = offsets_of(bag_sizes)
+        if not ids.is_cpu:
+            total.index_add_(0, ids, _bags(hidden, hidden_rows, offsets, gradient).to(total.dtype))
+            return
+
+        # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends
+        # where the next one begins; the last offset is the end of all.
+        cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
+        blocks = zip(
+            ids.split(ROWS_AT_ONCE),
+            bag_sizes.split(ROWS_AT_ONCE),
+            hidden_rows.tensor_split(cuts),
+            gradient.tensor_split(cuts),
+            strict=True,
+        )
+        for block_ids, block_sizes, block_rows, block_gradient in blocks:
+            rows = _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient)
+            total.index_add_(0, block_ids, rows.to(total.dtype))
+
+
+class _RaggedDot(torch.autograd.Function):
+    """The logits of entries, before the bias, differentiable in hidden states and weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        entries: Entries,
+        accumulate_into: Tensor | None,
+        products: RaggedProducts,
+    ) -> Tensor:
+        ctx.entries, ctx.accumulate_into, ctx.products = entries, accumulate_into, products
+        ctx.save_for_backward(hidden, weight)
+        return products.dots(hidden, weight, entries)
+
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        entries: Entries = ctx.entries
         of_hidden = None
         if ctx.needs_input_grad[0]:
-            parts = [
-                _bags(table, ids, entries.offsets, gradient)
-                for _, table, ids in _tables(weight, entries, gradient.dtype)
-            ]
-            of_hidden = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(hidden.dtype)
+            of_hidden = ctx.products.of_hidden(weight, ctx.entries, gradient).to(hidden.dtype)
         of_weight = HeadGradient(ctx, weight, accumulate_into=ctx.accumulate_into, sparse=True)
         if of_weight.total is not None:
-            _add_head_gradient(of_weight, hidden.to(gradient.dtype), entries, gradient)
-        return of_hidden, of_weight.result(), None, None
-
-
-def _add_head_gradient(of_weight: HeadGradient, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
-    """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs.
-
-    Args:
-        of_weight: the gradient to add to, (V, d).
-        hidden: h, (n, d).
-        entries: m pairs of a token t(e) and an id id(e).
-        gradient: g, the gradient of the entries' logits, (m,).
-    """
-    # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
-    order = entries.ids.argsort(stable=True)
-    sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
-    if not entries.compact:
-        # Which rows there are is not read: every row of the head has a bag, most of them empty.
-        vocabulary = len(of_weight.total) if of_weight.total is not None else 0
-        starts = torch.searchsorted(sorted_ids, torch.arange(vocabulary + 1, device=sorted_ids.device))
-        for columns in _column_slices(vocabulary, hidden):
-            of_weight.add_columns(columns, _bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
-        return
-
-    ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
-    offsets = offsets_of(bag_sizes)
-
-    # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at once.
-    if ids.device.type != "cpu":
-        of_weight.add_rows(ids, _bags(hidden, hidden_rows, offsets, gradient))
-        return
-
-    # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends where
-    # the next one begins; the last offset is the end of all.
-    cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
-    blocks = zip(
-        ids.split(ROWS_AT_ONCE),
-        bag_sizes.split(ROWS_AT_ONCE),
-        hidden_rows.tensor_split(cuts),
-        gradient.tensor_split(cuts),
-        strict=True,
-    )
-    for block_ids, block_sizes, block_rows, block_gradient in blocks:
-        of_weight.add_rows(block_ids, _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient))
+            ctx.products.add_to_head(of_weight.total, hidden, ctx.entries, gradient)
+        return of_hidden, of_weight.result(), None, None, None
 
 
 def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -247,10 +226,11 @@ def _column_slices(rows: int, like: Tensor) -> Iterator[slice]:
         yield slice(start, start + width)
 
 
-def _places(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
-    """A place for each id of each token and one more for its sampled id, whether it holds an entry, and a mark.
+def _entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
+    """The pairs: a place for each id of each token and one more for its sampled id; whether a place has an entry.
 
-    The mark is at the spare places of tokens that do not work. A place without an entry has the id 0.
+    A place without one has the id 0, or is dropped if the problem is compact. The last result marks the spare places
+    of tokens that do not work.
     """
     assert problem.kept is not None
     kept, sampled, tokens = problem.kept, problem.token_ids, problem.token_ids.numel()
@@ -270,23 +250,9 @@ def _places(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tens
         ids = ids - problem.first_id
         own = (ids >= 0) & (ids < problem.weight.shape[0])
         exists, is_sampled = exists & own, is_sampled & own
-    entries = Entries(ids.where(exists, 0), rows, offsets, is_sampled, compact=False)
-    return entries, exists, is_spare & ~working
-
-
-def _entries(problem: Problem, member: Membership, tokens: Tensor) -> Entries:
-    """The pairs of the tokens that work, sampled ids inserted, as far as this slice of the head has them."""
-    assert problem.kept is not None
-    kept = problem.kept.select(tokens)
-    sampled, outside = problem.token_ids[tokens], member.outside[tokens]
-    missing = torch.where(outside)[0]
-    rows = torch.cat([sequence_ids(kept.ids, cu_seqlens=kept.offsets), missing])
-    ids = torch.cat([kept.ids.long(), sampled[missing]])
-    order = rows.argsort(stable=True)
-    ids, rows = ids[order], rows[order]
-    is_sampled = ids == sampled[rows]
-    if problem.group is not None:
-        local = ids - problem.first_id
-        own = (local >= 0) & (local < problem.weight.shape[0])
-        ids, rows, is_sampled = local[own], rows[own], is_sampled[own]
-    return Entries(ids, rows, offsets_of(torch.bincount(rows, minlength=tokens.numel())), is_sampled)
+    if problem.compact:
+        ids, rows, is_sampled = ids[exists], rows[exists], is_sampled[exists]
+        offsets = offsets_of(torch.bincount(rows, minlength=tokens))
+    else:
+        ids = ids.where(exists, 0)
+    return Entries(ids, rows, offsets, is_sampled, problem.compact), exists, is_spare & ~working

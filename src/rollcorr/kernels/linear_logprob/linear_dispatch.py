@@ -1,35 +1,41 @@
-"""Which implementation of the log-probs runs: the one that is asked for, or the fastest that takes the call."""
+"""Log-probs without logits: checks of the arguments, and the implementation that is asked for, or the fastest.
+
+The checks read shapes and types only, so nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, get_args
+from numbers import Real
+from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import in_host_memory, plain
-from rollcorr.core.integer_checks import usable_ids
-from rollcorr.core.sampling import KeptSets, usable_kept_sets
-from rollcorr.kernels.linear_logprob.arguments import (
-    check_choice_of_tokens,
-    check_options,
-    check_temperature,
+from rollcorr.core.boundary import (
+    check_floating,
+    check_integers,
     check_tensors,
-    flat,
-    wide_temperature,
+    in_host_memory,
+    in_transform,
+    plain,
+    type_name,
 )
-from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
-from rollcorr.kernels.linear_logprob.dense import TorchEpilogue
+from rollcorr.core.integer_checks import usable_ids
+from rollcorr.core.logprobs import check_temperature
+from rollcorr.core.sampling import KeptSets, usable_kept_sets
+from rollcorr.kernels.linear_logprob.compose import composed_log_prob, id_ranges
+from rollcorr.kernels.linear_logprob.dense import Epilogue
 from rollcorr.kernels.linear_logprob.full_logits import reference_log_prob
-from rollcorr.kernels.linear_logprob.kept import kept_sums
-from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
+from rollcorr.kernels.linear_logprob.kept import RaggedProducts
+from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem, wide_type
 from rollcorr.kernels.linear_logprob.products import Precision, asked_for_gradient
 from rollcorr.kernels.linear_logprob.triton import triton_log_prob
-from rollcorr.kernels.linear_logprob.vocabulary import id_ranges
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Value = TypeVar("Value")
 
 Implementation = Literal["auto", "reference", "torch", "triton"]
 
@@ -111,11 +117,11 @@ def linear_log_prob(
         raise ValueError(f"impl must be one of {', '.join(map(repr, get_args(Implementation)))}, got {impl!r}")
     if precision not in get_args(Precision):
         raise ValueError(f"precision must be 'float32' or 'tf32', got {precision!r}")
-    check_tensors(hidden, weight, token_ids, bias, accumulate_into, impl)
+    _check_operands(hidden, weight, token_ids, bias, accumulate_into, impl)
     for name, value in (("mask", mask), ("entropy", entropy), ("log_kept_mass", log_kept_mass)):
-        check_choice_of_tokens(name, value, token_ids)
-    check_temperature(temperature, token_ids, impl)
-    check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
+        _check_choice_of_tokens(name, value, token_ids)
+    _check_temperature(temperature, token_ids, impl)
+    _check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
 
     # No implementation checks an id again: one that leads out of the head would be an address beyond its memory.
     ranges = id_ranges(weight, token_ids, first_id, vocab_group)
@@ -128,11 +134,11 @@ def linear_log_prob(
         weight=weight if accumulate_into is None or not torch.is_grad_enabled() else asked_for_gradient(weight),
         token_ids=ids.flatten(),
         bias=bias,
-        temperature=wide_temperature(hidden, weight, temperature),
-        mask=None if mask is None else mask.flatten(),
+        temperature=_flat(temperature, wide_type(hidden, weight)),
+        mask=_flat(mask),
         kept=kept,
-        entropy=flat(entropy),
-        log_kept_mass=flat(log_kept_mass),
+        entropy=_flat(entropy),
+        log_kept_mass=_flat(log_kept_mass),
         accumulate_into=accumulate_into,
         group=vocab_group,
         first_id=first_id,
@@ -147,5 +153,101 @@ def linear_log_prob(
         elif impl == "triton":
             result = triton_log_prob(problem)
         else:
-            result = composed_log_prob(problem, Operations(TorchEpilogue(), kept_sums))
-    return result.view(token_ids.shape)
+            result = composed_log_prob(problem, Epilogue(), RaggedProducts())
+    return LinearLogProb._make(x if x is None else x.view(token_ids.shape) for x in result)
+
+
+def _flat(value: Value, dtype: torch.dtype | None = None) -> Value:
+    """A tensor in one row, also in another type; anything else as it is."""
+    return cast("Value", value.flatten().to(dtype or value.dtype)) if isinstance(value, Tensor) else value
+
+
+def _check_operands(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None, accumulate_into: Tensor | None, impl: str
+) -> None:
+    """Raise a ValueError unless the operands fit each other; a TypeError if one is no tensor."""
+    operands = {"hidden": hidden, "weight": weight, "bias": bias, "accumulate_into": accumulate_into}
+    check_tensors(**operands, token_ids=token_ids)
+    check_floating(**operands)
+    check_integers(token_ids=token_ids)
+    if impl != "reference" and in_transform():
+        raise ValueError(
+            f"impl={impl!r} does not work inside a transform of torch.func; use impl='reference', which makes all "
+            "logits"
+        )
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[-1:]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must be (…, d) and weight {tuple(weight.shape)} (V, d)")
+    if hidden.shape[:-1] != token_ids.shape:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must be token_ids {tuple(token_ids.shape)} with d added")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
+    if accumulate_into is None:
+        return
+    if accumulate_into.shape != weight.shape:
+        raise ValueError(f"accumulate_into {tuple(accumulate_into.shape)} and weight {tuple(weight.shape)} differ")
+    inputs = [hidden, weight] if bias is None else [hidden, weight, bias]
+    if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
+        raise ValueError(
+            "accumulate_into would get nothing: neither hidden, weight nor bias requires a gradient; leave it out, or "
+            "let the hidden states require one"
+        )
+
+
+def _check_temperature(temperature: float | Tensor, token_ids: Tensor, impl: str) -> None:
+    """Raise a ValueError unless it is a number above 0, or one for each token whose gradient nobody asks for."""
+    if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, Real):
+            kind = type_name(temperature)
+            raise TypeError(f"temperature must be a number or a tensor, got {kind}; give torch.as_tensor(temperature)")
+        check_temperature(temperature)
+        return
+    check_tensors(token_ids=token_ids, temperature=temperature)
+    if temperature.shape != token_ids.shape:
+        raise ValueError(f"temperature {tuple(temperature.shape)} and token_ids {tuple(token_ids.shape)} differ")
+    check_floating(temperature=temperature)
+    if temperature.requires_grad and torch.is_grad_enabled() and impl != "reference":
+        raise ValueError(
+            f"temperature requires a gradient, and impl={impl!r} gives it none; give temperature.detach(), or use "
+            "impl='reference', which makes all logits"
+        )
+
+
+def _check_choice_of_tokens(name: str, value: Tensor | bool | None, token_ids: Tensor) -> None:
+    """Raise a ValueError if a tensor is not one bool for each token; a TypeError if it is neither that nor a bool."""
+    if value is None or isinstance(value, bool):
+        return
+    check_tensors(**{"token_ids": token_ids, name: value})
+    if value.shape != token_ids.shape:
+        raise ValueError(f"{name} {tuple(value.shape)} and token_ids {tuple(token_ids.shape)} differ")
+    if value.dtype != torch.bool:
+        raise ValueError(f"{name} must be bool, got {value.dtype}")
+
+
+def _check_options(
+    token_ids: Tensor,
+    kept: KeptSets | None,
+    log_kept_mass: bool | Tensor,
+    group: ProcessGroup | None,
+    first_id: int,
+    chunk: int | None,
+    impl: str,
+) -> None:
+    """Raise a ValueError if options contradict each other."""
+    if kept is not None:
+        check_tensors(token_ids=token_ids, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
+        if len(kept) != token_ids.numel():
+            raise ValueError(
+                f"kept sets are of {len(kept)} tokens, token_ids has {token_ids.numel()}; one set a token, or "
+                "KeptSets.padded(mask) for a padded batch"
+            )
+
+    contradictions = {
+        "log_kept_mass needs kept sets; give kept=, or leave it out": kept is None and log_kept_mass is not False,
+        f"chunk must be at least 1 vocabulary entry, got {chunk}": chunk is not None and chunk < 1,
+        f"first_id is {first_id} without a vocab_group; a whole head begins at 0": group is None and first_id != 0,
+        "impl='reference' needs the whole head: gather it first, or use impl='auto'": group is not None
+        and impl == "reference",
+    }
+    for message, holds in contradictions.items():
+        if holds:
+            raise ValueError(message)

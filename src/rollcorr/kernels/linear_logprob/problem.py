@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from rollcorr.core.sampling import KeptSets
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+PerToken = TypeVar("PerToken", bound="Tensor | float | None")
 Context = Any
 """What autograd hands to the two halves of a function; torch has no type that allows its attributes."""
 
@@ -38,11 +39,6 @@ class LinearLogProb(NamedTuple):
     outside: Tensor
     entropy: Tensor | None
     log_kept_mass: Tensor | None
-
-    def view(self, shape: torch.Size) -> LinearLogProb:
-        """The same, in another shape."""
-        entropy, mass = (None if x is None else x.view(shape) for x in (self.entropy, self.log_kept_mass))
-        return LinearLogProb(self.log_prob.view(shape), self.outside.view(shape), entropy, mass)
 
 
 class LogSums(NamedTuple):
@@ -109,29 +105,41 @@ class Problem:
         """The type of logits, sums and results: float32, or float64 if an operand is."""
         return wide_type(self.hidden, self.weight)
 
+    def at(self, rows: Tensor | None) -> Problem:
+        """The same of some of the tokens; rows None are all of them."""
+        if rows is None:
+            return self
+        names = ("hidden", "token_ids", "temperature", "mask", "entropy", "log_kept_mass")
+        part: dict[str, Any] = {name: at_rows(getattr(self, name), rows) for name in names}
+        return replace(self, kept=self.kept and self.kept.select(rows), **part)
+
+    def harmless(self, counts: Tensor) -> Problem:
+        """The same with hidden states 0 and temperatures 1 where a token does not count, to hide what is there."""
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature.masked_fill(~counts, 1.0)
+        return replace(self, hidden=self.hidden.masked_fill(~counts.unsqueeze(-1), 0.0), temperature=temperature)
+
 
 def wide_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """What logits of these operands are held in: float32 at least."""
     return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
 
 
-def chunk_size(tokens: int, vocabulary: int, device: torch.device, chunk: int | None) -> int:
-    """Vocabulary entries to take at once for N tokens, when the caller does not say."""
-    if chunk is None:
-        chunk = max(SMALLEST_CHUNK, CHUNK_ENTRIES.get(device.type, CHUNK_ENTRIES["cuda"]) // max(tokens, 1))
-    return max(1, min(chunk, vocabulary))
+def at_rows(per_token: PerToken, rows: Tensor | None) -> PerToken:
+    """Values of some of the tokens: rows None are all of them, and what is no tensor is the same for each."""
+    return per_token if rows is None or not isinstance(per_token, Tensor) else cast("PerToken", per_token[rows])
 
 
-def at_rows(per_token: float | Tensor, rows: Tensor | None) -> float | Tensor:
-    """A temperature of some of the tokens: rows None are all of them."""
-    return per_token if rows is None or not isinstance(per_token, Tensor) else per_token[rows]
+def rows_where(counts: Tensor) -> Tensor | None:
+    """Positions of the tokens that count, None for all. How many there are is data: this waits for the device."""
+    rows = torch.where(counts)[0]
+    return None if rows.numel() == counts.numel() else rows
 
 
-def harmless(hidden: Tensor, temperature: float | Tensor, counts: Tensor) -> tuple[Tensor, float | Tensor]:
-    """Hidden states and temperatures with 0 and 1 at the tokens that do not count: what stood there is not seen."""
-    if isinstance(temperature, Tensor):
-        temperature = temperature.masked_fill(~counts, 1.0)
-    return hidden.masked_fill(~counts.unsqueeze(-1), 0.0), temperature
+def placed(values: Tensor, rows: Tensor | None, tokens: int, fill: float) -> Tensor:
+    """Values of some of the tokens, (tokens,), with `fill` at the others; rows None are all of them."""
+    return values if rows is None else values.new_full((tokens,), fill).index_copy(0, rows, values)
 
 
 def column(per_token: float | Tensor) -> float | Tensor:

@@ -14,8 +14,6 @@ from torch import Tensor
 from rollcorr.kernels.linear_logprob.problem import Context
 
 Precision = Literal["float32", "tf32"]
-FACTORS = {"float32": 14, "tf32": 2}
-"""How many times the products of half-precision operands take on an H200 when they are widened, by precision."""
 
 
 def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype, precision: Precision = "float32") -> torch.dtype:
@@ -30,7 +28,7 @@ def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype, precision: P
     if hidden.dtype == weight.dtype and (hidden.dtype == wide or _has_wide_products()):
         return hidden.dtype
     if precision == "float32":
-        _warn_of_slow_products(_kind(hidden), _kind(weight), _has_wide_products())
+        _warn_of_slow_products(hidden.dtype, weight.dtype, _has_wide_products())
     return wide
 
 
@@ -69,21 +67,18 @@ def _has_wide_products() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
-def _kind(operand: Tensor) -> str:
-    return str(operand.dtype).removeprefix("torch.")
-
-
 @lru_cache(maxsize=16)
-def _warn_of_slow_products(hidden: str, weight: str, wide_products: bool) -> None:
+def _warn_of_slow_products(hidden: torch.dtype, weight: torch.dtype, wide_products: bool) -> None:
     """Once for each pair of types."""
     reason = f"torch {torch.__version__} multiplies half precision into float32 from 2.8 on"
     fix = "update torch"
     if wide_products or hidden != weight:
         reason, fix = "the two differ", "give both in bfloat16"
+    states, head = (str(dtype).removeprefix("torch.") for dtype in (hidden, weight))
     warnings.warn(
-        f"linear_log_prob multiplies {hidden} hidden states and a {weight} head in float32, because {reason}: about "
-        f"{FACTORS['float32']} × the time of bfloat16 on an H200. To avoid it, {fix}; or set precision='tf32', which "
-        f"takes about {FACTORS['tf32']} × and rounds float32 operands to 11 significant bits",
+        f"linear_log_prob multiplies {states} hidden states and a {head} head in float32, because {reason}: about 14 × "
+        f"the time of bfloat16 on an H200. To avoid it, {fix}; or set precision='tf32', which takes about 2 × and "
+        "rounds float32 operands to 11 significant bits",
         stacklevel=2,
     )
 
@@ -137,16 +132,6 @@ class HeadGradient:
         """Rows first … stop − 1 get left right. Each row is given once."""
         if self.total is not None:
             add_product(self.total[first:stop], left, right, fresh=self.fresh)
-
-    def add_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Rows `ids`, no two equal, get `rows`."""
-        if self.total is not None:
-            self.total.index_add_(0, ids, rows.to(self.total.dtype))
-
-    def add_columns(self, columns: slice, rows: Tensor) -> None:
-        """Some columns of every row get `rows`, (V, width)."""
-        if self.total is not None:
-            self.total[:, columns].add_(rows)
 
     def result(self) -> Tensor | None:
         """What autograd gets."""

@@ -1,12 +1,13 @@
 """The trainer's side of a rollout: log-probs and entropies of its tokens under the actor's `SamplingSpec`.
 
-Where nothing truncates this is `score_responses`. Under a truncation the log-probs run over the engine's kept sets (or
+Where nothing truncates this is `whole_scores`. Under a truncation the log-probs run over the engine's kept sets (or
 what `actor.sampling` asks for instead), and the log-probs over the whole vocabulary are kept beside them: a reference
 policy is scored in this way too, so the KL penalty compares the same kind of log-probs.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ from rollcorr.core.logprobs import token_log_prob
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob
-from rollcorr.engines.base import EngineAnswerError, Rollout
-from rollcorr.engines.response_scoring import response_logits, score_responses
+from rollcorr.engines.base import EngineAnswerError, Rollout, TokenBatch
+from rollcorr.engines.fused_scoring import score_responses_fused
+from rollcorr.engines.response_scoring import ResponseScores, response_logits, score_responses
 
 _MISSING = (
     "actor.sampling={} needs the kept {} of each token, and the engine {!r} gave none: choose an engine or an engine "
@@ -89,11 +91,6 @@ class Actor:
             return cls(spec, log_kept_mass=rollout.log_kept_mass)
         return cls(spec)
 
-    @property
-    def unfiltered(self) -> Actor:
-        """The same temperature over the whole vocabulary: how a reference policy is scored."""
-        return Actor(self.spec.for_actor("full"))
-
     def score(
         self,
         model: nn.Module,
@@ -117,9 +114,7 @@ class Actor:
         tokens = rollout.tokens.select(here)
         if not self.spec.restricts:
             temperature = self.spec.temperature
-            return ActorScores(
-                *score_responses(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient)
-            )
+            return ActorScores(*whole_scores(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient))
 
         logits, ids = response_logits(model, tokens), tokens.response_ids
         kept = None if self.kept is None else _rows_of(self.kept, rows, ids.shape[1]).to(device)
@@ -132,6 +127,28 @@ class Actor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and full_gradient):
             full = token_log_prob(logits, ids, temperature=self.spec.temperature)
         return ActorScores(log_prob, entropy, full, outside)
+
+
+def whole_scores(
+    model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False
+) -> ResponseScores:
+    """As `score_responses`, without (B, T, V) logits where the model is in float32 and its head is linear.
+
+    A model in half precision rounds its logits, and so do its scores here.
+
+    Args:
+        model: a causal language model.
+        tokens: prompts and responses.
+        temperature: that logits are divided by.
+        entropy_gradient: keep the graph of the entropies.
+    """
+    if next(model.parameters()).dtype == torch.float32:
+        with suppress(TypeError, ValueError):  # such as a cap on the logits, or an adapter in the head
+            scores = score_responses_fused(model, tokens, temperature=temperature, entropy=True)
+            assert scores.entropy is not None
+            entropy = scores.entropy if entropy_gradient else scores.entropy.detach()
+            return ResponseScores(scores.log_prob, entropy)
+    return score_responses(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient)
 
 
 def _rows_of(kept: KeptSets, rows: Tensor, width: int) -> KeptSets:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import torch
@@ -64,7 +63,13 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
     if rollout.engine == "transformers":
         given["dtype"] = getattr(torch, rollout.dtype)
     options = {name: known[name] for name in known if name not in {*given, "model", "settings", "version"}}
-    _check_options(rollout.engine, rollout.engine_options, options)
+    for option, parameter in options.items():
+        if parameter.default is parameter.empty and option not in rollout.engine_options:
+            raise ValueError(f"the engine {rollout.engine!r} needs rollout.engine_options.{option}")
+    for option in rollout.engine_options:
+        if option not in options:
+            problem = f"rollout.engine_options.{option} is no option of the engine {rollout.engine!r}"
+            raise ValueError(unknown_name(problem, option, options))
 
     given |= engine_options(config)
     if options_class is not None:
@@ -83,13 +88,3 @@ def engine_options(config: GrpoConfig) -> dict[str, Any]:
     if options.get("headers_env"):
         header_values(options.get("headers"), options["headers_env"])
     return options
-
-
-def _check_options(engine: str, options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in options:
-            raise ValueError(f"the engine {engine!r} needs rollout.engine_options.{name}")
-    for option in options:
-        if option not in known:
-            problem = f"rollout.engine_options.{option} is no option of the engine {engine!r}"
-            raise ValueError(unknown_name(problem, option, known))

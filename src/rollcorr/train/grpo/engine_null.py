@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import Rollout
-from rollcorr.engines.transport.weight_folder import without_progress_bars
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.engine_choice import CLASSES, make_engine
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
-from rollcorr.train.grpo.policy import Policy
+from rollcorr.train.grpo.policy import Policy, read_model, read_policy
 from rollcorr.train.model_files import model_directory
 from rollcorr.train.steps import derived_seed
 
@@ -45,102 +44,90 @@ BLOCK = 64
 LOGITS = 1 << 27
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineNullConfig:
-    """What an active null measures.
-
-    Attributes:
-        engine: a name of `CLASSES`.
-        model: directory of a `transformers` model, or an id of the hub.
-        engine_options: as `rollout.engine_options` of a run.
-        sides: a name of `SIDES`.
-        rows: responses; prompts are repeated where there are fewer.
-        max_new_tokens: the longest response.
-        dtype: precision of the engine's copy, where the engine has this option.
-        train_dtype: precision of the trainer.
-        sampling: temperature and truncation. The engine reports processed log-probs where these change anything.
-        seed: seeds the draws.
-    """
-
-    engine: str
-    model: str
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-    sides: str = "run"
-    rows: int = 256
-    max_new_tokens: int = 256
-    dtype: str = "bfloat16"
-    train_dtype: str = "float32"
-    sampling: SamplingSpec = field(default_factory=SamplingSpec)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        choices = {"engine": CLASSES, "sides": SIDES, "dtype": DTYPES, "train_dtype": DTYPES}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"--{name.replace('_', '-')} {value!r} is none of {', '.join(known)}")
-        for name in ("rows", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-
-
 def engine_null_rollouts(
-    config: EngineNullConfig,
     prompts: Sequence[Sequence[int] | str],
     *,
+    engine: str,
+    model: str,
+    engine_options: Mapping[str, Any],
+    sampling: SamplingSpec,
+    sides: str = "run",
+    rows: int = 256,
+    max_new_tokens: int = 256,
+    dtype: str = "bfloat16",
+    train_dtype: str = "float32",
+    seed: int = 0,
     on_rows: Callable[[int, int], None] = lambda rows, total: None,
 ) -> Iterator[RolloutBatch]:
     """Sample and score, block by block: batches of a rollout log whose two sides have the same weights.
 
     Args:
-        config: what to measure.
         prompts: token ids, or texts for the model's own tokenizer.
+        engine: a name of `CLASSES`.
+        model: directory of a `transformers` model, or an id of the hub.
+        engine_options: as `rollout.engine_options` of a run.
+        sampling: temperature and truncation. The engine reports processed log-probs where these change anything.
+        sides: a name of `SIDES`.
+        rows: responses; prompts are repeated where there are fewer.
+        max_new_tokens: the longest response.
+        dtype: precision of the engine's copy, where the engine has this option.
+        train_dtype: precision of the trainer.
+        seed: seeds the draws.
         on_rows: called after each block with its rows, and the rows in all.
 
     Raises:
         FileNotFoundError: there is no such model, or it has no tokenizer and the prompts are texts.
-        ValueError: there is no prompt, or the engine refuses a setting or an option.
+        ValueError: there is no prompt, or a setting or an option is wrong.
         ImportError: the engine's package is missing; names the extra.
         EngineError: the engine did not start, or failed.
     """
     from rollcorr.engines import measure_null  # it needs Arrow
 
-    policy = _load(config, with_tokenizer=any(isinstance(prompt, str) for prompt in prompts))
+    choices = {"engine": (engine, CLASSES), "sides": (sides, SIDES), "dtype": (dtype, DTYPES)}
+    for name, (value, known) in (choices | {"train-dtype": (train_dtype, DTYPES)}).items():
+        if value not in known:
+            raise ValueError(f"--{name} {value!r} is none of {', '.join(known)}")
+    for name, number in {"rows": rows, "max-new-tokens": max_new_tokens}.items():
+        if number < 1:
+            raise ValueError(f"--{name} must be at least 1, got {number}")
+
+    # The engine reports processed log-probs where raw ones would not be those of what was sampled.
+    if sampling.temperature != 1 or sampling.truncates:
+        sampling = dataclasses.replace(sampling, logprobs="processed")
+    policy = _load(model, with_tokenizer=any(isinstance(prompt, str) for prompt in prompts))
     ids = [policy.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if not ids or not all(ids):
         raise ValueError("every prompt needs at least one token, and there must be one prompt; give others")
-    wanted = [ids[row % len(ids)] for row in range(config.rows)]
+    wanted = [ids[row % len(ids)] for row in range(rows)]
 
     run = GrpoConfig(
         rollout=RolloutConfig(
-            engine=config.engine,  # type: ignore[arg-type] # checked above
-            engine_options=dict(config.engine_options),
-            max_new_tokens=config.max_new_tokens,
-            dtype=config.dtype,  # type: ignore[arg-type]
-            sampling=config.sampling,
+            engine=engine,  # type: ignore[arg-type] # checked above
+            engine_options=dict(engine_options),
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,  # type: ignore[arg-type]
+            sampling=sampling,
         )
     )
-    engine = make_engine(run, policy)
-    model = policy.model.eval().to(getattr(torch, config.train_dtype))
+    trainer = policy.model.eval()
+    with closing(make_engine(run, policy)) as sampler:
+        trainer.to(getattr(torch, train_dtype))
 
-    # Rows whose logits fit in memory, one at least.
-    longest = config.max_new_tokens + max(map(len, wanted))
-    size = max(1, min(BLOCK, LOGITS // (int(model.config.vocab_size) * longest)))
-    block = min(BLOCK, size) if config.engine == "transformers" else BLOCK
-    try:
-        for first in range(0, len(wanted), block):
-            rows = wanted[first : first + block]
+        # Rows whose logits fit in memory, one at least.
+        longest = max_new_tokens + max(map(len, wanted))
+        size = max(1, min(BLOCK, LOGITS // (int(trainer.config.vocab_size) * longest)))
+        block = size if engine == "transformers" else BLOCK
+        for first in range(0, rows, block):
+            asked = wanted[first : first + block]
             yield measure_null(
-                engine,
-                rows,
-                seed=derived_seed(config.seed, "null", first),
-                score=None if config.sides == "engine" else lambda rollout: _score(model, rollout, size),
-                again=(lambda rollout: _score(model, rollout, -(-size // 2))) if config.sides == "trainer" else None,
-                model=config.model,
+                sampler,
+                asked,
+                seed=derived_seed(seed, "null", first),
+                score=None if sides == "engine" else lambda rollout: _score(trainer, rollout, size),
+                again=(lambda rollout: _score(trainer, rollout, -(-size // 2))) if sides == "trainer" else None,
+                model=model,
             )
-            on_rows(len(rows), len(wanted))
-    finally:
-        engine.close()
+            on_rows(len(asked), rows)
 
 
 @torch.no_grad()
@@ -156,30 +143,15 @@ def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
     return torch.cat([actor.score(model, rollout, rows).log_prob.float() for rows in parts])
 
 
-def _load(config: EngineNullConfig, *, with_tokenizer: bool) -> Policy:
+def _load(path: str, *, with_tokenizer: bool) -> Policy:
     """The model in float32, with its tokenizer or the special ids of its configuration."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     try:
-        directory = model_directory(config.model)
+        directory = model_directory(path)
+        if with_tokenizer:
+            return read_policy(directory)
+        model = read_model(directory)
     except FileNotFoundError as error:
         raise FileNotFoundError(str(error).replace("model.path", "--model")) from error
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"--model {config.model}: no config.json there; give a directory written by `save_pretrained`"
-        )
-    with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()
-    if with_tokenizer:
-        try:
-            return Policy(
-                model, AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-            )
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"--model {config.model}: no tokenizer there for prompts of text; save it beside the model, or give "
-                "a rollout log with prompt_ids as --prompts"
-            ) from error
 
     # Prompts of ids need nothing of a tokenizer but the special ids.
     eos = model.config.eos_token_id
@@ -211,9 +183,3 @@ def read_prompts(path: Path) -> list[list[int] | str]:
     if not found:
         raise ValueError(f"--prompts {path}: no prompt_ids and no prompt; give a log that has one, or a .txt of lines")
     return found
-
-
-def processed(sampling: SamplingSpec) -> SamplingSpec:
-    """The settings with processed log-probs where raw ones would not be those of what was sampled."""
-    changes = sampling.temperature != 1 or sampling.truncates
-    return dataclasses.replace(sampling, logprobs="processed") if changes else sampling

@@ -130,8 +130,33 @@ class GrpoRecipe(Recipe):
 
     def write_extras(self, step: int) -> None:
         """Write the rollout log of the step."""
-        if self.trainer.config.log.rollouts and self.newest is not None:
-            _write_rollouts(self.directory.rollout_log(step), step, self.newest, self.trainer.config)
+        result = self.newest
+        if not self.trainer.config.log.rollouts or result is None:
+            return
+        from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+        batch, rollout = result.batch, result.batch.rollout
+        tokens = rollout.tokens
+        log = RolloutBatch.from_padded(
+            tokens.response_mask,
+            prompt_mask=tokens.prompt_mask,
+            step=step,
+            sequence_id=[f"{step}-{row}" for row in range(len(tokens))],
+            group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
+            prompt_ids=tokens.prompt_ids,
+            response_ids=tokens.response_ids,
+            rollout_log_prob=rollout.rollout_log_prob,
+            old_log_prob=batch.old_log_prob,
+            log_prob=result.log_prob,
+            reward=[reward.value for reward in batch.rewards],
+            advantages=batch.advantages[:, None].expand_as(tokens.response_mask),
+            sampling=rollout.sampling,
+            policy_versions=rollout.policy_versions,
+            kept=rollout.kept,
+            model=self.trainer.config.model.path or "random weights",
+        )
+        with RolloutLogWriter(self.directory.rollout_log(step), overwrite=True) as writer:
+            writer.write(log)
 
     def close(self) -> None:
         """Close the engine."""
@@ -145,30 +170,3 @@ def make_task(config: TaskConfig) -> Task:
     if config.name == "scratchpad":
         return ScratchpadTask(additions=config.additions)
     return ArithmeticTask(max_operand=config.max_operand)
-
-
-def _write_rollouts(path: Path, step: int, result: StepResult, config: GrpoConfig) -> None:
-    from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
-
-    batch, rollout = result.batch, result.batch.rollout
-    tokens = rollout.tokens
-    log = RolloutBatch.from_padded(
-        tokens.response_mask,
-        prompt_mask=tokens.prompt_mask,
-        step=step,
-        sequence_id=[f"{step}-{row}" for row in range(len(tokens))],
-        group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
-        prompt_ids=tokens.prompt_ids,
-        response_ids=tokens.response_ids,
-        rollout_log_prob=rollout.rollout_log_prob,
-        old_log_prob=batch.old_log_prob,
-        log_prob=result.log_prob,
-        reward=[reward.value for reward in batch.rewards],
-        advantages=batch.advantages[:, None].expand_as(tokens.response_mask),
-        sampling=rollout.sampling,
-        policy_versions=rollout.policy_versions,
-        kept=rollout.kept,
-        model=config.model.path or "random weights",
-    )
-    with RolloutLogWriter(path, overwrite=True) as writer:
-        writer.write(log)

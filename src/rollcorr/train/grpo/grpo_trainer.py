@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
+from rollcorr.core.mergeable_statistics import Statistics, merge_statistics, moments_of
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
@@ -216,7 +216,8 @@ class GrpoTrainer:
         old_log_prob = None if self.bypass else self._log_prob(self.model, batch.rollout, batch.actor)
         ref_log_prob = None
         if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
-            ref_log_prob = self._log_prob(self.reference, batch.rollout, batch.actor.unfiltered)
+            whole = Actor(batch.actor.spec.for_actor("full"))
+            ref_log_prob = self._log_prob(self.reference, batch.rollout, whole)
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
 
     @torch.no_grad()
@@ -257,7 +258,9 @@ class GrpoTrainer:
             if epoch == 0:
                 first_log_prob[_beside(batch, own_rows(mini_batch, self.group))] = log_probs
         first_log_prob = sum_over(first_log_prob, self.group)
-        statistics = merge_statistics(losses) | _count(batch.response_mask)
+        statistics = merge_statistics(losses) | Statistics.of(
+            sums={"response_tokens": batch.response_mask.sum().double()}
+        )
 
         # Decoupled mode has one correction for the whole batch, the same on every rank; bypass mode one per loss.
         if batch.correction is None and measured:
@@ -310,8 +313,11 @@ class GrpoTrainer:
             self.skipped_steps += 1
         self.optimizer.zero_grad()
 
+        # One observation of each, which merges into a mean over optimizer steps.
         statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
-        return outputs, torch.cat(log_probs)[: len(own)], statistics | _single(loss=loss, grad_norm=grad_norm)
+        once = {"loss": loss[None], "grad_norm": grad_norm[None]}
+        moments = {name: moments_of(value, torch.ones_like(value, dtype=torch.bool)) for name, value in once.items()}
+        return outputs, torch.cat(log_probs)[: len(own)], statistics | Statistics.of(moments=moments)
 
     def _bypass_step(self) -> TrainingStep | None:
         """An optimizer step in bypass mode, where the denominator is known at its end."""
@@ -394,19 +400,6 @@ def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
     correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
     return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
-
-
-def _single(**values: Tensor) -> Statistics:
-    """One observation of each value, as moments that merge into a mean over optimizer steps."""
-    moments = {
-        name: torch.stack([torch.ones_like(value), value, torch.zeros_like(value)]).double()
-        for name, value in values.items()
-    }
-    return Statistics.of(sums={}, moments=moments, extremes={})
-
-
-def _count(response_mask: Tensor) -> Statistics:
-    return Statistics.of(sums={"response_tokens": response_mask.sum().double()}, moments={}, extremes={})
 
 
 def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:

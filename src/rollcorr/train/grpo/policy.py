@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rollcorr.engines.transport.weight_folder import without_progress_bars
 from rollcorr.train.model_files import demo_model_directory, model_directory
@@ -70,24 +69,24 @@ def make_byte_tokenizer() -> Any:  # noqa: ANN401 (transformers is imported lazi
     )
 
 
-def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN401 (any Qwen3Config field)
-    """A randomly initialized Qwen3 policy with 1.0 M parameters over bytes.
+def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN401 (any field of a configuration)
+    """A randomly initialized policy over bytes, by default a Qwen3 with 1.0 M parameters.
 
     Args:
         seed: seeds the initial weights; the global generator is left as it was.
-        overrides: fields of `Qwen3Config` that differ from `TINY_QWEN3`.
+        overrides: `model_type`, and fields of its configuration in `transformers`.
     """
-    from transformers import Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_byte_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **(TINY_QWEN3 | overrides),
-    )
-    return Policy(_initialize(config, seed), tokenizer)
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    model_type = overrides.pop("model_type", "qwen3")
+    defaults = TINY_QWEN3 if model_type == "qwen3" else {}
+    config = AutoConfig.for_model(model_type, **(defaults | {"vocab_size": len(tokenizer)} | special | overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(seed, "weights"))
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).float()
+    return Policy(model, tokenizer)
 
 
 def load_policy(
@@ -109,9 +108,9 @@ def load_policy(
     if (path is None) == (config is None):
         raise ValueError(f"give either model.path or model.config, got path={path!r} and config={config!r}")
     if path is None:
-        return _from_config(dict(config or {}), seed)
+        return make_tiny_policy(seed=seed, **(config or {}))
     path = os.fspath(path)
-    return _from_directory(demo_model_directory(path) if path == DEMO_POLICY else model_directory(path))
+    return read_policy(demo_model_directory(path) if path == DEMO_POLICY else model_directory(path))
 
 
 def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
@@ -126,32 +125,20 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
     policy.tokenizer.save_pretrained(directory)
 
 
-def _from_config(fields: dict[str, Any], seed: int) -> Policy:
-    from transformers import AutoConfig
+def read_policy(directory: Path) -> Policy:
+    """Return the policy in a directory.
 
-    tokenizer = make_byte_tokenizer()
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    model_type = fields.pop("model_type", "qwen3")
-    defaults = TINY_QWEN3 if model_type == "qwen3" else {}
-    config = AutoConfig.for_model(model_type, **(defaults | {"vocab_size": len(tokenizer)} | special | fields))
-    return Policy(_initialize(config, seed), tokenizer)
-
-
-def _from_directory(directory: Path) -> Policy:
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model.path {str(directory)!r} has no config.json: give a directory written by `save_pretrained`, "
-            f"or {DEMO_POLICY!r} for the policy of the demo"
-        )
+    Raises:
+        FileNotFoundError: there is no model or no tokenizer.
+    """
+    model = read_model(directory)
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise FileNotFoundError(
             f"model.path {str(directory)!r} has a model but no tokenizer: save one beside it with `save_pretrained`"
         )
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
     # How it was loaded does not belong to it: saved again, it must be the same file.
@@ -160,10 +147,19 @@ def _from_directory(directory: Path) -> Policy:
     return Policy(model, tokenizer)
 
 
-def _initialize(config: Any, seed: int) -> nn.Module:  # noqa: ANN401
+def read_model(directory: Path) -> Any:  # noqa: ANN401
+    """Return the model in a directory, in float32.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model.path {str(directory)!r} has no config.json: give a directory written by `save_pretrained`, "
+            f"or {DEMO_POLICY!r} for the policy of the demo"
+        )
+
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, "weights"))
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False).float()
-    return model
+    with without_progress_bars():
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, trust_remote_code=False).float()

@@ -15,10 +15,10 @@ from __future__ import annotations
 import bisect
 import json
 import re
-import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, Protocol
 
 import torch
@@ -48,28 +48,19 @@ class Reward:
 class Task(Protocol):
     """A source of problems. Batches depend on (seed, step) alone, so data order survives a restart."""
 
-    name: str
-
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """The `count` problems of a step."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ArithmeticTask:
     """One-step sums and differences: `47+38=?`, answered by `#### 85` and checks of the result.
 
-    Args:
+    Attributes:
         max_operand: the largest operand.
-
-    Raises:
-        ValueError: it is below 1.
     """
 
-    name = "arithmetic"
-
-    def __init__(self, *, max_operand: int = 99) -> None:
-        if max_operand < 1:
-            raise ValueError(f"task.max_operand must be at least 1, got {max_operand}")
-        self.max_operand = max_operand
+    max_operand: int = 99
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin.
@@ -95,6 +86,7 @@ class ArithmeticTask:
         return TaskProblem(f"{question}=?\n", str(result), f"#### {result}\n" + "".join(f"{s}. " for s in sentences))
 
 
+@dataclass(frozen=True, kw_only=True)
 class ScratchpadTask:
     """Repeated addition on a scratch pad: `0 +8=4170` asks to start at 4170 and to add 8 again and again.
 
@@ -102,20 +94,18 @@ class ScratchpadTask:
     10 characters long, so 26 additions need 260 of them before the answer. One wrong line makes the answer wrong: a
     policy that adds rightly 98 times of 100 is right in 59 % of its answers.
 
-    Args:
+    Attributes:
         additions: how often the number is added, 1 to 52, one letter for each.
 
     Raises:
         ValueError: `additions` is out of this range.
     """
 
-    name = "scratchpad"
-    labels = string.ascii_letters
+    additions: int = 26
 
-    def __init__(self, *, additions: int = 26) -> None:
-        if not 1 <= additions <= len(self.labels):
-            raise ValueError(f"task.additions must be 1 to {len(self.labels)}, one letter for each, got {additions}")
-        self.additions = additions
+    def __post_init__(self) -> None:
+        if not 1 <= self.additions <= len(ascii_letters):
+            raise ValueError(f"task.additions must be 1 to 52, one letter for each, got {self.additions}")
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Draw the start uniformly from 0 … 8999 and what is added from 0 … 9.
@@ -131,8 +121,8 @@ class ScratchpadTask:
         return [self._problem(*numbers) for numbers in zip(starts, added, strict=True)]
 
     def _problem(self, start: int, added: int) -> TaskProblem:
-        labels = self.labels[: self.additions]
-        pad = "".join(f"{label} +{added}={start + n * added:04d}\n" for n, label in enumerate(labels, 1))
+        labels = enumerate(ascii_letters[: self.additions], 1)
+        pad = "".join(f"{label} +{added}={start + n * added:04d}\n" for n, label in labels)
         result = start + self.additions * added
         return TaskProblem(f"0 +{added}={start:04d}\n", str(result), f"{pad}#### {result:04d}\n")
 
@@ -140,11 +130,8 @@ class ScratchpadTask:
 class Gsm8kTask:
     """Problems from a JSONL file with `question` and `answer`, the answer ending in `#### N` (the GSM8K format)."""
 
-    name = "gsm8k"
-
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.rows = _read_gsm8k(self.path)
+        self.rows = _read_gsm8k(Path(path))
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
         """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch.
@@ -214,11 +201,8 @@ def _gsm8k_row(line: str, where: str) -> TaskProblem:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: no valid JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with `question` and `answer`, got {type(row).__name__}")
-    for key in ("question", "answer"):
-        if not isinstance(row.get(key), str):
-            raise ValueError(f"{where}: `{key}` must be a string, got {row.get(key)!r}")
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+        raise ValueError(f"{where}: expected an object with the texts `question` and `answer`, got {line.strip()[:80]}")
     answers = ANSWER_LINE.findall(row["answer"])
     if len(answers) != 1 or not answers[0].strip():
         raise ValueError(f"{where}: `answer` must have one line `#### N`, found {len(answers)}")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcorr.engines import Engine, TokenBatch, score_responses
+from rollcorr.engines import Engine, TokenBatch
 from rollcorr.engines.base import pad_prompts
+from rollcorr.train.grpo.actor import whole_scores
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
 from rollcorr.train.steps import HELD_OUT, fit
@@ -64,7 +65,7 @@ def warm_up(
 def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
     """−mean log π(solution and end of sequence | prompt) over the solutions' tokens, nats, 0-d."""
     tokens = _solution_tokens(policy, problems)
-    log_prob = score_responses(policy.model, tokens).log_prob
+    log_prob = whole_scores(policy.model, tokens).log_prob
     return -log_prob.masked_fill(~tokens.response_mask, 0.0).sum() / tokens.response_mask.sum()
 
 

@@ -1,8 +1,8 @@
 """Log-probs from hidden states on the GPU: torch's matrix products, and Triton for what lies between them.
 
 Over the vocabulary one launch takes what a chunk of logits adds to each token's sums, and one turns it into the
-gradient. Over kept sets one launch makes logits and sums, one the hidden states' gradient, one the head's; nothing
-waits for the device, and no atomic is used, so equal inputs give equal bits.
+gradient. Over kept sets one launch makes the logits, one the hidden states' gradient, one the head's. Nothing waits for
+the device, and no atomic is used, so equal inputs give equal bits.
 
 Importing this package does not import Triton.
 """
@@ -12,21 +12,8 @@ from __future__ import annotations
 import torch
 
 from rollcorr.kernels.correction.triton import interpreted, status
-from rollcorr.kernels.linear_logprob.compose import Operations, composed_log_prob
+from rollcorr.kernels.linear_logprob.compose import composed_log_prob
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
-
-
-def why_not(problem: Problem) -> str | None:
-    """Why the Triton kernels cannot take this, or None when they can."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
-    if (
-        problem.hidden.device.type != "cuda" and not interpreted()
-    ):  # `check_tensors` has found all of them on one device
-        return f"hidden is on {problem.hidden.device}, and they run on CUDA and ROCm devices"
-    if problem.accumulate_into is not None and not problem.accumulate_into.is_contiguous():
-        return "accumulate_into is not contiguous"
-    return status()
 
 
 def triton_log_prob(problem: Problem) -> LinearLogProb:
@@ -34,12 +21,19 @@ def triton_log_prob(problem: Problem) -> LinearLogProb:
 
     Raises:
         ImportError: Triton, or a device for it, is missing.
-        ValueError: the tensors are not ones that the kernels take (`why_not`).
+        ValueError: the tensors are not ones that the kernels take.
     """
     if (missing := status()) is not None:
         raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")
-    if (reason := why_not(problem)) is not None:
+    hidden, into, reason = problem.hidden, problem.accumulate_into, None
+    if torch.compiler.is_compiling():
+        reason = "torch.compile is tracing"
+    elif hidden.device.type != "cuda" and not interpreted():  # all operands are on one device
+        reason = f"hidden is on {hidden.device}, and they run on CUDA and ROCm devices"
+    elif into is not None and not into.is_contiguous():
+        reason = "accumulate_into is not contiguous"
+    if reason is not None:
         raise ValueError(f"impl='triton' cannot take these tensors: {reason}; use impl='auto' or 'torch'")
-    from rollcorr.kernels.linear_logprob.triton.launches import TritonEpilogue, triton_kept_sums
+    from rollcorr.kernels.linear_logprob.triton.launches import TritonEpilogue, TritonProducts
 
-    return composed_log_prob(problem, Operations(TritonEpilogue(), triton_kept_sums))
+    return composed_log_prob(problem, TritonEpilogue(), TritonProducts())
