@@ -157,6 +157,7 @@ class ParquetSource(FileSource):
             UnicodeDecodeError,
             IndexError,
             OverflowError,
+            RecursionError,
         ) as error:
             title = f"not a whole Parquet file: {in_one_line(error)}"
             raise log_error("unreadable", title, fix=fix, file=path) from error
