@@ -22,10 +22,10 @@ from rollcorr.rollout_log.schema import (
     TOKEN_COLUMNS,
     arrow_type,
     check_columns,
-    conform_column,
+    conform,
+    is_own,
     is_own_type,
     list_array,
-    own_columns,
 )
 
 IDENTITY = ("engine", "engine_version", "policy_version")
@@ -67,18 +67,6 @@ def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
     check_cu_seqlens(cu_seqlens, len(response_mask))
     truth(response_mask, "response_mask")
     return cu_seqlens.cpu().to(torch.int64).diff().numpy()
-
-
-def _same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
-    """A token column as a CPU tensor.
-
-    Raises:
-        ValueError: its shape is not that of the mask.
-    """
-    tensor = torch.as_tensor(values, device="cpu").detach().cpu()
-    if tensor.shape != response_mask.shape:
-        raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(response_mask.shape)} differ")
-    return tensor
 
 
 def _kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
@@ -134,21 +122,16 @@ def records(
     """
     columns = {name: value for name, value in columns.items() if value is not None}
     check_columns(columns)
-    columns["response_mask"] = response_mask
-    packed: dict[str, Tensor] = {}
+    columns["response_mask"] = response_mask != 0
     for name in (name for name in TOKEN_COLUMNS if name in columns):
-        tokens = _same_shape(name, columns[name], response_mask)
-        packed[name] = tokens if inside is None else tokens[inside]
-    columns |= packed
-    columns |= _kept_columns(kept, packed["response_mask"] != 0, sizes)
+        tokens = torch.as_tensor(columns[name], device="cpu").detach().cpu()
+        if tokens.shape != response_mask.shape:
+            raise ValueError(f"{name} {tuple(tokens.shape)} and response_mask {tuple(response_mask.shape)} differ")
+        columns[name] = tokens if inside is None else tokens[inside]
+    columns |= _kept_columns(kept, columns["response_mask"], sizes)
     columns = _with_identity(columns, len(sizes))
-    arrays = {}
-    for name in (name for name in COLUMNS if name in columns):
-        array = _array(name, columns[name], sizes, prompt_mask)
-        arrays[name] = conform_column(array, name)
-    for name in own_columns(columns):
-        arrays[name] = _own_array(name, _one_per_row(name, columns[name], len(sizes)))
-    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+    arrays = {name: _array(name, value, sizes, prompt_mask) for name, value in columns.items()}
+    return conform(pa.RecordBatch.from_pydict(arrays))
 
 
 def records_of_rows(
@@ -164,33 +147,26 @@ def records_of_rows(
         RolloutLogError: a value that does not fit its column.
     """
     found = columns or set().union(*rows) or COLUMNS
-    arrays = {}
-    for name in (name for name in COLUMNS if name in found):
-        array = _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
-        arrays[name] = conform_column(array, name, file=file, first_row=first_row)
-    for name in own_columns(found):
-        arrays[name] = _own_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
-    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+    place = {"file": file, "first_row": first_row}
+    arrays = {name: _objects_array(name, [row.get(name) for row in rows], **place) for name in found}
+    return conform(pa.RecordBatch.from_pydict(arrays), **place)
 
 
 def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | None) -> pa.Array:
-    if COLUMNS[name].per == "token":
-        return list_array(pa.array(_numpy(value != 0 if name == "response_mask" else value)), sizes)
+    if name in TOKEN_COLUMNS:
+        return list_array(pa.array(_numpy(value)), sizes)
     if name == "prompt_ids" and isinstance(value, Tensor):
         if prompt_mask is None or prompt_mask.shape != value.shape:
             shape = None if prompt_mask is None else tuple(prompt_mask.shape)
             raise ValueError(f"prompt_ids {tuple(value.shape)} needs a prompt_mask of its shape, got {shape}")
-        inside = prompt_mask != 0
-        return list_array(pa.array(_numpy(value[inside])), inside.sum(1).cpu().numpy())
+        value = [ids[inside] for ids, inside in zip(value, prompt_mask != 0, strict=True)]
 
     rows = _one_per_row(name, value, len(sizes))
     if name == "policy_versions":
         rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
     elif name == "sampling":
         rows = [_settings(row) for row in rows]
-    elif COLUMNS[name].per == "list":
-        return _list_of_rows(rows)
-    return _objects_array(name, rows)
+    return _objects_array(name, [_numpy(row) if isinstance(row, Tensor) else row for row in rows])
 
 
 def _one_per_row(name: str, value: object, count: int) -> list[Any]:
@@ -202,14 +178,9 @@ def _one_per_row(name: str, value: object, count: int) -> list[Any]:
     return rows
 
 
-def _list_of_rows(rows: list[Any]) -> pa.Array:
-    valid = np.array([row is not None for row in rows], dtype=bool)
-    parts = [_numpy([] if row is None else row) for row in rows]
-    values = np.concatenate([np.zeros(0, np.int64), *parts])
-    return list_array(pa.array(values), np.array([len(part) for part in parts], dtype=np.int64), valid=valid)
-
-
 def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
+    if is_own(name):
+        return _own_array(name, values, file=file, first_row=first_row)
     if COLUMNS[name].type == "string":
         values = [value if value is None else str(value) for value in values]
     # Arrow would take true for 1.0. Types are compared in C, because a log has millions of values.
@@ -227,7 +198,7 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
         raise log_error("type", in_one_line(error), fix=fix, file=file, row=first_row + row, column=name) from error
 
 
-def _own_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
+def _own_array(name: str, values: list[Any], *, file: str | None, first_row: int) -> pa.Array:
     """A column of the user's own: numbers, flags or texts; null where there is none."""
     try:
         array = pa.array(values)

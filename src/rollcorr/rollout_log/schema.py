@@ -216,14 +216,13 @@ def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int 
         RolloutLogError: a column cannot be converted, or has null inside a list of integers, flags or spans.
     """
     names = [name for name in COLUMNS if name in records.schema.names]
-    arrays = [conform_column(records.column(name), name, file=file, first_row=first_row) for name in names]
+    arrays = [_conform_column(records.column(name), name, file=file, first_row=first_row) for name in names]
     own = own_fields(records.schema)
     names, arrays = [*names, *own], [*arrays, *(records.column(name) for name in own)]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
-def conform_column(array: pa.Array, column: str, *, file: str | None = None, first_row: int = 0) -> pa.Array:
-    """One column of `conform`."""
+def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row: int) -> pa.Array:
     target = arrow_type(column)
     try:
         array = _convert(array, target)
