@@ -176,8 +176,8 @@ class RolloutBatch:
             return torch.ones(int(lengths.sum()), dtype=torch.bool, device="cpu")
 
         # There is no id that could stand for a missing token, so `response_ids` may not miss a row.
-        values, sizes, recorded = self._recorded(column)
-        self._check_lengths(column, sizes, recorded | (column == "response_ids"))
+        values, _, recorded = self._recorded(column)
+        self._check_lengths(column, whole=column == "response_ids")
         if not recorded.all():
             whole = np.full(int(lengths.sum()), True if column == "response_mask" else np.nan, dtype=values.dtype)
             whole[np.repeat(recorded, lengths)] = values
@@ -254,8 +254,19 @@ class RolloutBatch:
         """
         for column in TOKEN_COLUMNS:
             if self.has(column):
-                _, sizes, recorded = ragged(self.records.column(column))
-                self._check_lengths(column, sizes, recorded)
+                self._check_lengths(column)
+
+    def wrong_lengths(self, column: str, *, whole: bool = False) -> tuple[np.ndarray, str]:
+        """Rows where a token column has another length than the response, (B,) bool, and what is wrong in the first.
+
+        Args:
+            column: a column that the batch has.
+            whole: count rows that do not record it as rows of length 0.
+        """
+        _, sizes, recorded = ragged(self.records.column(column))
+        wrong = (recorded | whole) & (sizes != self.lengths.numpy())
+        row = int(wrong.argmax())
+        return wrong, f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
 
     def values(self, column: str) -> Tensor:
         """A column with one number per sequence, `reward`, `step` or `dimensions`: (B,). A missing reward is NaN.
@@ -284,12 +295,10 @@ class RolloutBatch:
         """One dictionary per row, as in the JSONL form."""
         return self.records.to_pylist()
 
-    def _check_lengths(self, column: str, sizes: np.ndarray, rows: np.ndarray) -> None:
-        wrong = rows & (sizes != self.lengths.numpy())
+    def _check_lengths(self, column: str, *, whole: bool = False) -> None:
+        wrong, title = self.wrong_lengths(column, whole=whole)
         if wrong.any():
-            row = int(wrong.argmax())
-            title = f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
-            raise self._error("length", title, LENGTH_FIX, row=row, column=column)
+            raise self._error("length", title, LENGTH_FIX, row=int(wrong.argmax()), column=column)
 
     def _require(self, column: str) -> None:
         if len(self) and not self.has(column):
