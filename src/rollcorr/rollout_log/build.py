@@ -23,6 +23,7 @@ from rollcorr.rollout_log.schema import (
     arrow_type,
     check_columns,
     conform,
+    first_failure,
     is_own,
     is_own_type,
     list_array,
@@ -193,7 +194,7 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
     try:
         return pa.array(values, None if found_here else arrow_type(name))
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
+        row = first_failure(values, lambda value: pa.array([value], arrow_type(name)))
         fix = f"expected {COLUMNS[name].type}"
         raise log_error("type", in_one_line(error), fix=fix, file=file, row=first_row + row, column=name) from error
 
@@ -209,14 +210,6 @@ def _own_array(name: str, values: list[Any], *, file: str | None, first_row: int
         fix = "a column of your own holds one number, flag or text for each sequence, all of one type"
         raise log_error("type", problem, fix=fix, file=file, row=first_row, column=name)
     return array
-
-
-def _fits(name: str, value: object) -> bool:
-    try:
-        pa.array([value], arrow_type(name))
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError):
-        return False
-    return True
 
 
 def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:

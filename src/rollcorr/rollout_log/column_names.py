@@ -54,7 +54,7 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
         so: what follows, in a few words.
     """
     file = batch.file or ""
-    fields = fields_of(Path(file), source)
+    fields = source.fields(Path(file))
     form = next((form for ending, form in _FORMS.items() if file.endswith(ending)), "JSONL")
     known = recognize(fields, form=form)
     if known is not None:
@@ -70,8 +70,7 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
     # A log of this library has every column, and null in those that are not recorded.
     recorded = [field for field in fields if field not in COLUMNS or (field in batch.columns and batch.has(field))]
     recorded = [field for field in recorded if field != "schema_version"]
-    taken = getattr(source, "names", {}).values()
-    near = near_names(columns, [field for field in recorded if field not in taken])
+    near = near_names(columns, [field for field in recorded if field not in source.names.values()])
     found = ", ".join(near[column] for column in columns if column in near)
     if not found and any("rollout_corr/" in field for field in fields):
         fix = "give a rollout log; `rollcorr report RUN` and `rollcorr watch RUN` read metrics"
@@ -93,8 +92,7 @@ def near_names(columns: Sequence[str], fields: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for column in (*columns, *(name for name in COLUMNS if name not in columns)):
         # One of the columns that are missed is enough.
-        satisfied = column in fields or (column in columns and any(other in found for other in columns))
-        if satisfied:
+        if column in fields or (column in columns and any(other in found for other in columns)):
             continue
         names = [name for name in known_names(column) if name in free]
         if not names and column in columns:
@@ -103,9 +101,3 @@ def near_names(columns: Sequence[str], fields: Sequence[str]) -> dict[str, str]:
             found[column] = names[0]
             free.remove(names[0])
     return found
-
-
-def fields_of(path: Path, source: LogSource) -> tuple[str, ...]:
-    """The names in the first row of a file, where its source can tell them."""
-    tell = getattr(source, "fields", None)
-    return () if tell is None else tuple(map(str, tell(path)))

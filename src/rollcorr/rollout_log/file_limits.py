@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,15 +54,12 @@ class FileLimits:
             ValueError: a text is not of this form, or no limit has that name.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        given: dict[str, int] = {}
+        given: dict[str, Any] = {}
         for text in texts:
             name, _, value = text.partition("=")
             if name not in names:
                 raise ValueError(f"limit {text!r} is not of the form NAME=NUMBER; names are {', '.join(names)}")
-            try:
-                given[name] = int(value)
-            except ValueError:
-                raise ValueError(f"limit {name} must be a whole number, got {value!r}") from None
+            given[name] = int(value) if value.isdecimal() else value
         return cls(**given)
 
     def of_row(self, column: str) -> tuple[str, int]:
@@ -94,14 +92,21 @@ class FileLimits:
             RolloutLogError: one has too many; row and column are named.
         """
         for column, array in zip(records.schema.names, records.columns, strict=True):
-            if not len(array) or not pa.types.is_list(array.type):
-                continue
-            lengths = np.diff(array.offsets.to_numpy(zero_copy_only=False))
-            name, limit = self.of_row(column)
-            if lengths.max() > limit:
-                row = int(lengths.argmax())
-                found = f"{int(lengths[row]):,} values in one row"
-                raise limit_error(name, found, limit, file=file, row=first_row + row, column=column)
+            if len(array) and pa.types.is_list(array.type):
+                lengths = np.diff(array.offsets.to_numpy(zero_copy_only=False))
+                self.check_lengths(lengths, column, file=file, first_row=first_row)
+
+    def check_lengths(self, lengths: np.ndarray, column: str, *, file: object, first_row: int) -> None:
+        """Check how many values the lists of a column have: `lengths` are those of rows from `first_row` on.
+
+        Raises:
+            RolloutLogError: one has too many; row and column are named.
+        """
+        name, limit = self.of_row(column)
+        row = int(lengths.argmax())
+        if lengths[row] > limit:
+            found = f"{int(lengths[row]):,} values in one row"
+            raise limit_error(name, found, limit, file=file, row=first_row + row, column=column)
 
 
 def limit_error(

@@ -165,7 +165,7 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
             raise log_error(
                 "unreadable", f"it cannot be read ({error.strerror})", fix="check who may read it", file=path
             ) from error
-        if not files and _is_run(Path(path)):
+        if not files and RunDirectory(Path(path)).metrics.is_file():
             raise log_error(
                 "missing",
                 "this run kept no rollouts: it has metrics, and no log-probs of tokens",
@@ -174,7 +174,7 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
                 file=path,
             )
         if not files:
-            raise log_error("missing", f"no rollout log here; looked for {_endings(sources)}", file=path)
+            raise log_error("missing", f"no rollout log here; looked for {', '.join(_endings(sources))}", file=path)
         found.update(dict.fromkeys(files))
     return list(found)
 
@@ -201,11 +201,11 @@ def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
     for source in sources:
         if path.name.endswith(source.endings):
             return source
-    raise log_error("suffix", f"a rollout log ends in {_endings(sources)}", file=path)
+    raise log_error("suffix", f"a rollout log ends in {', '.join(_endings(sources))}", file=path)
 
 
-def _endings(sources: Sequence[LogSource]) -> str:
-    return ", ".join(ending for source in sources for ending in source.endings)
+def _endings(sources: Sequence[LogSource]) -> tuple[str, ...]:
+    return tuple(ending for source in sources for ending in source.endings)
 
 
 def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
@@ -221,15 +221,10 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
         candidates = [file for file in folder.iterdir() if file != RunDirectory(path).metrics]
     else:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    endings = tuple(ending for source in sources for ending in source.endings)
-    logs = [file for file in candidates if file.is_file() and file.name.endswith(endings) and file.name[0] != "."]
+    named = [file for file in candidates if file.name.endswith(_endings(sources)) and file.name[0] != "."]
+    logs = [file for file in named if file.is_file()]
     not_pickled = [file for file in logs if not file.name.endswith(PickledSource.endings)]
     return sorted(not_pickled or logs, key=_natural)
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a folder is that of a run, by its metrics."""
-    return RunDirectory(path).metrics.is_file()
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

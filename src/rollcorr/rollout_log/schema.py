@@ -10,10 +10,10 @@ adds columns; a major version changes the meaning of one, and readers refuse a n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -228,7 +228,8 @@ def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row
         array = _convert(array, target)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         title = f"{array.type} cannot be read as {target}: {error}"
-        row = first_row + _first_failure(array, target)
+        rows = [array.slice(row, 1) for row in range(len(array))]
+        row = first_row + first_failure(rows, lambda one: one.null_count or _convert(one, target))
         raise log_error("type", title, file=file, row=row, column=column) from error
 
     if column == "step" and len(array) and (pc.min(array).as_py() or 0) < 0:
@@ -291,12 +292,13 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
     return array if array.type == target else array.cast(target)
 
 
-def _first_failure(array: pa.Array, target: pa.DataType) -> int:
-    for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
+def first_failure(values: Sequence[Any], convert: Callable[[Any], object]) -> int:
+    """The first value that Arrow cannot convert; 0 where each alone can be converted."""
+    for row, value in enumerate(values):
         try:
-            _convert(array.slice(row, 1), target)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return int(row)
+            convert(value)
+        except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError):
+            return row
     return 0
 
 
