@@ -16,10 +16,8 @@ from typing import Any
 from rollcorr.config.json_text import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import columns_of_fields
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.frameworks import PRIME_RL, recognize
+from rollcorr.rollout_log.errors import FileLimits, limit_error, log_error
+from rollcorr.rollout_log.frameworks import PRIME_RL, columns_of_fields, recognize
 from rollcorr.rollout_log.schema import SCHEMA_VERSION, check_version
 from rollcorr.rollout_log.source import LogSource, check_lists
 

@@ -14,9 +14,8 @@ import numpy as np
 from rollcorr.config.checks import in_one_line
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import columns_of_fields, near_names
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.errors import FileLimits, limit_error, log_error
+from rollcorr.rollout_log.frameworks import columns_of_fields, near_names
 from rollcorr.rollout_log.parquet_pages import Chunk, DamagedParquetError, Footer, pages_of, read_footer, row_starts
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from rollcorr.rollout_log.arrow import pa
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.errors import FileLimits, limit_error
 
 MAGIC = (b"PAR1", b"PARE")
 DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)

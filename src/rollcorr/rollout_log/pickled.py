@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from rollcorr.rollout_log.errors import RolloutLogError, log_error
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, log_error
 from rollcorr.rollout_log.frameworks import SKYRL, SLIME, Dump, recognize
-from rollcorr.rollout_log.inert_pickle import Call, DamagedPickleError, load_pickle
+from rollcorr.rollout_log.inert_pickle import (
+    Call,
+    DamagedPickleError,
+    TorchArchive,
+    check_pickle_bytes,
+    decode,
+    load_pickle,
+    unreadable,
+)
 from rollcorr.rollout_log.source import LogSource, check_lists
-from rollcorr.rollout_log.torch_archive import TorchArchive, check_pickle_bytes, decode, unreadable
 
 
 class PickledSource(LogSource):

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, log_error
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource

@@ -17,8 +17,7 @@ import numpy as np
 
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import records_of_rows
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, log_error
 from rollcorr.rollout_log.schema import COLUMNS, check_column_names, own_columns
 
 

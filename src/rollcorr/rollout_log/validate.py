@@ -14,8 +14,7 @@ from rollcorr.config.finding import Finding, HasFindings, merge_findings
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, MOST_ROUNDED_UP
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
-from rollcorr.rollout_log.errors import RolloutLogError
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError
 from rollcorr.rollout_log.reader import Paths, log_files, read_rollout_log
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns, ragged
 

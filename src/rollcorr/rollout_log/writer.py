@@ -12,9 +12,8 @@ from types import TracebackType
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import missing_column
-from rollcorr.rollout_log.errors import RolloutLogError, log_error
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, log_error
+from rollcorr.rollout_log.frameworks import missing_column
 from rollcorr.rollout_log.jsonl import to_lines
 from rollcorr.rollout_log.reader import OWN_SOURCES, Paths, log_shards, read_shard, source_of
 from rollcorr.rollout_log.schema import COLUMNS, arrow_schema, own_columns
