@@ -24,7 +24,6 @@ from rollcorr.rollout_log.schema import (
     check_columns,
     conform,
     first_failure,
-    is_own,
     is_own_type,
     list_array,
 )
@@ -180,35 +179,26 @@ def _one_per_row(name: str, value: object, count: int) -> list[Any]:
 
 
 def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
-    if is_own(name):
-        return _own_array(name, values, file=file, first_row=first_row)
-    if COLUMNS[name].type == "string":
+    own = name not in COLUMNS
+    kind = "one number, flag or text for each sequence, all of one type" if own else COLUMNS[name].type
+    if kind == "string":
         values = [value if value is None else str(value) for value in values]
     # Arrow would take true for 1.0. Types are compared in C, because a log has millions of values.
-    if "float" in COLUMNS[name].type:
+    if "float" in kind:
         for row, value in enumerate(values):
             if bool in set(map(type, value if isinstance(value, list) else [value])):
                 raise log_error("type", NO_NUMBER, file=file, row=first_row + row, column=name)
     # Arrow would cut 1.5 to the integer 1, and not take 1 for true: such types are found here, and cast with a check.
-    found_here = "int" in COLUMNS[name].type or "bool" in COLUMNS[name].type
+    target = None if own or "int" in kind or "bool" in kind else arrow_type(name)
     try:
-        return pa.array(values, None if found_here else arrow_type(name))
+        array = pa.array(values, target)
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        row = first_failure(values, lambda value: pa.array([value], arrow_type(name)))
-        fix = f"expected {COLUMNS[name].type}"
-        raise log_error("type", in_one_line(error), fix=fix, file=file, row=first_row + row, column=name) from error
-
-
-def _own_array(name: str, values: list[Any], *, file: str | None, first_row: int) -> pa.Array:
-    """A column of the user's own: numbers, flags or texts; null where there is none."""
-    try:
-        array = pa.array(values)
-        problem = None if is_own_type(array.type) else f"it holds {array.type}"
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        problem = str(error)
-    if problem is not None:
-        fix = "a column of your own holds one number, flag or text for each sequence, all of one type"
-        raise log_error("type", problem, fix=fix, file=file, row=first_row, column=name)
+        row = 0 if own else first_failure(values, lambda value: pa.array([value], arrow_type(name)))
+        problem = in_one_line(error)
+        raise log_error("type", problem, fix=f"expected {kind}", file=file, row=first_row + row, column=name) from error
+    if own and not is_own_type(array.type):
+        problem = f"it holds {array.type}"
+        raise log_error("type", problem, fix=f"expected {kind}", file=file, row=first_row, column=name)
     return array
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rollcorr.rollout_log.errors import RolloutLogError, log_error
-from rollcorr.rollout_log.schema import COLUMNS, check_column_names, is_own
+from rollcorr.rollout_log.schema import COLUMNS, OWN_PREFIX, check_column_names
 
 if TYPE_CHECKING:
     from rollcorr.rollout_log.batch import RolloutBatch
@@ -330,7 +330,7 @@ def parse_column_names(texts: Iterable[str]) -> dict[str, str]:
 def columns_of_fields(fields: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
     """Field of a file → column of the log. A field that has another column's values is not read under its own name."""
     columns = {field: column for column, field in names.items()}
-    ours = (field for field in fields if field in COLUMNS or is_own(field))
+    ours = (field for field in fields if field in COLUMNS or field.startswith(OWN_PREFIX))
     own = {field: field for field in ours if field not in columns and field not in names}
     return own | {field: columns[field] for field in fields if field in columns}
 

@@ -39,12 +39,12 @@ class PickledSource(LogSource):
     _most_size = "tokens"
 
     def _count(self, path: Path) -> int:
-        return len(self._open(path))
+        return self._open(path).rows
 
     def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Each row and about how many tokens it has: most have four lists of them."""
         dump = self._open(path)
-        for index in range(len(dump)):
+        for index in range(dump.rows):
             try:
                 row = dump.row(index)
             except DamagedPickleError as error:
@@ -85,7 +85,8 @@ class SlimeDump:
         samples = self._content.get("samples")
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise _unknown(path)
-        limits.check_rows(len(samples), file=path)
+        self.rows = len(samples)
+        limits.check_rows(self.rows, file=path)
         self._samples: Sequence[Mapping[str, Any]] = samples
         self.fields = tuple(map(str, samples[0])) if samples else ()
 
@@ -93,9 +94,6 @@ class SlimeDump:
         if samples and (known is None or known[0] is not SLIME):
             raise _unknown(path, self.fields)
         self._names: Mapping[str, str] = {} if known is None else known[1].fields
-
-    def __len__(self) -> int:
-        return len(self._samples)
 
     def row(self, index: int) -> Mapping[str, Any]:
         """A sample: `tokens` are prompt and response, every other list is as long as the response.
@@ -172,13 +170,10 @@ class SkyrlDump:
         # Rows that fill up the batch repeat the first one.
         padding = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
         rows = len(self._tensors["sequences"])
-        self._rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
-        limits.check_rows(self._rows, file=path)
+        self.rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
+        limits.check_rows(self.rows, file=path)
         step = re.search(r"global_step_(\d{1,18})(?!\d)", path.name)
         self._step = int(step.group(1)) if step else None
-
-    def __len__(self) -> int:
-        return self._rows
 
     def row(self, index: int) -> Mapping[str, Any]:
         """One row of the batch.

@@ -67,7 +67,7 @@ def read_rollout_log(
     wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
-    sources = sources_with(file_limits, column_names) if source is None else (source,)
+    sources = _sources(source, file_limits, column_names)
     return (batch for file in files for batch in source_of(file, sources).read(file, columns=wanted, limits=limits))
 
 
@@ -98,7 +98,7 @@ def log_shards(
     """
     shards: list[Shard] = []
     before = 0
-    sources = sources_with(file_limits, column_names) if source is None else (source,)
+    sources = _sources(source, file_limits, column_names)
     for file in log_files(paths, source=source):
         of_file = list(source_of(file, sources).shards(file, tokens=tokens))
         shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
@@ -178,17 +178,13 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     return list(found)
 
 
-def sources_with(
-    file_limits: FileLimits | None, column_names: Mapping[str, str] | None = None
+def _sources(
+    source: LogSource | None, file_limits: FileLimits | None, column_names: Mapping[str, str] | None
 ) -> tuple[LogSource, ...]:
-    """The formats with some limits, None for the defaults, and with others' names of columns.
-
-    Raises:
-        ValueError: an unknown column, or one name for two columns.
-    """
-    if file_limits is None and not column_names:
-        return SOURCES
-    return tuple(source(file_limits, column_names) for source in (ParquetSource, JsonlSource, PickledSource))
+    """The formats with some limits, and with others' names of columns; or one source, which has its own."""
+    if source is not None:
+        return (source,)
+    return tuple(kind(file_limits, column_names) for kind in (ParquetSource, JsonlSource, PickledSource))
 
 
 def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:

@@ -127,14 +127,9 @@ def arrow_schema() -> pa.Schema:
     )
 
 
-def is_own(column: str) -> bool:
-    """Whether a column is the user's own."""
-    return column.startswith(OWN_PREFIX)
-
-
 def own_columns(names: Iterable[str]) -> list[str]:
     """The user's own columns among these, in the order of their names."""
-    return sorted({name for name in names if is_own(name)})
+    return sorted({name for name in names if name.startswith(OWN_PREFIX)})
 
 
 def is_own_type(type_: pa.DataType) -> bool:
@@ -155,7 +150,7 @@ def check_columns(names: Iterable[str]) -> None:
         ValueError: names the first that is not, and the nearest that is.
     """
     for name in names:
-        if name not in COLUMNS and not is_own(name):
+        if name not in COLUMNS and not name.startswith(OWN_PREFIX):
             problem = f"{name!r} is not a column of the rollout log"
             raise ValueError(unknown_name(problem, name, [*COLUMNS, "your own, x_…"]))
 
