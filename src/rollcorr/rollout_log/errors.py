@@ -110,11 +110,6 @@ class FileLimits:
             given[name] = int(value) if value.isdecimal() else value
         return cls(**given)
 
-    def of_row(self, column: str) -> tuple[str, int]:
-        """The limit on the values of one row in a column: its name and its value."""
-        name = "row_kept_ids" if column == "kept_ids" else "row_tokens"
-        return name, getattr(self, name)
-
     def check_rows(self, count: int, *, file: object) -> None:
         """Check the number of rows of a file.
 
@@ -150,11 +145,11 @@ class FileLimits:
         Raises:
             RolloutLogError: one has too many; row and column are named.
         """
-        name, limit = self.of_row(column)
+        name = "row_kept_ids" if column == "kept_ids" else "row_tokens"
         row = int(lengths.argmax())
-        if lengths[row] > limit:
+        if lengths[row] > getattr(self, name):
             found = f"{int(lengths[row]):,} values in one row"
-            raise limit_error(name, found, limit, file=file, row=first_row + row, column=column)
+            raise limit_error(name, found, getattr(self, name), file=file, row=first_row + row, column=column)
 
 
 def limit_error(

@@ -33,9 +33,6 @@ class Name:
     module: str
     name: str
 
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
 
 @dataclass(frozen=True)
 class Reference:

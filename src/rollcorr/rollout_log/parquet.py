@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -135,7 +134,7 @@ class ParquetSource(LogSource):
         try:
             with path.open("rb", buffering=0) as pages:
                 state = os.fstat(pages.fileno())
-                footer = _footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
+                footer = read_footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
                 self.limits.check_rows(sum(footer.rows), file=path)
                 with pq.ParquetFile(
                     path, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
@@ -155,13 +154,6 @@ class ParquetSource(LogSource):
         ) as error:
             title = f"not a whole Parquet file: {in_one_line(error)}"
             raise log_error("unreadable", title, fix=fix, file=path) from error
-
-
-@lru_cache(maxsize=2)
-def _footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
-    """The footer of a file, read once for all of its shards as long as the file does not change."""
-    with Path(path).open("rb", buffering=0) as file:
-        return read_footer(file, limits=limits, path=path)
 
 
 def _leaves(file: pq.ParquetFile, columns: Mapping[str, str]) -> _Leaves:

@@ -11,10 +11,10 @@ runs and packed bits).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -97,31 +97,33 @@ class Page(NamedTuple):
     level_encoding: int
 
 
-def read_footer(file: BinaryIO, *, limits: FileLimits, path: str) -> Footer:
-    """Read the footer of an open Parquet file.
+@lru_cache(maxsize=2)
+def read_footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
+    """Read the footer of a Parquet file: once for all of its shards, as long as the file does not change.
 
     Args:
-        file: the open file.
+        path: the file.
+        size: its bytes.
+        changed: when it was changed.
         limits: bounds the bytes of the footer.
-        path: the file, for messages.
 
     Raises:
         RolloutLogError: the footer is longer than its limit.
         DamagedParquetError: it contradicts itself, or there is none.
     """
-    end = file.seek(0, os.SEEK_END)
-    tail = _read(file, max(end - 8, 0), 8)
-    if len(tail) < 8 or tail[4:] not in MAGIC:
-        raise DamagedParquetError(f"it has {end} bytes and does not end in PAR1")
-    size = int.from_bytes(tail[:4], "little")
-    if size > limits.footer_bytes:
-        raise limit_error("footer_bytes", f"a footer of {size:,} bytes", limits.footer_bytes, file=path)
-    if size > end - 8:
-        raise DamagedParquetError(f"it has {end} bytes, and its footer {size:,}")
-    try:
-        return _parse_footer(_Thrift(_read(file, end - 8 - size, size)))
-    except IndexError:
-        raise DamagedParquetError("the footer is cut off") from None
+    with Path(path).open("rb", buffering=0) as file:
+        tail = _read(file, max(size - 8, 0), 8)
+        if len(tail) < 8 or tail[4:] not in MAGIC:
+            raise DamagedParquetError(f"it has {size} bytes and does not end in PAR1")
+        footer = int.from_bytes(tail[:4], "little")
+        if footer > limits.footer_bytes:
+            raise limit_error("footer_bytes", f"a footer of {footer:,} bytes", limits.footer_bytes, file=path)
+        if footer > size - 8:
+            raise DamagedParquetError(f"it has {size} bytes, and its footer {footer:,}")
+        try:
+            return _parse_footer(_Thrift(_read(file, size - 8 - footer, footer)))
+        except IndexError:
+            raise DamagedParquetError("the footer is cut off") from None
 
 
 def _parse_footer(thrift: _Thrift) -> Footer:
@@ -262,17 +264,17 @@ def _zeros(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
         try:
             head = thrift.varint()
             packed = head & 1
-            level = 0 if packed else thrift.byte()
+            run = thrift.take(head >> 1 if packed else 1)
         except IndexError:
             raise DamagedParquetError(f"the levels of a page end after {first:,} of {count:,} values") from None
 
         if packed:
-            bits = np.unpackbits(np.frombuffer(thrift.take(head >> 1), np.uint8), bitorder="little")
+            bits = np.unpackbits(np.frombuffer(run, np.uint8), bitorder="little")
             length = min(len(bits), count - first)
             zeros = np.flatnonzero(bits[:length] == 0)
         else:
             length = min(head >> 1, count - first)
-            zeros = np.zeros(0, np.int64) if level else np.arange(min(length, most + 1))
+            zeros = np.zeros(0, np.int64) if run[0] else np.arange(min(length, most + 1))
         if length == 0:
             raise DamagedParquetError("a run of no levels")
         yield first + zeros
@@ -296,10 +298,12 @@ class _Thrift:
         return value
 
     def take(self, count: int) -> bytes:
-        """The next bytes; fewer at the end."""
+        """The next bytes."""
         start = self.position
         self.position += count
-        return self._content[start : start + count]
+        if self.position > len(self._content):
+            raise IndexError(self.position)
+        return self._content[start : self.position]
 
     def varint(self) -> int:
         value = 0
@@ -346,7 +350,7 @@ class _Thrift:
         if kind in _INTEGERS:
             self.varint()
         elif kind in _FIXED_SIZES or kind == _BINARY:
-            self._pass(_FIXED_SIZES[kind] if kind in _FIXED_SIZES else self.varint())
+            self.take(_FIXED_SIZES[kind] if kind in _FIXED_SIZES else self.varint())
         elif kind in _LISTS:
             element, count = self.list_header()
             for _ in range(count):
@@ -356,11 +360,6 @@ class _Thrift:
             self.struct({})
         else:
             raise DamagedParquetError(f"a value of the unknown type {kind}")
-
-    def _pass(self, count: int) -> None:
-        self.position += count
-        if self.position > len(self._content):
-            raise IndexError(self.position)
 
 
 _Fields = Mapping[tuple[int, int], Callable[[_Thrift], Any]]

@@ -19,7 +19,6 @@ from rollcorr.rollout_log.inert_pickle import (
     DamagedPickleError,
     TorchArchive,
     check_pickle_bytes,
-    decode,
     load_pickle,
     unreadable,
 )
@@ -217,26 +216,25 @@ class SkyrlDump:
 
 def _skyrl_state(content: object) -> tuple[dict[str, Any], object]:
     """The tensors and the metadata of a batch, from the state that its class got in one of two ways."""
-    state = content.state if isinstance(content, Call) else None
-    if isinstance(content, Call) and state is None and isinstance(content.arguments, tuple):
-        state = content.arguments[-1] if content.arguments else None
-    batch = state.get("batch_dict") if isinstance(state, dict) else None
-    if not isinstance(state, dict) or not isinstance(batch, dict):
-        raise DamagedPickleError("not a TrainingInputBatch of SkyRL")
-    return batch, state.get("metadata")
+    match content:
+        case Call(state={"batch_dict": dict() as batch, **others}):
+            return batch, others.get("metadata")
+        case Call(arguments=(*_, {"batch_dict": dict() as batch, **others})):
+            return batch, others.get("metadata")
+    raise DamagedPickleError("not a TrainingInputBatch of SkyRL")
 
 
 def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -> np.ndarray | None:
-    if value is None:
-        return None
-    # Types that numpy lacks, and every tensor before release 0.3, are files of torch.save of their own.
-    stored = value.get("data") if isinstance(value, dict) and value.get("format") == "torch" else value
-    if isinstance(stored, bytes):
-        archive = TorchArchive(BytesIO(stored), name=file, limits=_for_batches(limits))
-        return archive.array(archive.content)
-
     match value:
-        case {"data": bytes() as data, "shape": tuple() as shape, "dtype": str() as dtype}:
+        case None:
+            return None
+        case bytes(stored) | {"format": "torch", "data": bytes(stored)}:
+            # Types that numpy lacks, and every tensor before release 0.3, are files of torch.save of their own. A
+            # tensor of a whole batch is bounded by the pickle that it lies in.
+            whole = FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
+            archive = TorchArchive(BytesIO(stored), name=file, limits=whole)
+            return archive.array(archive.content)
+        case {"data": bytes(data), "shape": tuple(shape), "dtype": str(dtype)}:
             if not re.fullmatch(r"(float|int|uint)(8|16|32|64)|bool", dtype) or not all(
                 type(size) is int and size >= 0 for size in shape
             ):
@@ -244,13 +242,8 @@ def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -
             kind = np.dtype(dtype)
             if math.prod(shape) * kind.itemsize != len(data):
                 raise DamagedPickleError(f"{name}: {len(data)} bytes for shape {shape!r:.60} of {dtype}")
-            return decode(data, kind.str).reshape(shape)
+            return np.frombuffer(data, kind).reshape(shape)
     raise DamagedPickleError(f"{name} is no tensor that SkyRL writes")
-
-
-def _for_batches(limits: FileLimits) -> FileLimits:
-    """A tensor of a whole batch is bounded by the pickle that it lies in."""
-    return FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
 
 
 def _unknown(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:

@@ -33,6 +33,10 @@ OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
 """The formats of this library."""
 SOURCES: tuple[LogSource, ...] = (*OWN_SOURCES, PickledSource())
 """These, and those that only others write."""
+_NO_ROLLOUTS = (
+    "this run kept no rollouts: it has metrics, and no log-probs of tokens",
+    "let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or name rollout logs",
+)
 SHARD_TOKENS = 1 << 20
 """Tokens that a shard has at least, unless its file ends: less work than that is not worth handing out."""
 
@@ -164,16 +168,11 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
             raise log_error(
                 "unreadable", f"it cannot be read ({error.strerror})", fix="check who may read it", file=path
             ) from error
-        if not files and RunDirectory(Path(path)).metrics.is_file():
-            raise log_error(
-                "missing",
-                "this run kept no rollouts: it has metrics, and no log-probs of tokens",
-                fix="let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or "
-                "name rollout logs",
-                file=path,
-            )
         if not files:
-            raise log_error("missing", f"no rollout log here; looked for {', '.join(_endings(sources))}", file=path)
+            title, fix = f"no rollout log here; looked for {', '.join(_endings(sources))}", ""
+            if RunDirectory(Path(path)).metrics.is_file():
+                title, fix = _NO_ROLLOUTS
+            raise log_error("missing", title, fix=fix, file=path)
         found.update(dict.fromkeys(files))
     return list(found)
 

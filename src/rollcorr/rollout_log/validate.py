@@ -112,9 +112,7 @@ def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
     if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
         return ()
     wrong_lengths = list(_lengths(batch))
-    fits = np.ones(len(batch), bool)
-    for bad, _ in wrong_lengths:
-        fits &= ~bad
+    fits = ~np.any([np.zeros(len(batch), bool), *(bad for bad, _ in wrong_lengths)], axis=0)
     found = [*wrong_lengths, *_ids(batch), *_spans(batch)]
     for check in (_kept_sets, _log_probs, _zeros):
         found += _in_rows(fits, check, batch)
@@ -179,7 +177,7 @@ def _spans(batch: RolloutBatch) -> RowFindings:
     if not batch.has("policy_versions"):
         return
     spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
-    start, length = (_numpy(spans.field(name)).astype(np.int64) for name in ("start", "length"))
+    start, length = (np.asarray(spans.field(name)).astype(np.int64) for name in ("start", "length"))
     row_of = _rows(sizes)
 
     # Each span starts where the one before it ended, and is not empty. Together they are as long as the response.
@@ -231,10 +229,7 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
 
 def _usable_sets(batch: RolloutBatch) -> np.ndarray:
     """Rows with one kept set per token."""
-    usable = _values(batch, "kept_offsets")[2]
-    for bad, _ in _kept_offsets(batch):
-        usable = usable & ~bad
-    return usable
+    return _values(batch, "kept_offsets")[2] & ~np.any([bad for bad, _ in _kept_offsets(batch)], axis=0)
 
 
 def _sets(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -386,13 +381,9 @@ def _values(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray, n
     """`ragged` of a list of numbers that the batch may lack, as arrays."""
     array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
     values, sizes, recorded = ragged(array)
-    return _numpy(values), sizes, recorded
+    return values.to_numpy(zero_copy_only=False), sizes, recorded
 
 
 def _rows(sizes: np.ndarray | Tensor) -> np.ndarray:
     """The row of each value, from the number of values of each row."""
     return np.repeat(np.arange(len(sizes)), sizes)
-
-
-def _numpy(array: pa.Array) -> np.ndarray:
-    return array.to_numpy(zero_copy_only=False)
