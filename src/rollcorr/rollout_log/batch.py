@@ -104,8 +104,7 @@ class RolloutBatch:
             ValueError: an unknown column.
             RolloutLogError: a value that does not fit its column; row and column are named.
         """
-        for row in rows:
-            check_columns(row)
+        check_columns(name for row in rows for name in row)
         return cls(build.records_of_rows(rows))
 
     @classmethod
@@ -197,15 +196,11 @@ class RolloutBatch:
             RolloutLogError: as `packed`; for `prompt_ids`, as `ragged`.
         """
         # Prompts have lengths of their own; every other column has those of the responses.
-        if column == "prompt_ids":
-            packed, lengths = self.ragged(column)
-        else:
-            packed, lengths = self.packed(column), self.lengths
+        packed, lengths = self.ragged(column) if column == "prompt_ids" else (self.packed(column), self.lengths)
 
         longest = int(lengths.max()) if len(self) else 0
-        if length is None:
-            length = longest
-        elif length < longest:
+        length = longest if length is None else length
+        if length < longest:
             raise ValueError(f"length {length} is shorter than the longest row, {longest} tokens")
 
         # Read row by row, the places that are not padding take the packed values in their order.

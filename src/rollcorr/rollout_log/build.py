@@ -120,17 +120,17 @@ def records(
     Raises:
         ValueError: an unknown column, or shapes that differ.
     """
-    columns = {name: value for name, value in columns.items() if value is not None}
-    check_columns(columns)
-    columns["response_mask"] = response_mask != 0
-    for name in (name for name in TOKEN_COLUMNS if name in columns):
-        tokens = torch.as_tensor(columns[name], device="cpu").detach().cpu()
+    given: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
+    check_columns(given)
+    given["response_mask"] = response_mask != 0
+    for name in (name for name in TOKEN_COLUMNS if name in given):
+        tokens = torch.as_tensor(given[name], device="cpu").detach().cpu()
         if tokens.shape != response_mask.shape:
             raise ValueError(f"{name} {tuple(tokens.shape)} and response_mask {tuple(response_mask.shape)} differ")
-        columns[name] = tokens if inside is None else tokens[inside]
-    columns |= _kept_columns(kept, columns["response_mask"], sizes)
-    columns = _with_identity(columns, len(sizes))
-    arrays = {name: _array(name, value, sizes, prompt_mask) for name, value in columns.items()}
+        given[name] = tokens if inside is None else tokens[inside]
+    given |= _kept_columns(kept, given["response_mask"], sizes)
+    given = _with_settings(given, len(sizes))
+    arrays = {name: _array(name, value, sizes, prompt_mask) for name, value in given.items()}
     return conform(pa.RecordBatch.from_pydict(arrays))
 
 
@@ -147,9 +147,10 @@ def records_of_rows(
         RolloutLogError: a value that does not fit its column.
     """
     found = columns or set().union(*rows) or COLUMNS
-    place = {"file": file, "first_row": first_row}
-    arrays = {name: _objects_array(name, [row.get(name) for row in rows], **place) for name in found}
-    return conform(pa.RecordBatch.from_pydict(arrays), **place)
+    arrays = {
+        name: _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row) for name in found
+    }
+    return conform(pa.RecordBatch.from_pydict(arrays), file=file, first_row=first_row)
 
 
 def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | None) -> pa.Array:
@@ -164,8 +165,6 @@ def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | No
     rows = _one_per_row(name, value, len(sizes))
     if name == "policy_versions":
         rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
-    elif name == "sampling":
-        rows = [_settings(row) for row in rows]
     return _objects_array(name, [_numpy(row) if isinstance(row, Tensor) else row for row in rows])
 
 
@@ -197,8 +196,7 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
         problem = in_one_line(error)
         raise log_error("type", problem, fix=f"expected {kind}", file=file, row=first_row + row, column=name) from error
     if own and not is_own_type(array.type):
-        problem = f"it holds {array.type}"
-        raise log_error("type", problem, fix=f"expected {kind}", file=file, row=first_row, column=name)
+        raise log_error("type", f"it holds {array.type}", fix=f"expected {kind}", file=file, row=first_row, column=name)
     return array
 
 
@@ -219,8 +217,22 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
     return [dict(span) if isinstance(span, Mapping) else dict(zip(names, span, strict=True)) for span in row]
 
 
+def _with_settings(columns: Mapping[str, object], rows: int) -> dict[str, object]:
+    """Turn sampling specs into dictionaries, which fill engine, engine_version and policy_versions if not given."""
+    filled = dict(columns)
+    if "sampling" in columns:
+        specs = [_settings(spec) for spec in _one_per_row("sampling", columns["sampling"], rows)]
+        for name in IDENTITY:
+            column = "policy_versions" if name == "policy_version" else name
+            found = [None if spec is None else spec.pop(name, None) for spec in specs]
+            if column not in columns and any(value is not None for value in found):
+                filled[column] = found
+        filled["sampling"] = specs
+    return filled
+
+
 def _settings(spec: object) -> dict[str, Any] | None:
-    """Sampling settings as a dictionary with the fields of the schema and nothing else."""
+    """The fields of a sampling spec that the log keeps, and the identity of the engine."""
     if spec is None:
         return None
     if isinstance(spec, Mapping):
@@ -234,24 +246,10 @@ def _settings(spec: object) -> dict[str, Any] | None:
     support = values.pop("support", "engine")
     if support != "engine":
         raise ValueError(f"sampling describes the rollout, whose support is the engine's; got support={support!r}")
-    values = {name: value for name, value in values.items() if name not in IDENTITY}
-    unknown = sorted(values.keys() - {field.name for field in arrow_type("sampling")})
+    unknown = sorted(values.keys() - {field.name for field in arrow_type("sampling")} - set(IDENTITY))
     if unknown:
         raise ValueError(f"sampling has no field {unknown[0]!r}; the log keeps {COLUMNS['sampling'].type}")
     return values
-
-
-def _with_identity(columns: Mapping[str, object], rows: int) -> dict[str, object]:
-    """Fill engine, engine_version and policy_versions from the sampling spec where they are not given."""
-    spec = columns.get("sampling")
-    specs = list(spec) if isinstance(spec, (list, tuple)) else [spec] * rows
-    filled = dict(columns)
-    for name in IDENTITY:
-        column = "policy_versions" if name == "policy_version" else name
-        found = [s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in specs]
-        if column not in filled and any(value is not None for value in found):
-            filled[column] = found
-    return filled
 
 
 def _numpy(values: object) -> np.ndarray:

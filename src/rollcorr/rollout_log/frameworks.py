@@ -290,11 +290,8 @@ _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 
 def recognize(names: Collection[str], *, form: str) -> tuple[Framework, Dump] | None:
     """The framework and dump that a file with these names comes from; None where it is none of the table."""
-    for framework in FRAMEWORKS:
-        for dump in framework.dumps:
-            if dump.form == form and all(name in names for name in dump.recognized_by):
-                return framework, dump
-    return None
+    known = [(framework, dump) for framework in FRAMEWORKS for dump in framework.dumps if dump.form == form]
+    return next((found for found in known if found[1].recognized_by.issubset(names)), None)
 
 
 def known_names(column: str) -> tuple[str, ...]:

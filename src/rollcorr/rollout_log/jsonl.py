@@ -164,8 +164,7 @@ def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
         title = f"line {number} is not JSON: {error}"
         raise log_error("json", title, fix="correct or delete it", file=path, row=row) from error
     if not isinstance(value, dict):
-        title = f"line {number} is a JSON {type(value).__name__}, not an object"
-        raise log_error("json", title, file=path, row=row)
+        raise log_error("json", f"line {number} is a JSON {type(value).__name__}, not an object", file=path, row=row)
     return value
 
 

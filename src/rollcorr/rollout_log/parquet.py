@@ -106,7 +106,7 @@ class ParquetSource(LogSource):
             _check_types(leaves, schema, path)
             groups = range(len(footer.rows)) if groups is None else groups
             plan = _Plan(path, pages, footer, leaves, self.limits)
-            # Row groups that are read together are decoded together; each has less than half of what is too much.
+            # Row groups are read together until they make up half of what can be decoded at once.
             for run in _runs([plan.list_values(group) for group in groups], _BATCH_VALUES // 2):
                 piece = list(groups[run.start : run.stop])
                 size = plan.batch_rows(piece, rows)
@@ -234,20 +234,17 @@ class _Plan:
     def _check_pages(self, group: int) -> int:
         """Check the pages of a row group; returns the bytes of the largest texts that a row of it may have."""
         chunks, rows = self._footer.groups[group], self._footer.rows[group]
-        largest, largest_text = 0, 0
+        largest: dict[int, int] = {}
         for index, leaf, column in self._leaves:
             chunk = chunks[index]
             if leaf.max_repetition_level == 0 and chunk.values != rows:
-                title = f"{column} has {chunk.values:,} values in row group {group} of {rows:,} rows"
-                raise DamagedParquetError(title)
-            size = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
-            largest += size
-            if leaf.physical_type == "BYTE_ARRAY":
-                largest_text += size
-        if largest > self._limits.page_bytes:
-            found = f"the pages of row group {group} decompress to {largest:,} bytes at once"
+                raise DamagedParquetError(f"{column} has {chunk.values:,} values in row group {group} of {rows:,} rows")
+            largest[index] = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
+        at_once = sum(largest.values())
+        if at_once > self._limits.page_bytes:
+            found = f"the pages of row group {group} decompress to {at_once:,} bytes at once"
             raise limit_error("page_bytes", found, self._limits.page_bytes, file=self._path)
-        return largest_text
+        return sum(largest[index] for index, leaf, _ in self._leaves if leaf.physical_type == "BYTE_ARRAY")
 
     def _rows_that_fit(self, group: int, rows: int) -> int:
         """At most `rows`, so many that no batch of a row group has too many values.
@@ -260,13 +257,11 @@ class _Plan:
             return rows
         before = sum(self._footer.rows[:group])
         values = np.zeros(group_rows, np.int64)
-        for index, leaf, column in self._leaves:
-            if leaf.max_repetition_level:
-                chunk = chunks[index]
-                starts = row_starts(self._pages, chunk, rows=group_rows)
-                lengths = np.diff(starts, append=chunk.values)
-                self._limits.check_lengths(lengths, column, file=self._path, first_row=before)
-                values += lengths
+        lists = [(chunks[index], column) for index, leaf, column in self._leaves if leaf.max_repetition_level]
+        for chunk, column in lists:
+            lengths = np.diff(row_starts(self._pages, chunk, rows=group_rows), append=chunk.values)
+            self._limits.check_lengths(lengths, column, file=self._path, first_row=before)
+            values += lengths
 
         while rows > 1 and np.add.reduceat(values, np.arange(0, len(values), rows)).max() > _BATCH_VALUES:
             rows = max(1, rows // 2)

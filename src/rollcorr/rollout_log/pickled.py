@@ -105,7 +105,7 @@ class SlimeDump:
         of_training = "response_lengths" in self._samples[index]
         length = "response_lengths" if of_training else "response_length"
         needed = {*self._names.values(), "tokens", length, "rollout_position"}
-        sample = {name: self._value(self._samples[index].get(name), name) for name in needed}
+        sample: dict[str, Any] = {name: self._value(self._samples[index].get(name), name) for name in needed}
         tokens, count = sample["tokens"], sample[length]
         check_lists({"tokens": tokens}, file=self._path, row=index)
         if type(count) is not int or not 0 <= count <= len(tokens):

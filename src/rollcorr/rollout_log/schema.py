@@ -210,9 +210,8 @@ def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int 
     Raises:
         RolloutLogError: a column cannot be converted, or has null inside a list of integers, flags or spans.
     """
-    place = {"file": file, "first_row": first_row}
     names = [name for name in COLUMNS if name in records.schema.names]
-    arrays = {name: _conform_column(records.column(name), name, **place) for name in names}
+    arrays = {name: _conform_column(records.column(name), name, file=file, first_row=first_row) for name in names}
     arrays |= {name: records.column(name) for name in own_fields(records.schema)}
     return pa.RecordBatch.from_pydict(arrays)
 

@@ -339,9 +339,9 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
 def _without_choice(batch: RolloutBatch) -> np.ndarray:
     """Tokens, packed, that may have probability 1: their kept set has one id, or is not recorded under a truncation."""
     lengths = batch.lengths.numpy()
-    settings = batch.objects("sampling") if batch.has("sampling") else [None] * len(batch)
-    alone = [bool(row) and row["logprobs"] == "processed" and _truncates(row) for row in settings]
-    alone = np.repeat(alone, lengths)
+    settings = batch.objects("sampling") if batch.has("sampling") else [{}] * len(batch)
+    truncated = [bool(row) and row.get("logprobs") == "processed" and _truncates(row) for row in settings]
+    alone = np.repeat(truncated, lengths)
     usable = _usable_sets(batch)
     if usable.any():
         alone[np.repeat(usable, lengths)] = _part(batch, usable).kept_sets().offsets.diff().numpy() <= 1

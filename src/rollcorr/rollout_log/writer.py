@@ -152,14 +152,12 @@ def convert_log(
     writer = RolloutLogWriter(target, overwrite=overwrite)
     try:
         shards = log_shards(source, file_limits=file_limits, column_names=column_names)
-        total, looked_at = sum(shard.rows for shard in shards), ""
+        total = sum(shard.rows for shard in shards)
         for shard in shards:
             for batch in read_shard(shard, columns=None, batch_size=batch_size):
-                if shard.file != looked_at:
-                    looked_at = shard.file
-                    for column in required:
-                        if not batch.has(column):
-                            raise missing_column([column], batch, shard.source)
+                missing = [column for column in required if not batch.has(column)]
+                if missing and batch.first_row == 0:
+                    raise missing_column(missing[:1], batch, shard.source)
                 writer.write(batch)
                 if on_rows is not None:
                     on_rows(len(batch), total)
