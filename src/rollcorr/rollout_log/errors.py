@@ -140,7 +140,13 @@ class FileLimits:
                 self.check_lengths(lengths, column, file=file, first_row=first_row)
 
     def check_lengths(self, lengths: np.ndarray, column: str, *, file: object, first_row: int) -> None:
-        """Check how many values the lists of a column have: `lengths` are those of rows from `first_row` on.
+        """Check how many values the lists of a column have.
+
+        Args:
+            lengths: values of each row.
+            column: the column of the log.
+            file: its path, for the message.
+            first_row: position of the first row in the file.
 
         Raises:
             RolloutLogError: one has too many; row and column are named.
