@@ -28,7 +28,7 @@ from rollcorr.rollout_log import (
     read_rollout_log,
     validate_rollout_log,
 )
-from rollcorr.rollout_log.column_names import parse_column_names
+from rollcorr.rollout_log.frameworks import parse_column_names
 from rollcorr.rollout_log.reader import log_files
 from rollcorr.run_directory.stored_run import BadInputError
 

@@ -41,7 +41,7 @@ def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[F
         BadInputError: a text is not of its form.
     """
     from rollcorr.rollout_log import FileLimits
-    from rollcorr.rollout_log.column_names import parse_column_names
+    from rollcorr.rollout_log.frameworks import parse_column_names
 
     try:
         return FileLimits.from_texts(limits or []), parse_column_names(columns or [])

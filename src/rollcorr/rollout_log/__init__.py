@@ -1,14 +1,13 @@
 """The rollout log: a versioned schema, and streaming reading, writing and checking of Parquet and JSONL files."""
 
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import RolloutLogError
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.build import routing_difference
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError
 from rollcorr.rollout_log.frameworks import FRAMEWORKS, Framework
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource
 from rollcorr.rollout_log.reader import count_rows, log_shards, read_rollout_log, read_shard
-from rollcorr.rollout_log.routing_difference import routing_difference
 from rollcorr.rollout_log.schema import COLUMNS
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 from rollcorr.rollout_log.validate import ValidationReport, validate_rollout_log

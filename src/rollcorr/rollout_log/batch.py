@@ -104,8 +104,7 @@ class RolloutBatch:
             ValueError: an unknown column.
             RolloutLogError: a value that does not fit its column; row and column are named.
         """
-        for row in rows:
-            check_columns(row)
+        check_columns(name for row in rows for name in row)
         return cls(build.records_of_rows(rows))
 
     @classmethod
@@ -176,8 +175,8 @@ class RolloutBatch:
             return torch.ones(int(lengths.sum()), dtype=torch.bool, device="cpu")
 
         # There is no id that could stand for a missing token, so `response_ids` may not miss a row.
-        values, sizes, recorded = self._recorded(column)
-        self._check_lengths(column, sizes, recorded | (column == "response_ids"))
+        values, _, recorded = self._recorded(column)
+        self.check_lengths(column, whole=column == "response_ids")
         if not recorded.all():
             whole = np.full(int(lengths.sum()), True if column == "response_mask" else np.nan, dtype=values.dtype)
             whole[np.repeat(recorded, lengths)] = values
@@ -197,15 +196,11 @@ class RolloutBatch:
             RolloutLogError: as `packed`; for `prompt_ids`, as `ragged`.
         """
         # Prompts have lengths of their own; every other column has those of the responses.
-        if column == "prompt_ids":
-            packed, lengths = self.ragged(column)
-        else:
-            packed, lengths = self.packed(column), self.lengths
+        packed, lengths = self.ragged(column) if column == "prompt_ids" else (self.packed(column), self.lengths)
 
         longest = int(lengths.max()) if len(self) else 0
-        if length is None:
-            length = longest
-        elif length < longest:
+        length = longest if length is None else length
+        if length < longest:
             raise ValueError(f"length {length} is shorter than the longest row, {longest} tokens")
 
         # Read row by row, the places that are not padding take the packed values in their order.
@@ -246,16 +241,33 @@ class RolloutBatch:
         inner[sizes.cumsum(0) - sizes] = False
         return KeptSets(ids, torch.cat([offsets.new_zeros(1), (offsets + before)[inner]]))
 
-    def check_lengths(self) -> None:
-        """Check that every token column has one value per token in each row that records it.
+    def check_lengths(self, *columns: str, whole: bool = False) -> None:
+        """Check that token columns have one value per token in each row that records them.
+
+        Args:
+            *columns: token columns. Defaults to all.
+            whole: count rows that do not record a column as rows of length 0.
 
         Raises:
             RolloutLogError: names the first row and column that do not.
         """
-        for column in TOKEN_COLUMNS:
+        for column in columns or TOKEN_COLUMNS:
             if self.has(column):
-                _, sizes, recorded = ragged(self.records.column(column))
-                self._check_lengths(column, sizes, recorded)
+                wrong, title = self.wrong_lengths(column, whole=whole)
+                if wrong.any():
+                    raise self._error("length", title, LENGTH_FIX, row=int(wrong.argmax()), column=column)
+
+    def wrong_lengths(self, column: str, *, whole: bool = False) -> tuple[np.ndarray, str]:
+        """Rows where a token column has another length than the response, (B,) bool, and what is wrong in the first.
+
+        Args:
+            column: a column that the batch has.
+            whole: count rows that do not record it as rows of length 0.
+        """
+        _, sizes, recorded = ragged(self.records.column(column))
+        wrong = (recorded | whole) & (sizes != self.lengths.numpy())
+        row = int(wrong.argmax())
+        return wrong, f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
 
     def values(self, column: str) -> Tensor:
         """A column with one number per sequence, `reward`, `step` or `dimensions`: (B,). A missing reward is NaN.
@@ -266,8 +278,7 @@ class RolloutBatch:
         """
         if column not in ("reward", "step", "dimensions"):
             raise ValueError(f"{column!r} is not one number per sequence (reward, step, dimensions); see objects()")
-        self._require(column)
-        array = self.records.column(column)
+        array = self._array(column)
         if column != "reward" and array.null_count:
             row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
             raise self._error("missing", "not recorded", "use objects() to read None", row=row, column=column)
@@ -277,29 +288,21 @@ class RolloutBatch:
 
     def objects(self, column: str) -> list[Any]:
         """Any column as Python objects, None where it is not recorded: text, sampling settings, version spans."""
-        self._require(column)
-        return self.records.column(column).to_pylist()
+        return self._array(column).to_pylist()
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One dictionary per row, as in the JSONL form."""
         return self.records.to_pylist()
 
-    def _check_lengths(self, column: str, sizes: np.ndarray, rows: np.ndarray) -> None:
-        wrong = rows & (sizes != self.lengths.numpy())
-        if wrong.any():
-            row = int(wrong.argmax())
-            title = f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
-            raise self._error("length", title, LENGTH_FIX, row=row, column=column)
-
-    def _require(self, column: str) -> None:
+    def _array(self, column: str) -> pa.Array:
+        """A column that some row records; an empty batch need not have it."""
         if len(self) and not self.has(column):
             found = ", ".join(name for name in self.columns if self.has(name))
             raise self._error("missing", "not recorded", f"recorded are {found or 'no columns'}", column=column)
+        return self.records.column(column) if column in self.columns else pa.nulls(0, arrow_type(column))
 
     def _recorded(self, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        self._require(column)
-        array = self.records.column(column) if column in self.columns else pa.nulls(0, arrow_type(column))
-        values, sizes, recorded = ragged(array)
+        values, sizes, recorded = ragged(self._array(column))
         return np.array(values.to_numpy(zero_copy_only=False)), sizes, recorded
 
     def _error(

@@ -22,10 +22,10 @@ from rollcorr.rollout_log.schema import (
     TOKEN_COLUMNS,
     arrow_type,
     check_columns,
-    conform_column,
+    conform,
+    first_failure,
     is_own_type,
     list_array,
-    own_columns,
 )
 
 IDENTITY = ("engine", "engine_version", "policy_version")
@@ -67,18 +67,6 @@ def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
     check_cu_seqlens(cu_seqlens, len(response_mask))
     truth(response_mask, "response_mask")
     return cu_seqlens.cpu().to(torch.int64).diff().numpy()
-
-
-def _same_shape(name: str, values: object, response_mask: Tensor) -> Tensor:
-    """A token column as a CPU tensor.
-
-    Raises:
-        ValueError: its shape is not that of the mask.
-    """
-    tensor = torch.as_tensor(values, device="cpu").detach().cpu()
-    if tensor.shape != response_mask.shape:
-        raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(response_mask.shape)} differ")
-    return tensor
 
 
 def _kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
@@ -132,23 +120,18 @@ def records(
     Raises:
         ValueError: an unknown column, or shapes that differ.
     """
-    columns = {name: value for name, value in columns.items() if value is not None}
-    check_columns(columns)
-    columns["response_mask"] = response_mask
-    packed: dict[str, Tensor] = {}
-    for name in (name for name in TOKEN_COLUMNS if name in columns):
-        tokens = _same_shape(name, columns[name], response_mask)
-        packed[name] = tokens if inside is None else tokens[inside]
-    columns |= packed
-    columns |= _kept_columns(kept, packed["response_mask"] != 0, sizes)
-    columns = _with_identity(columns, len(sizes))
-    arrays = {}
-    for name in (name for name in COLUMNS if name in columns):
-        array = _array(name, columns[name], sizes, prompt_mask)
-        arrays[name] = conform_column(array, name)
-    for name in own_columns(columns):
-        arrays[name] = _own_array(name, _one_per_row(name, columns[name], len(sizes)))
-    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+    given: dict[str, Any] = {name: value for name, value in columns.items() if value is not None}
+    check_columns(given)
+    given["response_mask"] = response_mask != 0
+    for name in (name for name in TOKEN_COLUMNS if name in given):
+        tokens = torch.as_tensor(given[name], device="cpu").detach().cpu()
+        if tokens.shape != response_mask.shape:
+            raise ValueError(f"{name} {tuple(tokens.shape)} and response_mask {tuple(response_mask.shape)} differ")
+        given[name] = tokens if inside is None else tokens[inside]
+    given |= _kept_columns(kept, given["response_mask"], sizes)
+    given = _with_settings(given, len(sizes))
+    arrays = {name: _array(name, value, sizes, prompt_mask) for name, value in given.items()}
+    return conform(pa.RecordBatch.from_pydict(arrays))
 
 
 def records_of_rows(
@@ -164,33 +147,25 @@ def records_of_rows(
         RolloutLogError: a value that does not fit its column.
     """
     found = columns or set().union(*rows) or COLUMNS
-    arrays = {}
-    for name in (name for name in COLUMNS if name in found):
-        array = _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
-        arrays[name] = conform_column(array, name, file=file, first_row=first_row)
-    for name in own_columns(found):
-        arrays[name] = _own_array(name, [row.get(name) for row in rows], file=file, first_row=first_row)
-    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+    arrays = {
+        name: _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row) for name in found
+    }
+    return conform(pa.RecordBatch.from_pydict(arrays), file=file, first_row=first_row)
 
 
 def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | None) -> pa.Array:
-    if COLUMNS[name].per == "token":
-        return list_array(pa.array(_numpy(value != 0 if name == "response_mask" else value)), sizes)
+    if name in TOKEN_COLUMNS:
+        return list_array(pa.array(_numpy(value)), sizes)
     if name == "prompt_ids" and isinstance(value, Tensor):
         if prompt_mask is None or prompt_mask.shape != value.shape:
             shape = None if prompt_mask is None else tuple(prompt_mask.shape)
             raise ValueError(f"prompt_ids {tuple(value.shape)} needs a prompt_mask of its shape, got {shape}")
-        inside = prompt_mask != 0
-        return list_array(pa.array(_numpy(value[inside])), inside.sum(1).cpu().numpy())
+        value = [ids[inside] for ids, inside in zip(value, prompt_mask != 0, strict=True)]
 
     rows = _one_per_row(name, value, len(sizes))
     if name == "policy_versions":
         rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
-    elif name == "sampling":
-        rows = [_settings(row) for row in rows]
-    elif COLUMNS[name].per == "list":
-        return _list_of_rows(rows)
-    return _objects_array(name, rows)
+    return _objects_array(name, [_numpy(row) if isinstance(row, Tensor) else row for row in rows])
 
 
 def _one_per_row(name: str, value: object, count: int) -> list[Any]:
@@ -202,50 +177,27 @@ def _one_per_row(name: str, value: object, count: int) -> list[Any]:
     return rows
 
 
-def _list_of_rows(rows: list[Any]) -> pa.Array:
-    valid = np.array([row is not None for row in rows], dtype=bool)
-    parts = [_numpy([] if row is None else row) for row in rows]
-    values = np.concatenate([np.zeros(0, np.int64), *parts])
-    return list_array(pa.array(values), np.array([len(part) for part in parts], dtype=np.int64), valid=valid)
-
-
 def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
-    if COLUMNS[name].type == "string":
+    own = name not in COLUMNS
+    kind = "one number, flag or text for each sequence, all of one type" if own else COLUMNS[name].type
+    if kind == "string":
         values = [value if value is None else str(value) for value in values]
     # Arrow would take true for 1.0. Types are compared in C, because a log has millions of values.
-    if "float" in COLUMNS[name].type:
+    if "float" in kind:
         for row, value in enumerate(values):
             if bool in set(map(type, value if isinstance(value, list) else [value])):
                 raise log_error("type", NO_NUMBER, file=file, row=first_row + row, column=name)
     # Arrow would cut 1.5 to the integer 1, and not take 1 for true: such types are found here, and cast with a check.
-    found_here = "int" in COLUMNS[name].type or "bool" in COLUMNS[name].type
+    target = None if own or "int" in kind or "bool" in kind else arrow_type(name)
     try:
-        return pa.array(values, None if found_here else arrow_type(name))
+        array = pa.array(values, target)
     except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        row = next((row for row, value in enumerate(values) if not _fits(name, value)), 0)
-        fix = f"expected {COLUMNS[name].type}"
-        raise log_error("type", in_one_line(error), fix=fix, file=file, row=first_row + row, column=name) from error
-
-
-def _own_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
-    """A column of the user's own: numbers, flags or texts; null where there is none."""
-    try:
-        array = pa.array(values)
-        problem = None if is_own_type(array.type) else f"it holds {array.type}"
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-        problem = str(error)
-    if problem is not None:
-        fix = "a column of your own holds one number, flag or text for each sequence, all of one type"
-        raise log_error("type", problem, fix=fix, file=file, row=first_row, column=name)
+        row = 0 if own else first_failure(values, lambda value: pa.array([value], arrow_type(name)))
+        problem = in_one_line(error)
+        raise log_error("type", problem, fix=f"expected {kind}", file=file, row=first_row + row, column=name) from error
+    if own and not is_own_type(array.type):
+        raise log_error("type", f"it holds {array.type}", fix=f"expected {kind}", file=file, row=first_row, column=name)
     return array
-
-
-def _fits(name: str, value: object) -> bool:
-    try:
-        pa.array([value], arrow_type(name))
-    except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError):
-        return False
-    return True
 
 
 def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
@@ -265,8 +217,22 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
     return [dict(span) if isinstance(span, Mapping) else dict(zip(names, span, strict=True)) for span in row]
 
 
+def _with_settings(columns: Mapping[str, object], rows: int) -> dict[str, object]:
+    """Turn sampling specs into dictionaries, which fill engine, engine_version and policy_versions if not given."""
+    filled = dict(columns)
+    if "sampling" in columns:
+        specs = [_settings(spec) for spec in _one_per_row("sampling", columns["sampling"], rows)]
+        for name in IDENTITY:
+            column = "policy_versions" if name == "policy_version" else name
+            found = [None if spec is None else spec.pop(name, None) for spec in specs]
+            if column not in columns and any(value is not None for value in found):
+                filled[column] = found
+        filled["sampling"] = specs
+    return filled
+
+
 def _settings(spec: object) -> dict[str, Any] | None:
-    """Sampling settings as a dictionary with the fields of the schema and nothing else."""
+    """The fields of a sampling spec that the log keeps, and the identity of the engine."""
     if spec is None:
         return None
     if isinstance(spec, Mapping):
@@ -280,26 +246,39 @@ def _settings(spec: object) -> dict[str, Any] | None:
     support = values.pop("support", "engine")
     if support != "engine":
         raise ValueError(f"sampling describes the rollout, whose support is the engine's; got support={support!r}")
-    values = {name: value for name, value in values.items() if name not in IDENTITY}
-    unknown = sorted(values.keys() - {field.name for field in arrow_type("sampling")})
+    unknown = sorted(values.keys() - {field.name for field in arrow_type("sampling")} - set(IDENTITY))
     if unknown:
         raise ValueError(f"sampling has no field {unknown[0]!r}; the log keeps {COLUMNS['sampling'].type}")
     return values
 
 
-def _with_identity(columns: Mapping[str, object], rows: int) -> dict[str, object]:
-    """Fill engine, engine_version and policy_versions from the sampling spec where they are not given."""
-    spec = columns.get("sampling")
-    specs = list(spec) if isinstance(spec, (list, tuple)) else [spec] * rows
-    filled = dict(columns)
-    for name in IDENTITY:
-        column = "policy_versions" if name == "policy_version" else name
-        found = [s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in specs]
-        if column not in filled and any(value is not None for value in found):
-            filled[column] = found
-    return filled
-
-
 def _numpy(values: object) -> np.ndarray:
     tensor = torch.as_tensor(values, device="cpu").detach().cpu()
     return (tensor.to(torch.float32) if tensor.is_floating_point() else tensor).numpy()
+
+
+def routing_difference(rollout_experts: Tensor, train_experts: Tensor) -> Tensor:
+    """Share of the layers whose sets of experts differ: mean over layers of [K_rollout ≠ K_train], for each token.
+
+    Args:
+        rollout_experts: ids of the experts that the sampler used, (…, L, K) integers: K in each of L layers, in any
+            order. A token with a negative id is one whose experts were not recorded.
+        train_experts: those of the trainer, same shape.
+
+    Returns:
+        (…,) float32, 0 to 1; NaN where experts were not recorded.
+
+    Raises:
+        ValueError: the shapes differ, or are not (…, L, K).
+
+    Example:
+        >>> routing_difference(torch.tensor([[3, 1], [0, 2]]), torch.tensor([[1, 3], [0, 4]]))
+        tensor(0.5000)
+    """
+    if rollout_experts.shape != train_experts.shape or rollout_experts.dim() < 2:
+        shapes = f"{tuple(rollout_experts.shape)} and {tuple(train_experts.shape)}"
+        raise ValueError(f"experts of the two sides have the shapes {shapes}; give (…, L, K) for both")
+    one, two = (experts.sort(dim=-1).values for experts in (rollout_experts, train_experts))
+    share = (one != two).any(-1).float().mean(-1)
+    unknown = ((one < 0) | (two < 0)).any(-1).any(-1)
+    return share.masked_fill(unknown, torch.nan)

@@ -1,9 +1,20 @@
-"""What is raised for a rollout log that cannot be read as one."""
+"""What is raised for a rollout log that cannot be read as one, and how much a file may hold.
+
+A stranger's file of a kilobyte can stand for gigabytes, so each reader keeps to `FileLimits`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
 from rollcorr.config.finding import Finding
 from rollcorr.config.input_file import BadInputError
+from rollcorr.rollout_log.arrow import pa
 
 
 class RolloutLogError(BadInputError):
@@ -48,3 +59,109 @@ def log_error(
         rows=None if row is None else 1,
     )
     return RolloutLogError(finding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileLimits:
+    """What a file may hold. Beyond a limit, reading stops with an error that names the value, the limit and the option.
+
+    With the defaults, reading stays below 1 GB of memory whatever is in the file. They are far above what a training
+    writes. Raise one for a file that you trust.
+
+    Attributes:
+        rows: rows of a file.
+        row_tokens: values of one row in any of its columns, except kept ids.
+        row_kept_ids: kept ids of one row.
+        line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.json_text.MAX_DEPTH`.
+        page_bytes: bytes that the largest pages of a row group decompress to, over all columns that are read.
+        footer_bytes: bytes of the footer of a Parquet file.
+        pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, where tensors lie beside it.
+        pickle_objects: numbers in the lists of a pickle. A list or an object counts 7, a text 1 and 1 per 8 bytes.
+    """
+
+    rows: int = 1 << 24
+    row_tokens: int = 1 << 21
+    row_kept_ids: int = 1 << 23
+    line_bytes: int = 1 << 24
+    page_bytes: int = 1 << 27
+    footer_bytes: int = 1 << 24
+    pickle_bytes: int = 1 << 27
+    pickle_objects: int = 1 << 23
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"limit {field.name} must be a whole number of at least 1, got {value!r}")
+
+    @classmethod
+    def from_texts(cls, texts: Iterable[str]) -> FileLimits:
+        """Limits from texts such as `row_tokens=5000000`; the others keep their defaults.
+
+        Raises:
+            ValueError: a text is not of this form, or no limit has that name.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        given: dict[str, Any] = {}
+        for text in texts:
+            name, _, value = text.partition("=")
+            if name not in names:
+                raise ValueError(f"limit {text!r} is not of the form NAME=NUMBER; names are {', '.join(names)}")
+            given[name] = int(value) if value.isdecimal() else value
+        return cls(**given)
+
+    def check_rows(self, count: int, *, file: object) -> None:
+        """Check the number of rows of a file.
+
+        Args:
+            count: rows that a file claims to have.
+            file: its path, for the message.
+
+        Raises:
+            RolloutLogError: there are too many.
+        """
+        if count > self.rows:
+            raise limit_error("rows", f"{count:,} rows", self.rows, file=file)
+
+    def check_row_lengths(self, records: pa.RecordBatch, *, file: object, first_row: int) -> None:
+        """Check how many values each list of a batch has.
+
+        Args:
+            records: the batch.
+            file: its path, for the message.
+            first_row: position of the first row in the file.
+
+        Raises:
+            RolloutLogError: one has too many; row and column are named.
+        """
+        for column, array in zip(records.schema.names, records.columns, strict=True):
+            if len(array) and pa.types.is_list(array.type):
+                lengths = np.diff(array.offsets.to_numpy(zero_copy_only=False))
+                self.check_lengths(lengths, column, file=file, first_row=first_row)
+
+    def check_lengths(self, lengths: np.ndarray, column: str, *, file: object, first_row: int) -> None:
+        """Check how many values the lists of a column have.
+
+        Args:
+            lengths: values of each row.
+            column: the column of the log.
+            file: its path, for the message.
+            first_row: position of the first row in the file.
+
+        Raises:
+            RolloutLogError: one has too many; row and column are named.
+        """
+        name = "row_kept_ids" if column == "kept_ids" else "row_tokens"
+        row = int(lengths.argmax())
+        if lengths[row] > getattr(self, name):
+            found = f"{int(lengths[row]):,} values in one row"
+            raise limit_error(name, found, getattr(self, name), file=file, row=first_row + row, column=column)
+
+
+def limit_error(
+    name: str, found: str, limit: int, *, file: object, row: int | None = None, column: str | None = None
+) -> RolloutLogError:
+    """The error for something that exceeds the limit of this name."""
+    title = f"{found}; the limit is {limit:,}"
+    fix = f"if you trust the file, raise it: --limit {name}=NUMBER, or FileLimits({name}=NUMBER)"
+    return log_error("limit", title, fix=fix, file=file, row=row, column=column)

@@ -1,4 +1,4 @@
-"""Pickles of strangers as plain data: nothing that a pickle names is imported, called or changed.
+"""Pickles of strangers, and files of `torch.save`, as plain data: nothing that a pickle names is imported or called.
 
 A pickle is a program. `load_pickle` follows it only as far as data goes: numbers, texts, bytes, lists, tuples and
 dictionaries. A name becomes a `Name`, a call of something becomes a `Call`, and what would change an object is dropped.
@@ -7,14 +7,19 @@ dictionaries. A name becomes a `Name`, a call of something becomes a `Call`, and
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from rollcorr.config.checks import in_one_line
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, limit_error, log_error
 
 
 class DamagedPickleError(ValueError):
@@ -27,9 +32,6 @@ class Name:
 
     module: str
     name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,10 @@ class Call:
     arguments: object
     state: object = None
 
-    # Items of a list or dictionary of a class of its own; nobody asks for them.
-    def append(self, item: object) -> None:
-        """Drop an item."""
+    def _drop(self, *items: object) -> None:
+        """Drop items of a list or dictionary of a class of its own; nobody asks for them."""
 
-    def extend(self, items: object) -> None:
-        """Drop items."""
-
-    def add(self, item: object) -> None:
-        """Drop an item."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        """Drop an item."""
+    append = extend = add = __setitem__ = _drop
 
 
 def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
@@ -69,22 +63,17 @@ def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
         RolloutLogError: it has more objects than the limit.
     """
     reader = _InertUnpickler(io.BytesIO(data))
-    reader.left = limits.pickle_objects
+    reader.left, reader.limit, reader.file = limits.pickle_objects, limits.pickle_objects, file
     try:
         return reader.load()
-    except _TooManyObjectsError:
-        found = f"more than {limits.pickle_objects:,} objects in the pickle"
-        raise limit_error("pickle_objects", found, limits.pickle_objects, file=file) from None
+    except RolloutLogError:
+        raise
     except _DAMAGE as error:
         raise DamagedPickleError(f"{type(error).__name__}: {in_one_line(error, characters=200)}") from error
     finally:
         # An error that is kept would keep what was read, through its traceback.
         for held in ("stack", "metastack", "memo"):
             getattr(reader, held, []).clear()
-
-
-class _TooManyObjectsError(Exception):
-    pass
 
 
 # What the reading of bytes that are no pickle comes to.
@@ -126,7 +115,9 @@ _COSTS = {
 class _InertUnpickler(pickle._Unpickler):
     """The unpickler of the standard library in Python, with every step that does something replaced."""
 
-    left: int = 0
+    left: int
+    limit: int
+    file: object
     stack: list[Any]
     read: Callable[[int], bytes]
 
@@ -144,19 +135,17 @@ class _InertUnpickler(pickle._Unpickler):
         self.stack.pop()
         self._reduce()
 
-    def _text(self) -> None:
-        (size,) = struct.unpack("<I", self.read(4))
-        self._append_text(size)
-
-    def _long_text(self) -> None:
-        (size,) = struct.unpack("<Q", self.read(8))
-        self._append_text(size)
-
-    def _append_text(self, size: int) -> None:
-        # One wide character makes four bytes of each, so a text is charged before it is decoded.
-        self.left -= size // _TEXT_BYTES
+    def charge(self, cost: int) -> None:
+        """Count what an object takes."""
+        self.left -= cost
         if self.left < 0:
-            raise _TooManyObjectsError
+            found = f"more than {self.limit:,} objects in the pickle"
+            raise limit_error("pickle_objects", found, self.limit, file=self.file)
+
+    def _text(self, size_form: str = "<I") -> None:
+        (size,) = struct.unpack(size_form, self.read(struct.calcsize(size_form)))
+        # One wide character makes four bytes of each, so a text is charged before it is decoded.
+        self.charge(size // _TEXT_BYTES)
         self.stack.append(str(self.read(size), "utf-8", "surrogatepass"))
 
     def _build(self) -> None:
@@ -170,9 +159,7 @@ class _InertUnpickler(pickle._Unpickler):
 
 def _counted(step: Callable[[Any], None], cost: int) -> Callable[[Any], None]:
     def counted(reader: _InertUnpickler) -> None:
-        reader.left -= cost
-        if reader.left < 0:
-            raise _TooManyObjectsError
+        reader.charge(cost)
         step(reader)
 
     return counted
@@ -185,7 +172,7 @@ def _dispatch() -> Iterator[tuple[int, Callable[[Any], None]]]:
         pickle.NEWOBJ_EX[0]: _InertUnpickler._newobj_ex,
         pickle.BUILD[0]: _InertUnpickler._build,
         pickle.BINUNICODE[0]: _InertUnpickler._text,
-        pickle.BINUNICODE8[0]: _InertUnpickler._long_text,
+        pickle.BINUNICODE8[0]: lambda reader: reader._text("<Q"),
     }
     costs = {code[0]: cost for code, cost in _COSTS.items()}
     refused = {code[0] for code in _REFUSED}
@@ -197,3 +184,126 @@ def _dispatch() -> Iterator[tuple[int, Callable[[Any], None]]]:
 
 
 _InertUnpickler.dispatch = dict(_dispatch())
+
+
+_DTYPES: Mapping[str, str] = {
+    "DoubleStorage": "<f8",
+    "FloatStorage": "<f4",
+    "HalfStorage": "<f2",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "<i8",
+    "IntStorage": "<i4",
+    "ShortStorage": "<i2",
+    "CharStorage": "|i1",
+    "ByteStorage": "|u1",
+    "BoolStorage": "|b1",
+}
+
+
+class TorchArchive:
+    """A file of `torch.save`: its `content` as plain data, in which a tensor is a `Call` until `array` reads it.
+
+    Args:
+        file: a path, or the bytes in a file object.
+        name: the file, for messages.
+        limits: what a file may hold.
+
+    Raises:
+        DamagedPickleError: it is no such file.
+        RolloutLogError: the pickle in it exceeds a limit.
+    """
+
+    def __init__(self, file: Path | BinaryIO, *, name: object, limits: FileLimits) -> None:
+        self._name, self._limits = name, limits
+        try:
+            self._zip = zipfile.ZipFile(file)
+        except zipfile.BadZipFile as error:
+            raise DamagedPickleError(f"not a file of torch.save: {error}") from error
+
+        # torch never compresses; a compressed entry could stand for gigabytes.
+        entries = {entry.filename: entry for entry in self._zip.infolist()}
+        pickles = [entry for path, entry in entries.items() if path.endswith("/data.pkl")]
+        if len(pickles) != 1 or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+            raise DamagedPickleError("not a file of torch.save: its archive has another form")
+        self._entries, self._root = entries, pickles[0].filename.removesuffix("data.pkl")
+        check_pickle_bytes(pickles[0].file_size, file=name, limits=limits)
+        self.content = load_pickle(self._read(pickles[0].filename), limits=limits, file=name)
+
+    def array(self, tensor: object, *, limit: str = "row_tokens") -> np.ndarray | None:
+        """The values of a tensor of this file; None where the object is none. `limit` names what bounds their number.
+
+        Raises:
+            DamagedPickleError: the tensor does not fit its storage, or is not contiguous.
+            RolloutLogError: it has more values than a row may have.
+        """
+        if not isinstance(tensor, Call) or tensor.function != Name("torch._utils", "_rebuild_tensor_v2"):
+            return None
+        match tensor.arguments:
+            case (
+                Reference(("storage", Name("torch", storage), str() as key, *_)),
+                int() as offset,
+                tuple() as shape,
+                tuple() as stride,
+                *_,
+            ) if storage in _DTYPES and all(type(size) is int and size >= 0 for size in (offset, *shape, *stride)):
+                dtype = _DTYPES[storage]
+            case _:
+                raise DamagedPickleError("a tensor of an unknown form")
+        count = math.prod(shape)
+        most = getattr(self._limits, limit)
+        if count > most:
+            raise limit_error(limit, f"a tensor of {count:,} values", most, file=self._name)
+        steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        if len(stride) != len(shape) or any(
+            size != 1 and step != expected for size, step, expected in zip(shape, stride, steps, strict=True)
+        ):
+            raise DamagedPickleError("a tensor that is not contiguous")
+
+        size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+        data = self._read(f"{self._root}data/{key}", first=offset * size, count=count * size)
+        return decode(data, dtype).reshape(shape)
+
+    def _read(self, path: str, *, first: int = 0, count: int | None = None) -> bytes:
+        entry = self._entries.get(path)
+        if entry is None:
+            raise DamagedPickleError(f"the archive has no {path}")
+        wanted = entry.file_size if count is None else count
+        try:
+            with self._zip.open(entry) as stream:
+                # A part of a storage is read without its checksum, a whole one with it.
+                if first:
+                    stream.seek(first)
+                data = stream.read(wanted)
+        except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
+            raise DamagedPickleError(f"{path}: {error}") from error
+        if len(data) != wanted:
+            raise DamagedPickleError(f"{path} has fewer bytes than its tensor")
+        return data
+
+
+def decode(data: bytes, dtype: str) -> np.ndarray:
+    """Numbers from bytes; bfloat16 becomes float32.
+
+    Raises:
+        ValueError: the bytes are no whole number of values.
+    """
+    if dtype == "bfloat16":
+        wide = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
+        return wide.view("<f4")
+    return np.frombuffer(data, dtype)
+
+
+def check_pickle_bytes(size: int, *, file: object, limits: FileLimits) -> None:
+    """Check the bytes of a pickle before it is read.
+
+    Raises:
+        RolloutLogError: there are too many.
+    """
+    if size > limits.pickle_bytes:
+        raise limit_error("pickle_bytes", f"a pickle of {size:,} bytes", limits.pickle_bytes, file=file)
+
+
+def unreadable(error: DamagedPickleError, path: Path) -> Exception:
+    """The error for a file that is damaged."""
+    fix = "was it cut off while it was copied? Files older than torch 1.6 must be saved again"
+    return log_error("unreadable", str(error), fix=fix, file=path)

@@ -9,20 +9,17 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollcorr.config.json_text import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import columns_of_fields
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.foreign_rows import prime_rl_row
-from rollcorr.rollout_log.frameworks import PRIME_RL, recognize
+from rollcorr.rollout_log.errors import FileLimits, limit_error, log_error
+from rollcorr.rollout_log.frameworks import PRIME_RL, columns_of_fields, recognize
 from rollcorr.rollout_log.schema import SCHEMA_VERSION, check_version
-from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
+from rollcorr.rollout_log.source import LogSource, check_lists
 
 VERSION_FIELD = "schema_version"
 # More blank lines than rows and so many are no log: gzip packs a million of them into a kilobyte.
@@ -31,7 +28,7 @@ _BLANK_LINES = 1000
 _OPENING_BYTES = 32
 
 
-class JsonlSource(FileSource):
+class JsonlSource(LogSource):
     """Files of JSON lines, plain or compressed: this library's, the dumps in `FRAMEWORKS`, and others by their names.
 
     A subclass reads any other dump by overriding `row`.
@@ -77,36 +74,55 @@ class JsonlSource(FileSource):
             return tuple(_parse(line, path, row=0, number=number))
         return ()
 
-    def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """The whole file: lines cannot be found without reading all before them.
+    def _count(self, path: Path) -> int:
+        return sum(1 for _ in _lines(path, self.limits))
 
-        Args:
-            path: the file.
-            tokens: least tokens of a piece, where a file can be cut.
-        """
-        rows = sum(1 for _ in _lines(path, self.limits))
-        if rows:
-            yield Shard(file=str(path), source=self, rows=rows)
+    def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+        """Each row, and about how many bytes of text take as much memory as its line when it is parsed."""
+        for row, (number, line) in enumerate(_lines(path, self.limits)):
+            value = _parse(line, path, row=row, number=number)
+            yield self.row(value, file=str(path), row=row), len(line) + _OPENING_BYTES * openings(line)
 
-    def read(
-        self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
-    ) -> Iterator[RolloutBatch]:
-        """The rows of a file; a shard is always the whole file.
 
-        Args:
-            path: the file.
-            columns: which to read; None is all of the schema.
-            limits: how much a batch may hold.
-            shard: the part that is wanted. None: the whole file.
+def prime_rl_row(record: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
+    """A sequence of prime-rl's token export: prompt and response in one, every list as long as `token_ids`.
 
-        Raises:
-            RolloutLogError: the file is damaged, or a value does not fit its column.
-        """
-        rows = (
-            (self.row(_parse(line, path, row=row, number=number), file=str(path), row=row), _memory(line))
-            for row, (number, line) in enumerate(_lines(path, self.limits))
-        )
-        return self.batches_of_rows(rows, path, columns=columns, most_rows=limits.rows, most_size=limits.text_bytes)
+    `loss_mask` is true on the trained tokens. Where weights of loss components are recorded, a token was sampled by the
+    policy if its weight of rl, or of ref_kl, is not 0. The others, distilled from another model, have no log-prob.
+
+    Raises:
+        RolloutLogError: another schema, lists of different lengths, or a value of another type.
+    """
+    if record.get("schema_version") != 1:
+        title = f"a token export of prime-rl of schema {record.get('schema_version')!r:.40}; this release reads 1"
+        raise log_error("version", title, fix="upgrade rollcorr", file=file, row=row)
+
+    names = ("token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs", "advantages")
+    lists: dict[str, Any] = {name: record.get(name) for name in names}
+    for name in ("rl_weights", "ref_kl_weights"):
+        # A component that the run does not have is absent, or a list of nulls.
+        values = record.get(name)
+        if isinstance(values, list) and any(value is not None for value in values):
+            lists[name] = values
+    check_lists(lists, file=file, row=row)
+
+    trained = lists["loss_mask"]
+    sampled = [bool(token) for token in trained]
+    if "rl_weights" in lists:
+        weights = zip(lists["rl_weights"], lists.get("ref_kl_weights", [None] * len(trained)), strict=True)
+        sampled = [token and any(of_token) for token, of_token in zip(sampled, weights, strict=True)]
+
+    start = trained.index(True) if True in trained else len(trained)
+    return {
+        "step": record.get("step"),
+        "sequence_id": f"{record.get('rank')}/{record.get('export_sequence_idx')}",
+        "prompt_ids": lists["token_ids"][:start],
+        "response_ids": lists["token_ids"][start:],
+        "response_mask": sampled[start:],
+        "rollout_log_prob": lists["inference_logprobs"][start:],
+        "log_prob": lists["trainer_logprobs"][start:],
+        "advantages": lists["advantages"][start:],
+    }
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:
@@ -141,11 +157,6 @@ def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
         raise log_error("unreadable", title, fix="was it cut off while it was copied?", file=path) from error
 
 
-def _memory(line: bytes) -> int:
-    """Bytes of text that take as much memory as this line when it is parsed."""
-    return len(line) + _OPENING_BYTES * openings(line)
-
-
 def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
     try:
         value = load_json(line)
@@ -153,8 +164,7 @@ def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
         title = f"line {number} is not JSON: {error}"
         raise log_error("json", title, fix="correct or delete it", file=path, row=row) from error
     if not isinstance(value, dict):
-        title = f"line {number} is a JSON {type(value).__name__}, not an object"
-        raise log_error("json", title, file=path, row=row)
+        raise log_error("json", f"line {number} is a JSON {type(value).__name__}, not an object", file=path, row=row)
     return value
 
 

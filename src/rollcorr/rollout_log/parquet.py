@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from rollcorr.config.checks import in_one_line
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import columns_of_fields, near_names
-from rollcorr.rollout_log.errors import RolloutLogError, log_error
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.parquet_pages import DamagedParquetError, Footer, pages_of, read_footer, row_starts
+from rollcorr.rollout_log.errors import FileLimits, limit_error, log_error
+from rollcorr.rollout_log.frameworks import columns_of_fields, near_names
+from rollcorr.rollout_log.parquet_pages import Chunk, DamagedParquetError, Footer, pages_of, read_footer, row_starts
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
-from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
+from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
 _READ_BUFFER = 1 << 16
@@ -32,9 +30,10 @@ _BATCH_TEXT = 1 << 26
 # Columns of the file that the columns of the schema may consist of. This library's files have 39.
 _MOST_LEAVES = 256
 _WIDEST_VALUE = 16
+_Leaves = list[tuple[int, Any, str]]
 
 
-class ParquetSource(FileSource):
+class ParquetSource(LogSource):
     """Parquet files: this library's, and those of others, by the names of the schema or by names of their own.
 
     Args:
@@ -54,28 +53,23 @@ class ParquetSource(FileSource):
             path: the file.
             tokens: least tokens of a piece, where a file can be cut.
         """
-        with self._open(path) as opened:
-            columns = columns_of_fields(opened.file.schema_arrow.names, self.names)
-            sizes = [_size(opened, group, columns) for group in range(len(opened.footer.rows))]
+        with self._open(path) as (file, _, footer):
+            leaves = _leaves(file, columns_of_fields(file.schema_arrow.names, self.names))
+            sizes = [_tokens(chunks, leaves) for chunks in footer.groups]
 
-        first_row = start = 0
-        while start < len(sizes):
-            end, rows, held, longest = start, 0, 0, 0
-            while end < len(sizes) and held < tokens:
-                group_rows, group_tokens = sizes[end]
-                rows, held = rows + group_rows, held + group_tokens
-                longest = max(longest, group_tokens // max(group_rows, 1))
-                end += 1
-            if rows:
+        first_row = 0
+        for groups in _runs(sizes, tokens):
+            rows = [footer.rows[group] for group in groups]
+            if any(rows):
                 yield Shard(
                     file=str(path),
                     source=self,
-                    rows=rows,
+                    rows=sum(rows),
                     first_row=first_row,
-                    row_groups=(start, end),
-                    row_tokens=longest,
+                    row_groups=(groups.start, groups.stop),
+                    row_tokens=max(sizes[group] // max(footer.rows[group], 1) for group in groups),
                 )
-            first_row, start = first_row + rows, end
+            first_row += sum(rows)
 
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
@@ -93,25 +87,31 @@ class ParquetSource(FileSource):
         """
         groups, first_row, rows = None, 0, limits.rows
         if shard is not None and shard.row_groups is not None:
-            groups, first_row = list(range(*shard.row_groups)), shard.first_row
+            groups, first_row = range(*shard.row_groups), shard.first_row
             rows = min(rows, max(1, limits.tokens // max(shard.row_tokens, 1)))
 
-        with self._open(path) as opened:
-            file = opened.file
+        with self._open(path) as (file, pages, footer):
             schema = file.schema_arrow
             own = [*own_fields(schema), *(column for column in self.names if column not in COLUMNS)]
             wanted = [*COLUMNS, *own] if columns is None else columns
             found = columns_of_fields(schema.names, self.names)
-            names = [name for name in schema.names if found.get(name) in wanted]
-            if not names:
-                raise self._without(wanted, path, file.schema_arrow.names)
+            found = {name: found[name] for name in schema.names if found.get(name) in wanted}
+            if not found:
+                near = near_names(list(wanted), schema.names)
+                option = ",".join(f"{column}={field}" for column, field in near.items())
+                title = f"none of the columns {', '.join(wanted)}; it has {in_one_line(schema.names)}"
+                raise log_error("missing", title, fix=f"use --columns {option}" if near else "", file=path)
 
-            plan = _Plan(path, opened, {name: found[name] for name in names}, self.limits)
-            for piece in plan.pieces(range(len(opened.footer.rows)) if groups is None else groups):
+            leaves = _leaves(file, found)
+            _check_types(leaves, schema, path)
+            groups = range(len(footer.rows)) if groups is None else groups
+            plan = _Plan(path, pages, footer, leaves, self.limits)
+            # Row groups are read together until they make up half of what can be decoded at once.
+            for run in _runs([plan.list_values(group) for group in groups], _BATCH_VALUES // 2):
+                piece = list(groups[run.start : run.stop])
                 size = plan.batch_rows(piece, rows)
-                for records in file.iter_batches(batch_size=size, columns=names, row_groups=piece):
-                    if self.names:
-                        records = records.rename_columns([found[name] for name in records.schema.names])
+                for records in file.iter_batches(batch_size=size, columns=list(found), row_groups=piece):
+                    records = records.rename_columns([found[name] for name in records.schema.names])
                     whole = conform(records, file=str(path), first_row=first_row)
                     self.limits.check_row_lengths(whole, file=path, first_row=first_row)
                     yield RolloutBatch(whole, str(path), first_row)
@@ -119,19 +119,12 @@ class ParquetSource(FileSource):
 
     def fields(self, path: Path) -> tuple[str, ...]:
         """The names of the columns of a file."""
-        with self._open(path) as opened:
-            return tuple(opened.file.schema_arrow.names)
-
-    def _without(self, wanted: Iterable[str], path: Path, fields: Sequence[str]) -> RolloutLogError:
-        """The error for a file with none of the columns: what to write, where it has names that are near."""
-        near = near_names(list(wanted), fields)
-        option = ",".join(f"{column}={field}" for column, field in near.items())
-        title = f"none of the columns {', '.join(wanted)}; it has {in_one_line(list(fields))}"
-        return log_error("missing", title, fix=f"use --columns {option}" if near else "", file=path)
+        with self._open(path) as (file, _, _):
+            return tuple(file.schema_arrow.names)
 
     @contextmanager
-    def _open(self, path: Path) -> Iterator[_Opened]:
-        """An open Parquet file of a version that can be read. What is wrong with it is told with its name."""
+    def _open(self, path: Path) -> Iterator[tuple[pq.ParquetFile, BinaryIO, Footer]]:
+        """A Parquet file of a version that can be read: open, as bytes, and its footer. Errors name the file."""
         fix = "copy or write it again; the writer of this library leaves whole files only"
         # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
         for column, field in self.names.items():
@@ -141,7 +134,7 @@ class ParquetSource(FileSource):
         try:
             with path.open("rb", buffering=0) as pages:
                 state = os.fstat(pages.fileno())
-                footer = _footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
+                footer = read_footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
                 self.limits.check_rows(sum(footer.rows), file=path)
                 with pq.ParquetFile(
                     path, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
@@ -149,7 +142,7 @@ class ParquetSource(FileSource):
                     check_version((file.metadata.metadata or {}).get(VERSION_KEY.encode()), file=str(path))
                     if (len(file.schema), file.metadata.num_rows) != (footer.leaves, sum(footer.rows)):
                         raise DamagedParquetError("the footer contradicts itself")
-                    yield _Opened(file, pages, footer)
+                    yield file, pages, footer
         except (
             pa.ArrowException,
             OSError,
@@ -157,71 +150,70 @@ class ParquetSource(FileSource):
             UnicodeDecodeError,
             IndexError,
             OverflowError,
+            RecursionError,
         ) as error:
             title = f"not a whole Parquet file: {in_one_line(error)}"
             raise log_error("unreadable", title, fix=fix, file=path) from error
 
 
-class _Opened(NamedTuple):
-    """An open file: as Arrow reads it, as bytes, and what its footer says."""
+def _leaves(file: pq.ParquetFile, columns: Mapping[str, str]) -> _Leaves:
+    """What a file's columns consist of: position in a row group, form, and column of the log.
 
-    file: pq.ParquetFile
-    pages: BinaryIO
-    footer: Footer
+    Args:
+        file: an open file.
+        columns: those that are looked at: name in the file → column of the log.
+    """
+    forms = [(index, file.schema.column(index)) for index in range(len(file.schema))]
+    tops = [(index, form, form.path.split(".")[0]) for index, form in forms]
+    return [(index, form, columns[top]) for index, form, top in tops if top in columns]
 
 
-@lru_cache(maxsize=2)
-def _footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
-    """The footer of a file, read once for all of its shards as long as the file does not change."""
-    with Path(path).open("rb", buffering=0) as file:
-        return read_footer(file, limits=limits, path=path)
+def _check_types(leaves: _Leaves, schema: pa.Schema, path: Path) -> None:
+    """Check that each column has a form that a column of the schema can have.
+
+    Raises:
+        RolloutLogError: one has not.
+    """
+    if len(leaves) > _MOST_LEAVES:
+        title = f"its columns consist of {len(leaves):,} parts; the limit is {_MOST_LEAVES}"
+        raise log_error("type", title, fix="keep to the columns of the schema", file=path)
+    for _, leaf, column in leaves:
+        nested = leaf.max_repetition_level > 1
+        of_texts = leaf.max_repetition_level == 1 and leaf.physical_type == "BYTE_ARRAY"
+        wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _WIDEST_VALUE
+        if nested or of_texts or wide:
+            found = schema.field(leaf.path.split(".")[0]).type
+            title = f"{in_one_line(str(found))} cannot be read as {COLUMNS[column].type}"
+            raise log_error("type", title, file=path, column=column)
+
+
+def _tokens(chunks: Sequence[Chunk], leaves: _Leaves) -> int:
+    """Tokens of a row group, or what its kept sets cost in tokens. Empty and null lists count as 1."""
+    values = {column: chunks[index].values for index, _, column in leaves}
+    tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
+    return max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)
+
+
+def _runs(sizes: Sequence[int], least: int) -> Iterator[range]:
+    """Consecutive positions of sizes that make up `least` together, one position at least."""
+    start = held = 0
+    for position, size in enumerate(sizes, 1):
+        held += size
+        if held >= least or position == len(sizes):
+            yield range(start, position)
+            start, held = position, 0
 
 
 class _Plan:
-    """How many rows of a file may be read at once, from the headers of its pages.
+    """How many rows of a file may be read at once, from the headers of its pages."""
 
-    Args:
-        path: the file, for messages.
-        opened: the same, open.
-        columns: the columns that are read: name in the file → column of the log.
-        limits: what the file may hold.
+    def __init__(self, path: Path, pages: BinaryIO, footer: Footer, leaves: _Leaves, limits: FileLimits) -> None:
+        self._path, self._pages, self._footer, self._leaves, self._limits = path, pages, footer, leaves, limits
 
-    Raises:
-        RolloutLogError: a column has a form that no column of the schema can have.
-    """
-
-    def __init__(self, path: Path, opened: _Opened, columns: Mapping[str, str], limits: FileLimits) -> None:
-        file, self._pages, self._footer = opened
-        self._path, self._limits = path, limits
-        leaves = [(index, file.schema.column(index)) for index in range(len(file.schema))]
-        parts = [(index, leaf, _top(leaf, columns)) for index, leaf in leaves]
-        self._leaves = [(index, leaf, name) for index, leaf, name in parts if name is not None]
-        if len(self._leaves) > _MOST_LEAVES:
-            title = f"its columns consist of {len(self._leaves):,} parts; the limit is {_MOST_LEAVES}"
-            raise log_error("type", title, fix="keep to the columns of the schema", file=path)
-        fields = {column: name for name, column in columns.items()}
-        for _, leaf, column in self._leaves:
-            nested = leaf.max_repetition_level > 1
-            of_texts = leaf.max_repetition_level == 1 and leaf.physical_type == "BYTE_ARRAY"
-            wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _WIDEST_VALUE
-            if nested or of_texts or wide:
-                found = file.schema_arrow.field(fields[column]).type
-                title = f"{in_one_line(str(found))} cannot be read as {COLUMNS[column].type}"
-                raise log_error("type", title, file=path, column=column)
-
-    def pieces(self, groups: Iterable[int]) -> Iterator[list[int]]:
-        """Consecutive row groups that are read together: as many as can be decoded at once, one at least."""
-        piece: list[int] = []
-        held = 0
-        for group in groups:
-            values = self._list_values(group)
-            if piece and held + values > _BATCH_VALUES:
-                yield piece
-                piece, held = [], 0
-            piece.append(group)
-            held += values
-        if piece:
-            yield piece
+    def list_values(self, group: int) -> int:
+        """Values of all lists of a row group."""
+        chunks = self._footer.groups[group]
+        return sum(chunks[index].values for index, leaf, _ in self._leaves if leaf.max_repetition_level)
 
     def batch_rows(self, piece: Sequence[int], rows: int) -> int:
         """Most rows of a batch of these row groups: `rows`, or fewer where they are long.
@@ -230,38 +222,29 @@ class _Plan:
             RolloutLogError: a row, or a page, exceeds its limit.
             DamagedParquetError: the headers of the pages contradict the footer.
         """
-        largest_text = 0
-        for group in piece:
-            largest_text = max(largest_text, self._check_pages(group))
+        largest_text = max(self._check_pages(group) for group in piece)
         rows = max(1, min(rows, _BATCH_TEXT // max(largest_text, 1)))
 
         # Where all rows together can be decoded at once, their lengths need not be known before.
-        if sum(self._list_values(group) for group in piece) > _BATCH_VALUES:
+        if sum(self.list_values(group) for group in piece) > _BATCH_VALUES:
             for group in piece:
                 rows = self._rows_that_fit(group, rows)
         return rows
 
-    def _list_values(self, group: int) -> int:
-        chunks = self._footer.groups[group]
-        return sum(chunks[index].values for index, leaf, _ in self._leaves if leaf.max_repetition_level)
-
     def _check_pages(self, group: int) -> int:
         """Check the pages of a row group; returns the bytes of the largest texts that a row of it may have."""
         chunks, rows = self._footer.groups[group], self._footer.rows[group]
-        largest, largest_text = 0, 0
+        largest: dict[int, int] = {}
         for index, leaf, column in self._leaves:
             chunk = chunks[index]
             if leaf.max_repetition_level == 0 and chunk.values != rows:
-                title = f"{column} has {chunk.values:,} values in row group {group} of {rows:,} rows"
-                raise DamagedParquetError(title)
-            size = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
-            largest += size
-            if leaf.physical_type == "BYTE_ARRAY":
-                largest_text += size
-        if largest > self._limits.page_bytes:
-            found = f"the pages of row group {group} decompress to {largest:,} bytes at once"
+                raise DamagedParquetError(f"{column} has {chunk.values:,} values in row group {group} of {rows:,} rows")
+            largest[index] = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
+        at_once = sum(largest.values())
+        if at_once > self._limits.page_bytes:
+            found = f"the pages of row group {group} decompress to {at_once:,} bytes at once"
             raise limit_error("page_bytes", found, self._limits.page_bytes, file=self._path)
-        return largest_text
+        return sum(largest[index] for index, leaf, _ in self._leaves if leaf.physical_type == "BYTE_ARRAY")
 
     def _rows_that_fit(self, group: int, rows: int) -> int:
         """At most `rows`, so many that no batch of a row group has too many values.
@@ -274,31 +257,12 @@ class _Plan:
             return rows
         before = sum(self._footer.rows[:group])
         values = np.zeros(group_rows, np.int64)
-        for index, leaf, column in self._leaves:
-            if leaf.max_repetition_level:
-                chunk = chunks[index]
-                starts = row_starts(self._pages, chunk, rows=group_rows)
-                lengths = np.diff(starts, append=chunk.values)
-                name, limit = self._limits.of_row(column)
-                if lengths.max() > limit:
-                    row = int(lengths.argmax())
-                    found = f"{int(lengths[row]):,} values in one row"
-                    raise limit_error(name, found, limit, file=self._path, row=before + row, column=column)
-                values += lengths
+        lists = [(chunks[index], column) for index, leaf, column in self._leaves if leaf.max_repetition_level]
+        for chunk, column in lists:
+            lengths = np.diff(row_starts(self._pages, chunk, rows=group_rows), append=chunk.values)
+            self._limits.check_lengths(lengths, column, file=self._path, first_row=before)
+            values += lengths
 
         while rows > 1 and np.add.reduceat(values, np.arange(0, len(values), rows)).max() > _BATCH_VALUES:
             rows = max(1, rows // 2)
         return rows
-
-
-def _top(leaf: pq.ColumnSchema, columns: Mapping[str, str]) -> str | None:
-    """The column of the log that a leaf belongs to."""
-    return columns.get(leaf.path.split(".")[0])
-
-
-def _size(opened: _Opened, group: int, columns: Mapping[str, str]) -> tuple[int, int]:
-    """Rows of a row group, and its tokens or what kept sets cost in tokens. Empty and null lists count as 1."""
-    schema, chunks = opened.file.schema, opened.footer.groups[group]
-    values = {_top(schema.column(index), columns): chunk.values for index, chunk in enumerate(chunks)}
-    tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
-    return opened.footer.rows[group], max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)

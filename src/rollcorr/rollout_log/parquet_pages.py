@@ -11,26 +11,28 @@ runs and packed bits).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from rollcorr.rollout_log.arrow import pa
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
+from rollcorr.rollout_log.errors import FileLimits, limit_error
 
 MAGIC = (b"PAR1", b"PARE")
 DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)
 RLE = 3
-MAX_THRIFT_DEPTH = 16
 MOST_CHUNKS = 1 << 19
 """Column chunks of a file. A chunk takes three bytes of a footer at least, and 700 when Arrow has read it."""
 UNCOMPRESSED = 0
 CODECS = {1: "snappy", 2: "gzip", 4: "brotli", 5: "lz4_raw", 6: "zstd", 7: "lz4_raw"}
 
 _FLAGS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
-"""Types of Thrift's compact protocol."""
+_FIXED_SIZES = {**dict.fromkeys(_FLAGS, 0), _BYTE: 1, _DOUBLE: 8}
+"""Types of Thrift's compact protocol, and bytes of a value. A flag is in the type."""
 _I32, _I64, _LIST = 5, 6, 9
 _HEADER_BYTES = (1 << 9, 1 << 16, 1 << 20)
 """How much is read to find a page's header: statistics may make it long, but hardly ever do."""
@@ -95,66 +97,62 @@ class Page(NamedTuple):
     level_encoding: int
 
 
-def read_footer(file: BinaryIO, *, limits: FileLimits, path: str) -> Footer:
-    """Read the footer of an open Parquet file.
+@lru_cache(maxsize=2)
+def read_footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
+    """Read the footer of a Parquet file: once for all of its shards, as long as the file does not change.
 
     Args:
-        file: the open file.
+        path: the file.
+        size: its bytes.
+        changed: when it was changed.
         limits: bounds the bytes of the footer.
-        path: the file, for messages.
 
     Raises:
         RolloutLogError: the footer is longer than its limit.
         DamagedParquetError: it contradicts itself, or there is none.
     """
-    end = file.seek(0, os.SEEK_END)
-    tail = _read(file, max(end - 8, 0), 8)
-    if len(tail) < 8 or tail[4:] not in MAGIC:
-        raise DamagedParquetError(f"it has {end} bytes and does not end in PAR1")
-    size = int.from_bytes(tail[:4], "little")
-    if size > limits.footer_bytes:
-        raise limit_error("footer_bytes", f"a footer of {size:,} bytes", limits.footer_bytes, file=path)
-    if size > end - 8:
-        raise DamagedParquetError(f"it has {end} bytes, and its footer {size:,}")
-    try:
-        return _parse_footer(_Thrift(_read(file, end - 8 - size, size)))
-    except IndexError:
-        raise DamagedParquetError("the footer is cut off") from None
+    with Path(path).open("rb", buffering=0) as file:
+        tail = _read(file, max(size - 8, 0), 8)
+        if len(tail) < 8 or tail[4:] not in MAGIC:
+            raise DamagedParquetError(f"it has {size} bytes and does not end in PAR1")
+        footer = int.from_bytes(tail[:4], "little")
+        if footer > limits.footer_bytes:
+            raise limit_error("footer_bytes", f"a footer of {footer:,} bytes", limits.footer_bytes, file=path)
+        if footer > size - 8:
+            raise DamagedParquetError(f"it has {size} bytes, and its footer {footer:,}")
+        try:
+            return _parse_footer(_Thrift(_read(file, size - 8 - footer, footer)))
+        except IndexError:
+            raise DamagedParquetError("the footer is cut off") from None
 
 
 def _parse_footer(thrift: _Thrift) -> Footer:
     leaves = 0
     rows: list[int] = []
     groups: list[tuple[Chunk, ...]] = []
+
+    def chunks(thrift: _Thrift) -> tuple[Chunk, ...]:
+        count = thrift.list_header()[1]
+        if count != leaves:
+            raise DamagedParquetError(f"a row group has {count:,} columns, the schema {leaves:,}")
+        if leaves * len(groups) > MOST_CHUNKS:
+            raise DamagedParquetError(f"more than {MOST_CHUNKS:,} column chunks; write larger row groups")
+        return tuple(_parse_chunk(thrift) for _ in range(count))
+
     for number, kind in thrift.fields():
         if (number, kind) == (2, _LIST):  # the schema; a column that holds others says how many
             elements = (thrift.struct({(5, _I32): _Thrift.integer}) for _ in range(thrift.list_header()[1]))
             leaves = sum(element.get(5, 0) == 0 for element in elements)
         elif (number, kind) == (4, _LIST):
             for _ in range(thrift.list_header()[1]):
-                group_rows, group = _parse_group(thrift, leaves)
-                rows.append(group_rows)
-                groups.append(group)
-                if leaves * len(groups) > MOST_CHUNKS:
-                    raise DamagedParquetError(f"more than {MOST_CHUNKS:,} column chunks; write larger row groups")
+                group = thrift.struct({(1, _LIST): chunks, (3, _I64): _Thrift.integer})
+                if 1 not in group or group.get(3, -1) < 0:
+                    raise DamagedParquetError("a row group lacks its columns or its number of rows")
+                rows.append(group[3])
+                groups.append(group[1])
         else:
             thrift.skip(kind)
     return Footer(leaves=leaves, rows=tuple(rows), groups=tuple(groups))
-
-
-def _parse_group(thrift: _Thrift, leaves: int) -> tuple[int, tuple[Chunk, ...]]:
-    """Rows and column chunks of a row group."""
-
-    def chunks(thrift: _Thrift) -> tuple[Chunk, ...]:
-        count = thrift.list_header()[1]
-        if count != leaves:
-            raise DamagedParquetError(f"a row group has {count:,} columns, the schema {leaves:,}")
-        return tuple(_parse_chunk(thrift) for _ in range(count))
-
-    group = thrift.struct({(1, _LIST): chunks, (3, _I64): _Thrift.integer})
-    if 1 not in group or group.get(3, -1) < 0:
-        raise DamagedParquetError("a row group lacks its columns or its number of rows")
-    return group[3], group[1]
 
 
 def _parse_chunk(thrift: _Thrift) -> Chunk:
@@ -165,10 +163,6 @@ def _parse_chunk(thrift: _Thrift) -> Chunk:
     if 0 < chunk.get(11, 0) < start:
         start = chunk[11]  # the dictionary comes first
     return Chunk(codec, values, start, start + stored)
-
-
-def _in_another_file(thrift: _Thrift) -> None:
-    raise DamagedParquetError("a column lies in another file")
 
 
 def pages_of(file: BinaryIO, chunk: Chunk) -> Iterator[Page]:
@@ -223,13 +217,9 @@ def _read(file: BinaryIO, position: int, size: int) -> bytes:
 def _read_header(file: BinaryIO, position: int) -> Page:
     """The header of the page at a position."""
     for size in _HEADER_BYTES:
-        content = _read(file, position, size)
-        thrift = _Thrift(content)
-        try:
+        thrift = _Thrift(_read(file, position, size))
+        with suppress(IndexError):
             return _parse_header(thrift, position)
-        except IndexError:
-            if len(content) < size:
-                break
     raise DamagedParquetError(f"the header of the page at byte {position} has no end")
 
 
@@ -238,7 +228,7 @@ def _parse_header(thrift: _Thrift, position: int) -> Page:
     kind, size, stored = (header.get(number, -1) for number in (1, 2, 3))
 
     # Each kind of page has a header of its own, which begins with the number of values.
-    details = header.get(5 + kind, {}) if kind >= 0 else {}
+    details = header.get(5 + max(kind, 0), {})
     values, levels = details.get(1, 0), details.get(6, 0)
     if kind not in (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or min(size, stored, values, levels) < 0:
         raise DamagedParquetError(f"there is no page at byte {position}")
@@ -274,17 +264,17 @@ def _zeros(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
         try:
             head = thrift.varint()
             packed = head & 1
-            level = 0 if packed else thrift.byte()
+            run = thrift.take(head >> 1 if packed else 1)
         except IndexError:
             raise DamagedParquetError(f"the levels of a page end after {first:,} of {count:,} values") from None
 
         if packed:
-            bits = np.unpackbits(np.frombuffer(thrift.take(head >> 1), np.uint8), bitorder="little")
+            bits = np.unpackbits(np.frombuffer(run, np.uint8), bitorder="little")
             length = min(len(bits), count - first)
             zeros = np.flatnonzero(bits[:length] == 0)
         else:
             length = min(head >> 1, count - first)
-            zeros = np.zeros(0, np.int64) if level else np.arange(min(length, most + 1))
+            zeros = np.zeros(0, np.int64) if run[0] else np.arange(min(length, most + 1))
         if length == 0:
             raise DamagedParquetError("a run of no levels")
         yield first + zeros
@@ -308,21 +298,21 @@ class _Thrift:
         return value
 
     def take(self, count: int) -> bytes:
-        """The next bytes; fewer at the end."""
+        """The next bytes."""
         start = self.position
         self.position += count
-        return self._content[start : start + count]
+        if self.position > len(self._content):
+            raise IndexError(self.position)
+        return self._content[start : self.position]
 
     def varint(self) -> int:
-        value = shift = 0
-        while True:
+        value = 0
+        for shift in range(0, 64, 7):
             byte = self.byte()
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-            shift += 7
-            if shift > 63:
-                raise DamagedParquetError("an integer of more than 64 bits")
+        raise DamagedParquetError("an integer of more than 64 bits")
 
     def integer(self) -> int:
         """A signed integer of any width."""
@@ -355,40 +345,25 @@ class _Thrift:
         count = head >> 4
         return head & 15, self.varint() if count == 15 else count
 
-    def skip(self, kind: int, depth: int = 0) -> None:
+    def skip(self, kind: int) -> None:
         """Pass over a value."""
-        if depth > MAX_THRIFT_DEPTH:
-            raise DamagedParquetError(f"structures more than {MAX_THRIFT_DEPTH} deep")
-        if kind in _FLAGS:  # a flag is in the type
-            return
         if kind in _INTEGERS:
             self.varint()
-        elif kind in (_BYTE, _DOUBLE, _BINARY):
-            size = {_BYTE: 1, _DOUBLE: 8}.get(kind)
-            self._pass(self.varint() if size is None else size)
+        elif kind in _FIXED_SIZES or kind == _BINARY:
+            self.take(_FIXED_SIZES[kind] if kind in _FIXED_SIZES else self.varint())
         elif kind in _LISTS:
             element, count = self.list_header()
             for _ in range(count):
                 # In a list, a flag takes a byte.
-                self.skip(_BYTE if element in _FLAGS else element, depth + 1)
+                self.skip(_BYTE if element in _FLAGS else element)
         elif kind == _STRUCT:
-            for _, field_kind in self.fields():
-                self.skip(field_kind, depth + 1)
+            self.struct({})
         else:
             raise DamagedParquetError(f"a value of the unknown type {kind}")
-
-    def _pass(self, count: int) -> None:
-        self.position += count
-        if self.position > len(self._content):
-            raise IndexError(self.position)
 
 
 _Fields = Mapping[tuple[int, int], Callable[[_Thrift], Any]]
 """(Number, type) of a field → how to read its value."""
-
-
-def _structure(fields: _Fields) -> Callable[[_Thrift], dict[int, Any]]:
-    return lambda thrift: thrift.struct(fields)
 
 
 def _integers(*fields: tuple[int, int]) -> _Fields:
@@ -397,12 +372,12 @@ def _integers(*fields: tuple[int, int]) -> _Fields:
 
 # Codec, number of values, bytes in the file, first page, dictionary.
 _CHUNK_METADATA = _integers((4, _I32), (5, _I64), (7, _I64), (9, _I64), (11, _I64))
-_CHUNK: _Fields = {(1, _BINARY): _in_another_file, (3, _STRUCT): _structure(_CHUNK_METADATA)}
+_CHUNK: _Fields = {(3, _STRUCT): partial(_Thrift.struct, wanted=_CHUNK_METADATA)}
 
 # Kind, size, and bytes in the file. Then the number of values, with the encoding or the bytes of the repetition levels.
 _PAGE_HEADER: _Fields = {
     **_integers((1, _I32), (2, _I32), (3, _I32)),
-    (5 + DATA_PAGE, _STRUCT): _structure(_integers((1, _I32), (4, _I32))),
-    (5 + DICTIONARY_PAGE, _STRUCT): _structure(_integers((1, _I32))),
-    (5 + DATA_PAGE_V2, _STRUCT): _structure(_integers((1, _I32), (6, _I32))),
+    (5 + DATA_PAGE, _STRUCT): partial(_Thrift.struct, wanted=_integers((1, _I32), (4, _I32))),
+    (5 + DICTIONARY_PAGE, _STRUCT): partial(_Thrift.struct, wanted=_integers((1, _I32))),
+    (5 + DATA_PAGE_V2, _STRUCT): partial(_Thrift.struct, wanted=_integers((1, _I32), (6, _I32))),
 }

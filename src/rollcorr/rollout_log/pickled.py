@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import RolloutLogError, log_error
-from rollcorr.rollout_log.file_limits import FileLimits, limit_error
-from rollcorr.rollout_log.foreign_rows import skyrl_row, slime_row
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, log_error
 from rollcorr.rollout_log.frameworks import SKYRL, SLIME, Dump, recognize
-from rollcorr.rollout_log.inert_pickle import Call, DamagedPickleError, load_pickle
-from rollcorr.rollout_log.source import BatchLimits, FileSource, Shard
-from rollcorr.rollout_log.torch_archive import TorchArchive, check_pickle_bytes, decode, unreadable
+from rollcorr.rollout_log.inert_pickle import (
+    Call,
+    DamagedPickleError,
+    TorchArchive,
+    check_pickle_bytes,
+    load_pickle,
+    unreadable,
+)
+from rollcorr.rollout_log.source import LogSource, check_lists
 
 
-class PickledSource(FileSource):
+class PickledSource(LogSource):
     """Dumps of slime (`torch.save`) and SkyRL (`pickle`). A file is one shard.
 
     Args:
@@ -32,38 +35,15 @@ class PickledSource(FileSource):
 
     endings: tuple[str, ...] = (".pt", ".pkl")
 
-    def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """The whole file.
+    _most_size = "tokens"
 
-        Args:
-            path: the file.
-            tokens: least tokens of a piece, where a file can be cut.
-        """
-        rows = len(self._open(path))
-        if rows:
-            yield Shard(file=str(path), source=self, rows=rows)
-
-    def read(
-        self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
-    ) -> Iterator[RolloutBatch]:
-        """The rows of a file, as many at once as the limits of a batch allow.
-
-        Args:
-            path: the file.
-            columns: which to read; None is all of the schema.
-            limits: how much a batch may hold.
-            shard: the part that is wanted. None: the whole file.
-
-        Raises:
-            RolloutLogError: the file is damaged, or a value does not fit its column.
-        """
-        most = {"most_rows": limits.rows, "most_size": limits.tokens}
-        return self.batches_of_rows(self._rows(path), path, columns=columns, **most)
+    def _count(self, path: Path) -> int:
+        return self._open(path).rows
 
     def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Each row and about how many tokens it has: most have four lists of them."""
         dump = self._open(path)
-        for index in range(len(dump)):
+        for index in range(dump.rows):
             try:
                 row = dump.row(index)
             except DamagedPickleError as error:
@@ -104,7 +84,8 @@ class SlimeDump:
         samples = self._content.get("samples")
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise _unknown(path)
-        limits.check_rows(len(samples), file=path)
+        self.rows = len(samples)
+        limits.check_rows(self.rows, file=path)
         self._samples: Sequence[Mapping[str, Any]] = samples
         self.fields = tuple(map(str, samples[0])) if samples else ()
 
@@ -113,24 +94,38 @@ class SlimeDump:
             raise _unknown(path, self.fields)
         self._names: Mapping[str, str] = {} if known is None else known[1].fields
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
     def row(self, index: int) -> Mapping[str, Any]:
-        """A sample with its tensors; of the whole file it takes the number of the rollout, and the raw reward."""
-        needed = {*self._names.values(), "tokens", "response_length", "response_lengths", "rollout_position"}
-        sample = {name: self._value(self._samples[index].get(name), name) for name in needed}
+        """A sample: `tokens` are prompt and response, every other list is as long as the response.
+
+        Of the whole file it takes the number of the rollout, and the raw reward.
+
+        Raises:
+            RolloutLogError: a list does not have the length of the response.
+        """
         of_training = "response_lengths" in self._samples[index]
         length = "response_lengths" if of_training else "response_length"
-        row = slime_row(sample, self._names, length=length, file=self._path, row=index)
+        needed = {*self._names.values(), "tokens", length, "rollout_position"}
+        sample: dict[str, Any] = {name: self._value(self._samples[index].get(name), name) for name in needed}
+        tokens, count = sample["tokens"], sample[length]
+        check_lists({"tokens": tokens}, file=self._path, row=index)
+        if type(count) is not int or not 0 <= count <= len(tokens):
+            title = f"{length} is {count!r:.40} for {len(tokens)} tokens of prompt and response"
+            raise log_error("length", title, file=self._path, row=index)
 
-        row["step"] = _number(self._content.get("rollout_id"), int)
-        for column in ("sequence_id", "group_id"):
-            if column in self._names:
-                row[column] = _number(sample[self._names[column]], int)
-        reward = self._raw_reward(sample["rollout_position"]) if of_training else sample["reward"]
-        row["reward"] = _number(reward, int, float)
-        return row
+        start = len(tokens) - count
+        per_token = ("response_mask", "rollout_log_prob", "old_log_prob", "advantages")
+        recorded = {name: sample[name] for column, name in self._names.items() if column in per_token}
+        recorded = {name: values for name, values in recorded.items() if values is not None}
+        check_lists({"response_ids": tokens[start:]} | recorded, file=self._path, row=index)
+
+        found = {column: sample[name] for column, name in self._names.items()}
+        found |= {"prompt_ids": tokens[:start], "response_ids": tokens[start:], "step": self._content.get("rollout_id")}
+        found["reward"] = self._raw_reward(sample["rollout_position"]) if of_training else sample["reward"]
+        for column in ("step", "sequence_id", "group_id", "reward"):
+            # What is no number, as a reward that is a dictionary, is not recorded.
+            if type(found.get(column)) not in (int, float):
+                found[column] = None
+        return found
 
     def _raw_reward(self, position: object) -> object:
         """The rewards before normalization are one list for the whole batch, in the order of the rollout."""
@@ -149,6 +144,10 @@ class SlimeDump:
         return array.item() if array.ndim == 0 else array.reshape(-1)
 
 
+_WHOLE = {"sequences", "attention_mask"}
+"""Tensors of prompt and response; the others are of the response alone."""
+
+
 class SkyrlDump:
     """A `TrainingInputBatch`: the state that its `__getstate__` wrote, tensors as bytes with shape and dtype."""
 
@@ -165,30 +164,51 @@ class SkyrlDump:
         values = {name: _skyrl_tensor(found[name], name, file=path, limits=limits) for name in needed}
         self._tensors = {name: value for name, value in values.items() if value is not None}
         self._check_shapes(known[1])
+        self._of_response = self._tensors.keys() - _WHOLE
 
         # Rows that fill up the batch repeat the first one.
         padding = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
         rows = len(self._tensors["sequences"])
-        self._rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
-        limits.check_rows(self._rows, file=path)
+        self.rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
+        limits.check_rows(self.rows, file=path)
         step = re.search(r"global_step_(\d{1,18})(?!\d)", path.name)
         self._step = int(step.group(1)) if step else None
 
-    def __len__(self) -> int:
-        return self._rows
-
     def row(self, index: int) -> Mapping[str, Any]:
-        """One row of the batch."""
+        """One row of the batch.
+
+        The response is the last tokens that `attention_mask` marks, as many as `response_mask` has. The other tensors
+        hold the response where `response_mask` is 1, padded on the left.
+
+        Raises:
+            RolloutLogError: the response is not in one piece, or longer than the sequence.
+        """
         tensors = {name: values[index] for name, values in self._tensors.items()}
-        return {**skyrl_row(tensors, self._names, file=self._path, row=index), "step": self._step}
+        attention, response = tensors["attention_mask"] != 0, tensors["response_mask"] != 0
+        tokens, count = tensors["sequences"][attention], int(response.sum())
+        places = np.flatnonzero(response)
+        in_one_piece = not count or int(places[-1]) - int(places[0]) + 1 == count
+        if not in_one_piece or count > len(tokens):
+            title = f"response_mask has {count} ones for {len(tokens)} tokens of attention_mask, in one piece: "
+            fix = "only batches of SkyRL's own generators, where a response is in one piece, can be converted"
+            raise log_error("layout", f"{title}{in_one_piece}", fix=fix, file=self._path, row=index)
+
+        start = len(tokens) - count
+        columns = {column: tensors[name][response] for column, name in self._names.items() if name in self._of_response}
+        return {
+            **columns,
+            "prompt_ids": tokens[:start],
+            "response_ids": tokens[start:],
+            "response_mask": columns["response_mask"] != 0,
+            "step": self._step,
+        }
 
     def _check_shapes(self, dump: Dump) -> None:
-        whole = {"sequences", "attention_mask"}
         for name in sorted(dump.recognized_by):
             if name not in self._tensors:
                 raise DamagedPickleError(f"{name} is no tensor")
         for name, values in self._tensors.items():
-            like = self._tensors["sequences" if name in whole else "response_mask"]
+            like = self._tensors["sequences" if name in _WHOLE else "response_mask"]
             if values.ndim != 2 or values.shape != like.shape or len(values) != len(self._tensors["sequences"]):
                 shapes = ", ".join(f"{key} {array.shape}" for key, array in sorted(self._tensors.items()))
                 raise DamagedPickleError(f"tensors that do not fit together: {shapes}")
@@ -196,26 +216,25 @@ class SkyrlDump:
 
 def _skyrl_state(content: object) -> tuple[dict[str, Any], object]:
     """The tensors and the metadata of a batch, from the state that its class got in one of two ways."""
-    state = content.state if isinstance(content, Call) else None
-    if isinstance(content, Call) and state is None and isinstance(content.arguments, tuple):
-        state = content.arguments[-1] if content.arguments else None
-    batch = state.get("batch_dict") if isinstance(state, dict) else None
-    if not isinstance(state, dict) or not isinstance(batch, dict):
-        raise DamagedPickleError("not a TrainingInputBatch of SkyRL")
-    return batch, state.get("metadata")
+    match content:
+        case Call(state={"batch_dict": dict() as batch, **others}):
+            return batch, others.get("metadata")
+        case Call(arguments=(*_, {"batch_dict": dict() as batch, **others})):
+            return batch, others.get("metadata")
+    raise DamagedPickleError("not a TrainingInputBatch of SkyRL")
 
 
 def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -> np.ndarray | None:
-    if value is None:
-        return None
-    # Types that numpy lacks, and every tensor before release 0.3, are files of torch.save of their own.
-    stored = value.get("data") if isinstance(value, dict) and value.get("format") == "torch" else value
-    if isinstance(stored, bytes):
-        archive = TorchArchive(BytesIO(stored), name=file, limits=_for_batches(limits))
-        return archive.array(archive.content)
-
     match value:
-        case {"data": bytes() as data, "shape": tuple() as shape, "dtype": str() as dtype}:
+        case None:
+            return None
+        case bytes(stored) | {"format": "torch", "data": bytes(stored)}:
+            # Types that numpy lacks, and every tensor before release 0.3, are files of torch.save of their own. A
+            # tensor of a whole batch is bounded by the pickle that it lies in.
+            whole = FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
+            archive = TorchArchive(BytesIO(stored), name=file, limits=whole)
+            return archive.array(archive.content)
+        case {"data": bytes(data), "shape": tuple(shape), "dtype": str(dtype)}:
             if not re.fullmatch(r"(float|int|uint)(8|16|32|64)|bool", dtype) or not all(
                 type(size) is int and size >= 0 for size in shape
             ):
@@ -223,21 +242,8 @@ def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -
             kind = np.dtype(dtype)
             if math.prod(shape) * kind.itemsize != len(data):
                 raise DamagedPickleError(f"{name}: {len(data)} bytes for shape {shape!r:.60} of {dtype}")
-            for size in shape[1:]:
-                if size > limits.row_tokens:
-                    raise limit_error("row_tokens", f"{size:,} values in one row", limits.row_tokens, file=file)
-            return decode(data, kind.str).reshape(shape)
+            return np.frombuffer(data, kind).reshape(shape)
     raise DamagedPickleError(f"{name} is no tensor that SkyRL writes")
-
-
-def _for_batches(limits: FileLimits) -> FileLimits:
-    """A tensor of a whole batch is bounded by the pickle that it lies in."""
-    return FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
-
-
-def _number(value: object, *kinds: type) -> object:
-    """The value where it is a number of these types; else None, not recorded."""
-    return value if type(value) in kinds else None
 
 
 def _unknown(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, log_error
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource
@@ -34,6 +33,10 @@ OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
 """The formats of this library."""
 SOURCES: tuple[LogSource, ...] = (*OWN_SOURCES, PickledSource())
 """These, and those that only others write."""
+_NO_ROLLOUTS = (
+    "this run kept no rollouts: it has metrics, and no log-probs of tokens",
+    "let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or name rollout logs",
+)
 SHARD_TOKENS = 1 << 20
 """Tokens that a shard has at least, unless its file ends: less work than that is not worth handing out."""
 
@@ -68,7 +71,7 @@ def read_rollout_log(
     wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
     # The files are found now, not at the first batch, so a wrong path fails where it was written.
     files = log_files(paths, source=source)
-    sources = sources_with(file_limits, column_names) if source is None else (source,)
+    sources = _sources(source, file_limits, column_names)
     return (batch for file in files for batch in source_of(file, sources).read(file, columns=wanted, limits=limits))
 
 
@@ -99,7 +102,7 @@ def log_shards(
     """
     shards: list[Shard] = []
     before = 0
-    sources = sources_with(file_limits, column_names) if source is None else (source,)
+    sources = _sources(source, file_limits, column_names)
     for file in log_files(paths, source=source):
         of_file = list(source_of(file, sources).shards(file, tokens=tokens))
         shards += [replace(shard, before=before + shard.first_row) for shard in of_file]
@@ -165,31 +168,22 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
             raise log_error(
                 "unreadable", f"it cannot be read ({error.strerror})", fix="check who may read it", file=path
             ) from error
-        if not files and _is_run(Path(path)):
-            raise log_error(
-                "missing",
-                "this run kept no rollouts: it has metrics, and no log-probs of tokens",
-                fix="let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or "
-                "name rollout logs",
-                file=path,
-            )
         if not files:
-            raise log_error("missing", f"no rollout log here; looked for {_endings(sources)}", file=path)
+            title, fix = f"no rollout log here; looked for {', '.join(_endings(sources))}", ""
+            if RunDirectory(Path(path)).metrics.is_file():
+                title, fix = _NO_ROLLOUTS
+            raise log_error("missing", title, fix=fix, file=path)
         found.update(dict.fromkeys(files))
     return list(found)
 
 
-def sources_with(
-    file_limits: FileLimits | None, column_names: Mapping[str, str] | None = None
+def _sources(
+    source: LogSource | None, file_limits: FileLimits | None, column_names: Mapping[str, str] | None
 ) -> tuple[LogSource, ...]:
-    """The formats with some limits, None for the defaults, and with others' names of columns.
-
-    Raises:
-        ValueError: an unknown column, or one name for two columns.
-    """
-    if file_limits is None and not column_names:
-        return SOURCES
-    return tuple(source(file_limits, column_names) for source in (ParquetSource, JsonlSource, PickledSource))
+    """The formats with some limits, and with others' names of columns; or one source, which has its own."""
+    if source is not None:
+        return (source,)
+    return tuple(kind(file_limits, column_names) for kind in (ParquetSource, JsonlSource, PickledSource))
 
 
 def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
@@ -201,11 +195,11 @@ def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
     for source in sources:
         if path.name.endswith(source.endings):
             return source
-    raise log_error("suffix", f"a rollout log ends in {_endings(sources)}", file=path)
+    raise log_error("suffix", f"a rollout log ends in {', '.join(_endings(sources))}", file=path)
 
 
-def _endings(sources: Sequence[LogSource]) -> str:
-    return ", ".join(ending for source in sources for ending in source.endings)
+def _endings(sources: Sequence[LogSource]) -> tuple[str, ...]:
+    return tuple(ending for source in sources for ending in source.endings)
 
 
 def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
@@ -221,15 +215,10 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
         candidates = [file for file in folder.iterdir() if file != RunDirectory(path).metrics]
     else:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    endings = tuple(ending for source in sources for ending in source.endings)
-    logs = [file for file in candidates if file.is_file() and file.name.endswith(endings) and file.name[0] != "."]
+    named = [file for file in candidates if file.name.endswith(_endings(sources)) and file.name[0] != "."]
+    logs = [file for file in named if file.is_file()]
     not_pickled = [file for file in logs if not file.name.endswith(PickledSource.endings)]
     return sorted(not_pickled or logs, key=_natural)
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a folder is that of a run, by its metrics."""
-    return RunDirectory(path).metrics.is_file()
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

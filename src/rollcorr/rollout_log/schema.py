@@ -10,10 +10,10 @@ adds columns; a major version changes the meaning of one, and readers refuse a n
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -127,14 +127,9 @@ def arrow_schema() -> pa.Schema:
     )
 
 
-def is_own(column: str) -> bool:
-    """Whether a column is the user's own."""
-    return column.startswith(OWN_PREFIX)
-
-
 def own_columns(names: Iterable[str]) -> list[str]:
     """The user's own columns among these, in the order of their names."""
-    return sorted({name for name in names if is_own(name)})
+    return sorted({name for name in names if name.startswith(OWN_PREFIX)})
 
 
 def is_own_type(type_: pa.DataType) -> bool:
@@ -155,7 +150,7 @@ def check_columns(names: Iterable[str]) -> None:
         ValueError: names the first that is not, and the nearest that is.
     """
     for name in names:
-        if name not in COLUMNS and not is_own(name):
+        if name not in COLUMNS and not name.startswith(OWN_PREFIX):
             problem = f"{name!r} is not a column of the rollout log"
             raise ValueError(unknown_name(problem, name, [*COLUMNS, "your own, x_…"]))
 
@@ -216,20 +211,19 @@ def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int 
         RolloutLogError: a column cannot be converted, or has null inside a list of integers, flags or spans.
     """
     names = [name for name in COLUMNS if name in records.schema.names]
-    arrays = [conform_column(records.column(name), name, file=file, first_row=first_row) for name in names]
-    own = own_fields(records.schema)
-    names, arrays = [*names, *own], [*arrays, *(records.column(name) for name in own)]
-    return pa.RecordBatch.from_arrays(arrays, names=names)
+    arrays = {name: _conform_column(records.column(name), name, file=file, first_row=first_row) for name in names}
+    arrays |= {name: records.column(name) for name in own_fields(records.schema)}
+    return pa.RecordBatch.from_pydict(arrays)
 
 
-def conform_column(array: pa.Array, column: str, *, file: str | None = None, first_row: int = 0) -> pa.Array:
-    """One column of `conform`."""
+def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row: int) -> pa.Array:
     target = arrow_type(column)
     try:
         array = _convert(array, target)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         title = f"{array.type} cannot be read as {target}: {error}"
-        row = first_row + _first_failure(array, target)
+        rows = [array.slice(row, 1) for row in range(len(array))]
+        row = first_row + first_failure(rows, lambda one: one.null_count or _convert(one, target))
         raise log_error("type", title, file=file, row=row, column=column) from error
 
     if column == "step" and len(array) and (pc.min(array).as_py() or 0) < 0:
@@ -292,12 +286,13 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
     return array if array.type == target else array.cast(target)
 
 
-def _first_failure(array: pa.Array, target: pa.DataType) -> int:
-    for row in np.flatnonzero(array.is_valid().to_numpy(zero_copy_only=False)).tolist():
+def first_failure(values: Sequence[Any], convert: Callable[[Any], object]) -> int:
+    """The first value that Arrow cannot convert; 0 where each alone can be converted."""
+    for row, value in enumerate(values):
         try:
-            _convert(array.slice(row, 1), target)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            return int(row)
+            convert(value)
+        except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError):
+            return row
     return 0
 
 

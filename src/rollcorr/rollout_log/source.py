@@ -8,14 +8,16 @@ fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import records_of_rows
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, log_error
 from rollcorr.rollout_log.schema import COLUMNS, check_column_names, own_columns
 
 
@@ -58,14 +60,30 @@ class Shard:
     row_tokens: int = 0
 
 
-class LogSource(Protocol):
-    """A file format. It has no state, and can be pickled.
+class LogSource:
+    """A file format. Its state are the limits of its files, and others' names of columns; it can be pickled.
+
+    Here a file is one shard, and a subclass says what its rows are. A format that can be read in parts overrides
+    `shards` and `read`.
+
+    Args:
+        limits: what a file may hold.
+        names: column of the log → its name in the file.
 
     Attributes:
         endings: how the names of its files end.
+
+    Raises:
+        ValueError: a name is no column of the log.
     """
 
     endings: tuple[str, ...]
+    _most_size = "text_bytes"  # of `BatchLimits`: what the size of a row counts
+
+    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
+        self.limits = limits or FileLimits()
+        self.names = dict(names or {})
+        check_column_names(self.names)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
         """Cut a file where it can be read apart, into pieces of about `tokens` tokens at least; none without rows.
@@ -77,6 +95,9 @@ class LogSource(Protocol):
         Raises:
             RolloutLogError: the file is damaged or has a newer schema.
         """
+        rows = self._count(path)
+        if rows:
+            yield Shard(file=str(path), source=self, rows=rows)
 
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
@@ -92,57 +113,30 @@ class LogSource(Protocol):
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.
         """
-
-
-class FileSource:
-    """A format with limits on its files, and with others' names of columns.
-
-    Args:
-        limits: what a file may hold.
-        names: column of the log → its name in the file.
-
-    Raises:
-        ValueError: a name is no column of the log.
-    """
-
-    def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
-        self.limits = limits or FileLimits()
-        self.names = dict(names or {})
-        check_column_names(self.names)
-
-    def batches_of_rows(
-        self,
-        rows: Iterable[tuple[Mapping[str, Any], int]],
-        path: Path,
-        *,
-        columns: Sequence[str] | None,
-        most_rows: int,
-        most_size: int,
-    ) -> Iterator[RolloutBatch]:
-        """Collect the rows of a file in batches.
-
-        Args:
-            rows: each row, and its size.
-            path: the file.
-            columns: which to take; None is all of the schema.
-            most_rows: ends a batch.
-            most_size: ends a batch whose rows have this size together.
-
-        Raises:
-            RolloutLogError: a value does not fit its column, or a row is too long.
-        """
         held: list[Mapping[str, Any]] = []
         first_row = held_size = 0
-        for row, size in rows:
+        for row, size in self._rows(path):
             held.append(row)
             held_size += size
-            if len(held) == most_rows or held_size >= most_size:
-                yield self._batch_of_rows(held, path, columns=columns, first_row=first_row)
+            if len(held) == limits.rows or held_size >= getattr(limits, self._most_size):
+                yield self._batch(held, path, columns=columns, first_row=first_row)
                 first_row, held, held_size = first_row + len(held), [], 0
         if held:
-            yield self._batch_of_rows(held, path, columns=columns, first_row=first_row)
+            yield self._batch(held, path, columns=columns, first_row=first_row)
 
-    def _batch_of_rows(
+    def fields(self, path: Path) -> tuple[str, ...]:
+        """The names in the first row of a file, where that can be told."""
+        return ()
+
+    def _count(self, path: Path) -> int:
+        """Rows of a file."""
+        return sum(1 for _ in self._rows(path))
+
+    def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+        """Each row of a file, and its size."""
+        raise NotImplementedError(f"{type(self).__name__} says neither how to read a file nor what its rows are")
+
+    def _batch(
         self, rows: Sequence[Mapping[str, Any]], path: Path, *, columns: Sequence[str] | None, first_row: int
     ) -> RolloutBatch:
         if columns is None:
@@ -150,3 +144,23 @@ class FileSource:
         records = records_of_rows(rows, columns=columns, file=str(path), first_row=first_row)
         self.limits.check_row_lengths(records, file=path, first_row=first_row)
         return RolloutBatch(records, str(path), first_row)
+
+
+def check_lists(lists: Mapping[str, Any], *, file: str, row: int) -> None:
+    """Check the lists of one row of a dump: the first says how long they are.
+
+    Args:
+        lists: by their names in the file.
+        file: for messages.
+        row: for messages.
+
+    Raises:
+        RolloutLogError: one is no list, or has another length.
+    """
+    for name, values in lists.items():
+        if not isinstance(values, (list, np.ndarray)):
+            raise log_error("type", f"{name} is a {type(values).__name__}, not a list", file=file, row=row)
+        expected = len(next(iter(lists.values())))
+        if len(values) != expected:
+            title = f"{name} has {len(values)} values for {expected} tokens"
+            raise log_error("length", title, fix="the dump contradicts itself; write it again", file=file, row=row)

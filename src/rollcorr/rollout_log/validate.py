@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rollcorr.config.finding import Finding, HasFindings, merge_findings
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, MOST_ROUNDED_UP
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import LENGTH_FIX, RolloutBatch
-from rollcorr.rollout_log.errors import RolloutLogError
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError
 from rollcorr.rollout_log.reader import Paths, log_files, read_rollout_log
 from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns, ragged
 
@@ -111,13 +111,29 @@ def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
     """The findings of `validate_rollout_log` in one batch, whichever columns it has."""
     if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
         return ()
-    checks: tuple[Callable[[RolloutBatch], RowFindings], ...] = (_lengths, _ids, _spans, _kept_sets, _log_probs, _zeros)
+    wrong_lengths = list(_lengths(batch))
+    fits = ~np.any([np.zeros(len(batch), bool), *(bad for bad, _ in wrong_lengths)], axis=0)
+    found = [*wrong_lengths, *_ids(batch), *_spans(batch)]
+    for check in (_kept_sets, _log_probs, _zeros):
+        found += _in_rows(fits, check, batch)
     return tuple(
         replace(finding, file=batch.file, first_row=batch.first_row + int(bad.argmax()), rows=int(bad.sum()))
-        for check in checks
-        for bad, finding in check(batch)
+        for bad, finding in found
         if bad.any()
     )
+
+
+def _in_rows(rows: np.ndarray, check: Callable[[RolloutBatch], RowFindings], batch: RolloutBatch) -> RowFindings:
+    """The findings of a check that looks at some rows only."""
+    if rows.any():
+        for bad, finding in check(_part(batch, rows)):
+            whole = np.zeros(len(batch), bool)
+            whole[rows] = bad
+            yield whole, finding
+
+
+def _part(batch: RolloutBatch, rows: np.ndarray) -> RolloutBatch:
+    return batch if rows.all() else RolloutBatch(batch.records.filter(pa.array(rows)))
 
 
 def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str], rows: int) -> Iterator[Finding]:
@@ -142,10 +158,7 @@ def _lengths(batch: RolloutBatch) -> RowFindings:
     """Each token column has as many values as the response has tokens."""
     for name in TOKEN_COLUMNS:
         if batch.has(name):
-            _, sizes, recorded = ragged(batch.records.column(name))
-            bad = recorded & (sizes != batch.lengths.numpy())
-            row = int(bad.argmax())
-            title = f"{sizes[row]} values for a response of {int(batch.lengths[row])} tokens"
+            bad, title = batch.wrong_lengths(name)
             yield bad, _error("length", name, title, LENGTH_FIX)
 
 
@@ -156,7 +169,7 @@ def _ids(batch: RolloutBatch) -> RowFindings:
             ids, sizes, _ = _values(batch, name)
             if len(ids) and ids.min() < 0:
                 finding = _error("negative", name, "negative ids", "leave padding out instead of marking it")
-                yield _where(batch, ids < 0, _rows(sizes), finding)
+                yield _where(batch, _rows(sizes)[ids < 0], finding)
 
 
 def _spans(batch: RolloutBatch) -> RowFindings:
@@ -164,18 +177,14 @@ def _spans(batch: RolloutBatch) -> RowFindings:
     if not batch.has("policy_versions"):
         return
     spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
-    start, length = (_numpy(spans.field(name)).astype(np.int64) for name in ("start", "length"))
-    end, row_of = start + length, _rows(sizes)
+    start, length = (np.asarray(spans.field(name)).astype(np.int64) for name in ("start", "length"))
+    row_of = _rows(sizes)
 
-    # Each span starts where the one before it ended, and is not empty.
+    # Each span starts where the one before it ended, and is not empty. Together they are as long as the response.
     first = np.diff(row_of, prepend=-1) != 0
-    expected = np.where(first, 0, np.concatenate([[0], end[:-1]]))
-    bad = recorded & (np.bincount(row_of[(start != expected) | (length <= 0)], minlength=len(batch)) > 0)
-
-    # The last one ends with the response.
-    last = np.zeros(len(batch), np.int64)
-    last[row_of] = end  # later spans overwrite earlier ones
-    bad |= recorded & (last != batch.lengths.numpy())
+    expected = np.where(first, 0, np.concatenate([[0], (start + length)[:-1]]))
+    broken = np.bincount(row_of[(start != expected) | (length <= 0)], minlength=len(batch)) > 0
+    bad = recorded & (broken | (np.bincount(row_of, length, len(batch)) != batch.lengths.numpy()))
 
     row = int(bad.argmax())
     shown = [(int(s), int(n)) for s, n in zip(start[row_of == row], length[row_of == row], strict=True)]
@@ -184,9 +193,16 @@ def _spans(batch: RolloutBatch) -> RowFindings:
 
 
 def _kept_sets(batch: RolloutBatch) -> RowFindings:
-    """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens, and sampled ids are members."""
-    if not (batch.has("kept_ids") or batch.has("kept_offsets")):
-        return
+    """Kept sets can be told apart, no id is twice in one, and sampled ids are members."""
+    yield from _kept_offsets(batch)
+    usable = _usable_sets(batch)
+    yield from _in_rows(usable, _kept_twice, batch)
+    if batch.has("response_ids"):
+        yield from _in_rows(usable & _values(batch, "response_ids")[2], _membership, batch)
+
+
+def _kept_offsets(batch: RolloutBatch) -> RowFindings:
+    """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens."""
     _, ids_sizes, ids_recorded = _values(batch, "kept_ids")
     offset, sizes, recorded = _values(batch, "kept_offsets")
     lengths = batch.lengths.numpy()
@@ -201,66 +217,51 @@ def _kept_sets(batch: RolloutBatch) -> RowFindings:
     fix = "record one entry more than tokens; the last one is the number of kept ids"
     yield wrong, _error("kept_length", "kept_offsets", title, fix, _KEPT_REASON)
 
-    # What follows reads the sets, so it looks only at rows whose sets can be told apart.
+    # The offsets of other rows have no ends that could be compared.
     usable = recorded & ~one_sided & ~wrong
-    row_of = _rows(sizes)
+    row_of, ends = _rows(sizes), np.cumsum(sizes)
     falls = (np.diff(offset) < 0) & (row_of[1:] == row_of[:-1])
-    ends = np.cumsum(sizes)
     bad = np.bincount(row_of[1:][falls], minlength=len(batch)) > 0
     bad[usable] |= (offset[(ends - sizes)[usable]] != 0) | (offset[ends[usable] - 1] != ids_sizes[usable])
-    bad &= usable
     title = "offsets fall, or do not run from 0 to the number of kept ids"
-    yield bad, _error("kept_offsets", "kept_offsets", title, fix, _KEPT_REASON)
-
-    yield _kept_twice(batch, usable & ~bad)
-    if batch.has("response_ids"):
-        yield _membership(batch, usable & ~bad)
+    yield bad & usable, _error("kept_offsets", "kept_offsets", title, fix, _KEPT_REASON)
 
 
-def _kept_twice(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Finding]:
+def _usable_sets(batch: RolloutBatch) -> np.ndarray:
+    """Rows with one kept set per token."""
+    return _values(batch, "kept_offsets")[2] & ~np.any([bad for bad, _ in _kept_offsets(batch)], axis=0)
+
+
+def _sets(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
+    """The kept ids of a batch whose rows are all usable, and the token of each."""
+    kept = batch.kept_sets()
+    return kept.ids.numpy(), _rows(kept.offsets.diff())
+
+
+def _kept_twice(batch: RolloutBatch) -> RowFindings:
     """No id is twice in the kept set of a token, where its probability would count twice."""
-    ids, sizes, _ = _values(batch, "kept_ids")
-    kept = np.repeat(usable, sizes)
-    ids, row_of, token = ids[kept], _rows(sizes)[kept], _token_of_kept(batch, usable)
+    ids, token = _sets(batch)
 
     # Sorted by token and then by id, equal ids of one token are neighbors.
     order = np.lexsort((ids, token))
     again = (ids[order][1:] == ids[order][:-1]) & (token[order][1:] == token[order][:-1])
     finding = _error("kept_twice", "kept_ids", "ids twice in one set", "record each id once", _KEPT_REASON)
-    return _where(batch, again, row_of[order][1:], finding)
+    yield _where(batch, _rows(batch.lengths)[token[order][1:][again]], finding)
 
 
-def _token_of_kept(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
-    """The token of each kept id, counted over the rows that are usable."""
-    counts = _kept_counts(batch, usable)
-    return np.repeat(np.arange(len(counts)), counts)
-
-
-def _kept_counts(batch: RolloutBatch, usable: np.ndarray) -> np.ndarray:
-    """How many ids each token of the usable rows kept."""
-    offset, sizes, _ = _values(batch, "kept_offsets")
-    row_of = _rows(sizes)
-    return np.diff(offset)[(row_of[1:] == row_of[:-1]) & usable[row_of[1:]]]
-
-
-def _membership(batch: RolloutBatch, usable: np.ndarray) -> tuple[np.ndarray, Finding]:
+def _membership(batch: RolloutBatch) -> RowFindings:
     """Sampled ids are in the kept set of their token."""
-    responses, fits = _packed(batch, "response_ids", missing=0)
-    ids, ids_sizes, _ = _values(batch, "kept_ids")
-    lengths = batch.lengths.numpy()
-    usable = usable & fits
-    judged = np.repeat(usable, lengths)
-    sampled, token = responses[judged], _token_of_kept(batch, usable)
-
-    hits = token[ids[np.repeat(usable, ids_sizes)] == sampled[token]]
-    outside = (np.bincount(hits, minlength=len(sampled)) == 0) & _mask(batch)[judged]
+    ids, token = _sets(batch)
+    responses, sampled = _sampled(batch, "response_ids")
+    hits = token[ids == responses[token]]
+    outside = (np.bincount(hits, minlength=len(responses)) == 0) & sampled
     finding = Finding(
         code="membership",
         column="kept_ids",
         title="sampled ids outside their kept set",
         reason="the sampled token always belongs to its set; the trainer inserts it and counts it",
     )
-    return _where(batch, outside, _rows(lengths)[judged], finding)
+    yield _where(batch, _rows(batch.lengths)[outside], finding)
 
 
 _POSITIVE = Finding(
@@ -299,14 +300,13 @@ def _log_probs(batch: RolloutBatch) -> RowFindings:
             if not len(every) or (every.min() > JSON_MINUS_INFINITY and every.max() <= largest):
                 continue
             value, sampled = _sampled(batch, name)
-            value, row_of = value[sampled], _rows(batch.lengths.numpy())[sampled]
             checks = (
                 ((value > MOST_ROUNDED_UP) & (not densities), _POSITIVE),
                 (value == JSON_MINUS_INFINITY, _SENTINEL),
                 (~np.isfinite(value), _NONFINITE),
             )
             for bad, finding in checks:
-                yield _where(batch, bad, row_of, replace(finding, column=name))
+                yield _where(batch, _rows(batch.lengths)[bad & sampled], replace(finding, column=name))
 
 
 def _zeros(batch: RolloutBatch) -> RowFindings:
@@ -321,8 +321,10 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
             if np.count_nonzero(every == 0) <= ZERO_SHARE * ZERO_TOKENS:
                 continue  # too few for any row
             value, sampled = _sampled(batch, name)
-            judged = sampled & ~_without_choice(batch) & ~_certain_elsewhere(batch, name)
-            value, row_of = value[judged], _rows(batch.lengths.numpy())[judged]
+            others = [other for other in LOG_PROB_COLUMNS if other != name and batch.has(other)]
+            certain_elsewhere = np.any([batch.packed(other).numpy() > CERTAIN for other in others], axis=0)
+            judged = sampled & ~_without_choice(batch) & ~certain_elsewhere
+            value, row_of = value[judged], _rows(batch.lengths)[judged]
             zeros = np.bincount(row_of[value == 0], minlength=len(batch))
             tokens = np.bincount(row_of, minlength=len(batch))
             bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
@@ -337,26 +339,13 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
 def _without_choice(batch: RolloutBatch) -> np.ndarray:
     """Tokens, packed, that may have probability 1: their kept set has one id, or is not recorded under a truncation."""
     lengths = batch.lengths.numpy()
-    alone = np.zeros(len(batch), dtype=bool)
-    if batch.has("sampling"):
-        settings = [row or {} for row in batch.objects("sampling")]
-        alone = np.array([row.get("logprobs") == "processed" and _truncates(row) for row in settings])
-    alone = np.repeat(alone, lengths)
-    if batch.has("kept_offsets"):
-        _, sizes, recorded = _values(batch, "kept_offsets")
-        usable = recorded & (sizes == lengths + 1)
-        alone[np.repeat(usable, lengths)] = _kept_counts(batch, usable) <= 1
+    settings = batch.objects("sampling") if batch.has("sampling") else [{}] * len(batch)
+    truncated = [bool(row) and row.get("logprobs") == "processed" and _truncates(row) for row in settings]
+    alone = np.repeat(truncated, lengths)
+    usable = _usable_sets(batch)
+    if usable.any():
+        alone[np.repeat(usable, lengths)] = _part(batch, usable).kept_sets().offsets.diff().numpy() <= 1
     return alone
-
-
-def _certain_elsewhere(batch: RolloutBatch, column: str) -> np.ndarray:
-    """Tokens, packed, that another column of log-probs gives a probability above `CERTAIN`."""
-    certain = np.zeros(int(batch.lengths.sum()), dtype=bool)
-    for other in LOG_PROB_COLUMNS:
-        if other != column and batch.has(other):
-            values, _ = _packed(batch, other, missing=np.nan)
-            certain |= values > CERTAIN
-    return certain
 
 
 def _truncates(row: Mapping[str, Any]) -> bool:
@@ -368,9 +357,15 @@ def _error(code: str, column: str, title: str, fix: str, reason: str = "") -> Fi
     return Finding(code=code, column=column, title=title, reason=reason, fix=fix, severity="error")
 
 
-def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
-    """Rows with a bad value, and the finding with the count in the first of them and in all."""
-    counts = np.bincount(row_of[bad], minlength=len(batch))
+def _where(batch: RolloutBatch, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
+    """Rows with a bad value, and the finding with the count in the first of them and in all.
+
+    Args:
+        batch: rows of a log.
+        row_of: the row of each bad value.
+        finding: what is wrong with them.
+    """
+    counts = np.bincount(row_of, minlength=len(batch))
     here = f"{counts[(counts > 0).argmax()]} in this row"
     reason = f"{here}; {finding.reason}" if finding.reason else here
     return counts > 0, replace(finding, reason=reason, tokens=int(counts.sum()))
@@ -378,48 +373,17 @@ def _where(batch: RolloutBatch, bad: np.ndarray, row_of: np.ndarray, finding: Fi
 
 def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
     """A token column, packed, and the tokens where it is recorded and the mask is true: both (N,)."""
-    values, fits = _packed(batch, column, missing=np.nan)
-    return values, np.repeat(fits, batch.lengths.numpy()) & _mask(batch)
-
-
-def _mask(batch: RolloutBatch) -> np.ndarray:
-    """The packed response mask; true in rows that do not record it, false in rows where it does not fit."""
-    mask, fits = _packed(batch, "response_mask", missing=False)
-    if fits.all():
-        return mask
-    _, _, recorded = _values(batch, "response_mask")
-    return mask | np.repeat(~recorded, batch.lengths.numpy())
-
-
-def _packed(batch: RolloutBatch, column: str, *, missing: float) -> tuple[np.ndarray, np.ndarray]:
-    """A token column, packed: (N,), and the rows that record it with the length of the response: (B,).
-
-    Args:
-        batch: rows of a log.
-        column: a token column, which the batch may lack.
-        missing: the value at the tokens of other rows.
-    """
-    values, sizes, recorded = _values(batch, column)
-    lengths = batch.lengths.numpy()
-    fits = recorded & (sizes == lengths)
-    if fits.all():
-        return values, fits
-    packed = np.full(int(lengths.sum()), missing, values.dtype)
-    packed[np.repeat(fits, lengths)] = values[np.repeat(fits, sizes)]
-    return packed, fits
+    recorded = np.repeat(_values(batch, column)[2], batch.lengths.numpy())
+    return batch.packed(column).numpy(), recorded & batch.packed("response_mask").numpy()
 
 
 def _values(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`ragged` of a list of numbers that the batch may lack, as arrays."""
     array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
     values, sizes, recorded = ragged(array)
-    return _numpy(values), sizes, recorded
+    return values.to_numpy(zero_copy_only=False), sizes, recorded
 
 
-def _rows(sizes: np.ndarray) -> np.ndarray:
+def _rows(sizes: np.ndarray | Tensor) -> np.ndarray:
     """The row of each value, from the number of values of each row."""
     return np.repeat(np.arange(len(sizes)), sizes)
-
-
-def _numpy(array: pa.Array) -> np.ndarray:
-    return array.to_numpy(zero_copy_only=False)

@@ -12,9 +12,8 @@ from types import TracebackType
 
 from rollcorr.rollout_log.arrow import pa, pq
 from rollcorr.rollout_log.batch import RolloutBatch
-from rollcorr.rollout_log.column_names import missing_column
-from rollcorr.rollout_log.errors import log_error
-from rollcorr.rollout_log.file_limits import FileLimits
+from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, log_error
+from rollcorr.rollout_log.frameworks import missing_column
 from rollcorr.rollout_log.jsonl import to_lines
 from rollcorr.rollout_log.reader import OWN_SOURCES, Paths, log_shards, read_shard, source_of
 from rollcorr.rollout_log.schema import COLUMNS, arrow_schema, own_columns
@@ -68,9 +67,10 @@ class RolloutLogWriter:
         batch.check_lengths()
         if not len(batch):
             return
-        self._sink.check(batch)
         try:
             self._sink.write(batch)
+        except RolloutLogError:  # nothing was written
+            raise
         except Exception:  # the disk failed: what is on it cannot be finished
             self.discard()
             raise
@@ -85,28 +85,27 @@ class RolloutLogWriter:
         """
         if self._sink is None:
             return
-        sink, self._sink = self._sink, None
         try:
-            sink.close()
+            self._sink.close()
             with self._hidden.open("rb+") as file:
                 os.fsync(file.fileno())
             if self._overwrite:
                 os.replace(self._hidden, self.path)
         except OSError:  # what could not be finished would only fill the disk
-            with contextlib.suppress(OSError):
-                self._hidden.unlink(missing_ok=True)
+            self.discard()
             raise
+        self._sink = None
         if not self._overwrite:
             _rename_new(self._hidden, self.path)
 
     def discard(self) -> None:
         """Drop everything written; no file is left."""
         if self._sink is not None:
-            sink, self._sink = self._sink, None
-            with contextlib.suppress(OSError):
-                sink.close()
+            with contextlib.suppress(OSError, ValueError):  # it may be closed
+                self._sink.close()
             with contextlib.suppress(OSError):
                 self._hidden.unlink(missing_ok=True)
+            self._sink = None
 
     def __enter__(self) -> RolloutLogWriter:
         return self
@@ -153,14 +152,12 @@ def convert_log(
     writer = RolloutLogWriter(target, overwrite=overwrite)
     try:
         shards = log_shards(source, file_limits=file_limits, column_names=column_names)
-        total, looked_at = sum(shard.rows for shard in shards), ""
+        total = sum(shard.rows for shard in shards)
         for shard in shards:
             for batch in read_shard(shard, columns=None, batch_size=batch_size):
-                if shard.file != looked_at:
-                    looked_at = shard.file
-                    for column in required:
-                        if not batch.has(column):
-                            raise missing_column([column], batch, shard.source)
+                missing = [column for column in required if not batch.has(column)]
+                if missing and batch.first_row == 0:
+                    raise missing_column(missing[:1], batch, shard.source)
                 writer.write(batch)
                 if on_rows is not None:
                     on_rows(len(batch), total)
@@ -178,21 +175,15 @@ class _ParquetSink:
         self._rows = row_group_rows
         self._writer: pq.ParquetWriter | None = None
 
-    def check(self, batch: RolloutBatch) -> None:
-        """Check the user's own columns: the first batch says which there are, and of what type."""
-        if self._writer is None:
-            return
-        known = dict(zip(self._schema.names, self._schema.types, strict=True))
-        for name in own_columns(batch.columns):
-            given = batch.records.column(name).type
-            if known.get(name) != given:
-                title = f"{given} in this batch, and {known.get(name, 'no such column')} in the first"
-                fix = "give every batch of a file the same columns of your own, of the same types"
-                raise log_error("type", title, fix=fix, column=name)
-
     def _opened(self, own: list[pa.Field]) -> pq.ParquetWriter:
-        """The file, which is made with the first batch."""
+        """The file, which is made with the first batch; that one says which columns of the user's own there are."""
         if self._writer is not None:
+            for field in own:
+                known = self._schema.field(field.name).type if field.name in self._schema.names else "no such column"
+                if field.type != known:
+                    title = f"{field.type} in this batch, and {known} in the first"
+                    fix = "give every batch of a file the same columns of your own, of the same types"
+                    raise log_error("type", title, fix=fix, column=field.name)
             return self._writer
         for field in own:
             self._schema = self._schema.append(field)
@@ -229,9 +220,6 @@ class _JsonlSink:
         self._compress = compress
         self._whole = 0
 
-    def check(self, batch: RolloutBatch) -> None:
-        """Every line says what it has."""
-
     def write(self, batch: RolloutBatch) -> None:
         text = "".join(to_lines(batch)).encode()
         self._file.seek(self._whole)
@@ -255,10 +243,8 @@ def _rename_new(source: Path, target: Path) -> None:
     message = f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
     try:
         os.link(source, target)
-    except FileExistsError:
-        raise FileExistsError(message) from None
-    except OSError:  # a file system without hard links
-        if target.exists():
+    except OSError:  # the name is taken, or the file system has no hard links
+        if os.path.lexists(target):
             raise FileExistsError(message) from None
         os.replace(source, target)
     else:

@@ -15,7 +15,7 @@ from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exac
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Tally
 from rollcorr.rollout_log import FileLimits, RolloutBatch, RolloutLogError, Shard, log_shards, read_shard
-from rollcorr.rollout_log.column_names import missing_column
+from rollcorr.rollout_log.frameworks import missing_column
 from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
 
