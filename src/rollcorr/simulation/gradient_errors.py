@@ -256,14 +256,13 @@ def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor
     divisor = torch.where(advantages.abs() > 1e-12, advantages, 1.0)
     kappa = (coefficients / divisor[:, None]).masked_fill(~readable, 0.0)
 
-    token_second = (coefficients.square() * rows.score_squares()).masked_fill(~rows.mask, 0.0).sum(-1)
     counted = [readable.sum(-1), rows.mask.sum(-1), loss_mask.sum(-1)]
     return {
         "weight": torch.ones_like(rows.rewards),
         "kept_weight": loss_mask.any(-1).double(),
         "first": gradient,
         "second": gradient.square(),
-        "token_second": token_second,
+        "token_second": (coefficients.square() * rows.score_squares()).sum(-1),
         "factors": torch.stack([kappa.sum(-1), kappa.square().sum(-1)], 1),
         "tokens": torch.stack(counted, 1).double(),
     }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rollcorr.diagnostics.report.plots import LIGHT, to_png
-from rollcorr.simulation.ranking import ranked_estimators
-from rollcorr.simulation.studies import REGIMES, ResultRow
+from rollcorr.simulation.studies import APART, REGIMES, ResultRow
 
 try:
     from matplotlib.axes import Axes
@@ -61,8 +61,14 @@ def draw_regimes(rows: Rows) -> Figure:
     regimes = [regime for regime in REGIMES if any(row["regime"] == regime for row in rows)]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     batch_size = max(row["batch_size"] for row in rows)
-    names = [entry.estimator for entry in ranked_estimators(rows, batch_size)]
     cells = {(r["estimator"], r["regime"], r["kind"]): r["direction"] for r in rows if r["batch_size"] == batch_size}
+
+    # The kinds of `APART` have no say: raw log-probs make all estimators alike, and broken sequences are a fault.
+    directions: dict[str, list[float]] = {}
+    for (name, _, kind), direction in cells.items():
+        if kind not in APART:
+            directions.setdefault(name, []).append(direction)
+    names = sorted(directions, key=lambda name: fmean(directions[name]))
 
     figure, panels = _figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), len(regimes))
     for axes, regime in zip(panels, regimes, strict=True):

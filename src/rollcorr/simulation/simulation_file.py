@@ -36,7 +36,7 @@ from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.sequence_rows import exact_rows, sample_rows
 from rollcorr.simulation.studies import Cell, ResultRow, measure
 
-_MADE = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports", "end")
+_MADE = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports")
 _GIVEN = ("trainer", "rollout", "reward", "next_state", "goal")
 
 
