@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from estimator_ranking import ranked_estimators
+
 from rollcorr.simulation.mismatches import KINDS
 from rollcorr.simulation.studies import REGIMES
 
