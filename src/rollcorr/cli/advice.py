@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app, check_unused, exit_on
+from rollcorr.cli.app import check_unused, exit_on, terminal
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.config.input_file import BadInputError
 
 
-@app.command("calibrate")
 def calibrate_thresholds(
     null: Annotated[
         Path | None, typer.Argument(metavar="[NULL.json]", help="A null, as `rollcorr null` writes it.")
@@ -42,13 +41,10 @@ def calibrate_thresholds(
     import json
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from rollcorr.diagnostics.advice import calibrate, noise_table
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_calibration, show_noise_table
 
-    console = Console(highlight=False)
     with exit_on():
         wanted = _lengths(lengths)
         if noise:
@@ -58,7 +54,7 @@ def calibrate_thresholds(
             if as_json:
                 typer.echo(json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=1))
             else:
-                show_noise_table(console, rows, wanted)
+                show_noise_table(terminal(), rows, wanted)
             return
         if null is None:
             raise BadInputError("give a null (`rollcorr null LOG -o null.json`), or --noise")
@@ -69,10 +65,9 @@ def calibrate_thresholds(
     if as_json:
         typer.echo(found.to_json())
     else:
-        show_calibration(console, found)
+        show_calibration(terminal(), found)
 
 
-@app.command("advise")
 def advise_on(
     logs: Annotated[
         list[Path],
@@ -104,8 +99,6 @@ def advise_on(
     Exit codes: 0 a preset, 1 repair something first, 2 bad input, 3 not judged, 130 interrupted.
     """
     share_memory()
-    from rich.console import Console
-
     from rollcorr.diagnostics.advice import advise
     from rollcorr.diagnostics.log_check import check_logs
     from rollcorr.diagnostics.null import read_null
@@ -141,7 +134,7 @@ def advise_on(
     else:
         if result.null is not None:
             typer.echo(f"judged against {result.null.name}", err=True)  # users paste the YAML of the output
-        show_advice(Console(highlight=False), advice)
+        show_advice(terminal(), advice)
     raise typer.Exit(advice.exit_code)
 
 

@@ -5,39 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.models import CommandInfo
 
 import rollcorr
 from rollcorr.config.input_file import BadInputError
 from rollcorr.config.secrets import redact_text
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
-
-PANELS: dict[str, tuple[str, ...]] = {
-    "Start here": ("demo", "explain", "presets", "info"),
-    "Diagnose a rollout log": ("check", "check-schedule", "null", "calibrate", "advise", "import"),
-    "Follow a run": ("watch", "report", "compare"),
-    "Train, simulate, convert": ("train", "simulate", "convert-config"),
-}
-"""What `rollcorr --help` shows: the commands in groups, in the order in which a newcomer needs them."""
-
-
-def arrange_commands() -> None:
-    """Put the commands into their groups. Called once, when all of them have joined."""
-    groups = {name: panel for panel, names in PANELS.items() for name in names}
-    order = list(groups)
-    for command in app.registered_commands:
-        command.rich_help_panel = groups[_name_of(command)]
-    app.registered_commands.sort(key=lambda command: order.index(_name_of(command)))
-
-
-def _name_of(command: CommandInfo) -> str:
-    function = command.callback
-    assert function is not None
-    return command.name or function.__name__.replace("_", "-")
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,6 +37,13 @@ def options(
     """
 
 
+def terminal(*, stderr: bool = False) -> Console:
+    """Return a console of rich, which is loaded by the commands that print with it."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
 @contextmanager
 def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Iterator[None]:
     """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2.
@@ -66,10 +52,9 @@ def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Itera
         bad_input: further errors that the input may cause.
         unwritten: what an interrupt leaves unwritten: Ctrl-C then prints this and exits with code 130.
     """
-    expected: tuple[type[Exception], ...] = (BadInputError, OSError, ImportError, *bad_input)
     try:
         yield
-    except expected as error:
+    except (BadInputError, OSError, ImportError, *bad_input) as error:
         typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:

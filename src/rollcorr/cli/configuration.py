@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rollcorr.cli.app import app
+from rollcorr.cli.app import terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import Conversion, Schema, convert, converted_document
 from rollcorr.config.generations import shown
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@app.command("convert-config")
 def convert_config(
     old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A verl configuration, or only the options.")],
     output: Annotated[
@@ -48,9 +47,7 @@ def convert_config(
     """
     import warnings
 
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -60,9 +57,7 @@ def convert_config(
         if output is not None:
             output.write_text(text, encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
-        console.print(
-            redact_text(f"{old}: {in_one_line(error)}"), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(redact_text(f"{old}: {in_one_line(error)}"), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if output is None:
         typer.echo(text, nl=False)
@@ -82,4 +77,4 @@ def _print_conversion(console: Console, conversion: Conversion, warned: list[str
     console.print(table)
     for label, lines in (("note", conversion.notes), ("warning", warned)):
         for line in lines:
-            console.print(f"{label}: {line}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{label}: {line}", markup=False, soft_wrap=True)

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import exit_on, terminal
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.cli.null_measurement import parse_steps
 from rollcorr.config.input_file import BadInputError
 
 
-@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="The run directory. It holds metrics.jsonl and config.yaml.")],
     output: Annotated[
@@ -30,8 +29,6 @@ def report(
 
     The page needs the extra `report`. Without it, this prints the verdict alone, and --output is refused.
     """
-    from rich.console import Console
-
     from rollcorr.diagnostics.report import run_report, show_health, to_json
     from rollcorr.run_directory.stored_run import read_run
 
@@ -55,14 +52,13 @@ def report(
     if as_json:
         typer.echo(to_json(data.health, report=None if page is None else str(page), remarks=data.remarks))
     else:
-        console = Console(highlight=False)
+        console = terminal()
         show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
     raise typer.Exit(data.health.exit_code)
 
 
-@app.command()
 def check(
     logs: Annotated[
         list[Path],
@@ -114,8 +110,6 @@ def check(
     share_memory()
 
     # Imported here, so that `--help` and the other commands do not load torch and Arrow for it.
-    from rich.console import Console
-
     from rollcorr.diagnostics.log_check import check_logs, choose_config
     from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.console import row_progress, show_health, show_what_if, to_json
@@ -164,7 +158,7 @@ def check(
         plural = "" if len(result.files) == 1 else "s"
         what = "pictures" if result.health.diffusion else "sequences"
         subject = f"{result.rows:,} {what} in {len(result.files)} file{plural}"
-        console = Console(highlight=False)
+        console = terminal()
         show_health(console, result.health, subject=subject, remarks=result.remarks)
         if what_if:
             show_what_if(console, result.what_if)
@@ -177,7 +171,6 @@ def check(
     raise typer.Exit(result.health.exit_code)
 
 
-@app.command()
 def check_schedule(
     rollout: Annotated[
         Path,
@@ -186,9 +179,6 @@ def check_schedule(
         ),
     ],
     trainer: Annotated[Path, typer.Argument(help="The trainer's schedule, in the same form.")],
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest difference allowed, relative to the largest entry.")
-    ] = 1e-5,
 ) -> None:
     """Compare the denoising schedules of a sampler and a trainer, of sigmas or of timestep values.
 
@@ -205,7 +195,7 @@ def check_schedule(
     from rollcorr.diagnostics.schedules import compare_schedules, read_schedule
 
     with exit_on():
-        finding = compare_schedules(read_schedule(rollout), read_schedule(trainer), tolerance=tolerance)
+        finding = compare_schedules(read_schedule(rollout), read_schedule(trainer))
     if finding is None:
         typer.echo("the schedules agree")
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import exit_on
 from rollcorr.config.input_file import BadInputError
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[F
         raise BadInputError(str(error)) from error
 
 
-@app.command("import")
 def import_log(
     sources: Annotated[
         list[Path], typer.Argument(metavar="SOURCE…", help="Files, folders or glob patterns of another framework.")

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import exit_on, terminal
 
 if TYPE_CHECKING:
     from rollcorr.monitor.running_judge import RunningJudge
 
+SECONDS_BETWEEN_LOOKS = 2.0
 
-@app.command()
+
 def watch(
     run: Annotated[Path, typer.Argument(help="The run directory. It must exist; it need not hold metrics.jsonl yet.")],
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
 ) -> None:
     """Show a run while it goes on: a line for each step, and each alarm once, with cause and fix.
@@ -65,7 +65,7 @@ def watch(
                 _show_verdict(judge)
                 raise typer.Exit(judge.exit_code)
             try:
-                time.sleep(every)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
             except KeyboardInterrupt as error:
                 _show_verdict(judge)
                 raise typer.Exit(130) from error
@@ -78,7 +78,6 @@ def _show_verdict(judge: RunningJudge) -> None:
         typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
 
 
-@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
     metric: Annotated[
@@ -96,8 +95,6 @@ def compare(
     import json
     import math
 
-    from rich.console import Console
-
     from rollcorr.diagnostics import compare_runs, comparison_table
     from rollcorr.run_directory import read_run
 
@@ -112,7 +109,7 @@ def compare(
 
             page = write_comparison(comparison_report(stored, metric or ()), output)
     if not as_json:
-        console = Console(highlight=False)
+        console = terminal()
         console.print(comparison_table(comparison))
         if page is not None:
             console.print(f"\npage: {page}", soft_wrap=True)

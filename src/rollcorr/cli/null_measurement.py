@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rollcorr.cli.app import app, check_unused, exit_on
+from rollcorr.cli.app import check_unused, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.config import SamplingSpec
 from rollcorr.config.input_file import BadInputError
@@ -26,13 +26,12 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    first, colon, last = text.partition(":")
-    if not (colon and first.strip().isdecimal() and last.strip().isdecimal() and int(first) <= int(last)):
+    ends = [int(end) for end in text.split(":") if end.strip().isdecimal()]
+    if text.count(":") != 1 or len(ends) != 2 or ends[0] > ends[1]:
         raise BadInputError(f"steps are FIRST:LAST, for example 1:5; got {text!r}")
-    return int(first), int(last)
+    return ends[0], ends[1]
 
 
-@app.command("null")
 def measure(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the null (JSON).")],
     logs: Annotated[
@@ -83,10 +82,6 @@ def measure(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of the engine, for example url=http://localhost:8000."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seeds the draws.")] = 0,
-    rollouts: Annotated[
-        Path | None, typer.Option(metavar="LOG", help="Also keep what the engine sampled, as a rollout log (.parquet).")
-    ] = None,
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
@@ -115,17 +110,16 @@ def measure(
 
     with exit_on(EngineError, unwritten=output):
         check_unused(output, overwrite=overwrite)
-        _check_source(logs, engine, model, prompts, rollouts, overwrite=overwrite)
+        _check_source(logs or [], engine, model, prompts)
         file_limits, column_names = file_options(limit, columns)
         with TemporaryDirectory() as folder:
-            kept = rollouts or Path(folder) / "rollouts.parquet"
+            rollouts = Path(folder) / "rollouts.parquet"
             if engine is not None and model is not None and prompts is not None:
                 _sample(
-                    kept,
+                    rollouts,
                     prompts,
                     engine_option or [],
                     sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k},
-                    overwrite=overwrite,
                     engine=engine,
                     model=model,
                     sides=sides,
@@ -133,11 +127,10 @@ def measure(
                     max_new_tokens=max_new_tokens,
                     dtype=dtype,
                     train_dtype=train_dtype,
-                    seed=seed,
                 )
             with row_progress() as on_rows:
                 null = null_of_logs(
-                    [kept] if engine else logs or [],
+                    [rollouts] if engine else logs or [],
                     name=output.name,
                     kind="engine" if engine else "log",
                     sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
@@ -157,37 +150,25 @@ def measure(
         typer.echo(f"{'note' if judges else 'warning'}: {remark}", err=not judges)
 
 
-def _check_source(
-    logs: list[Path] | None,
-    engine: str | None,
-    model: str | None,
-    prompts: Path | None,
-    rollouts: Path | None,
-    *,
-    overwrite: bool,
-) -> None:
+def _check_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
     """Check that there is one source of rollouts, and that it is whole.
 
     Raises:
         BadInputError: there is none, there are two, or a part is missing.
     """
-    if engine is None:
-        given = [
-            name for name, value in (("--model", model), ("--prompts", prompts), ("--rollouts", rollouts)) if value
-        ]
-        if given:
-            raise BadInputError(f"{given[0]} belongs to --engine NAME; give it too, or logs alone")
-        if not logs:
-            raise BadInputError("give rollout logs, or --engine NAME --model DIR --prompts FILE")
-        return
-    if logs:
-        raise BadInputError(f"logs ({logs[0]}) and --engine {engine} exclude each other; give one")
-    if model is None or prompts is None:
-        missing = (
-            "--model DIR" if model is None else "--prompts FILE (a rollout log with prompt_ids, or a .txt of lines)"
-        )
-        raise BadInputError(f"--engine {engine} needs {missing}")
-    check_unused(rollouts, overwrite=overwrite)
+    alone = engine is None
+    wrong = {
+        "--model belongs to --engine NAME; give it too, or logs alone": alone and model,
+        "--prompts belongs to --engine NAME; give it too, or logs alone": alone and prompts,
+        "give rollout logs, or --engine NAME --model DIR --prompts FILE": alone and not logs,
+        f"logs ({', '.join(map(str, logs))}) and --engine {engine} exclude each other; give one": engine and logs,
+        f"--engine {engine} needs --model DIR": engine and model is None,
+        f"--engine {engine} needs --prompts FILE (a rollout log with prompt_ids, or a .txt of lines)": engine
+        and prompts is None,
+    }
+    for message, applies in wrong.items():
+        if applies:
+            raise BadInputError(message)
 
 
 def _sample(
@@ -196,7 +177,6 @@ def _sample(
     options: list[str],
     *,
     sampling: dict[str, Any],
-    overwrite: bool,
     **settings: Any,  # noqa: ANN401 (of an `EngineNullConfig`)
 ) -> None:
     """Sample from the engine, score, and write the rollouts; nothing is left after an interrupt.
@@ -218,7 +198,7 @@ def _sample(
         config = EngineNullConfig(engine_options=given, sampling=processed(SamplingSpec(**sampling)), **settings)
         with row_progress("sampling") as on_rows:
             batches = list(engine_null_rollouts(config, read_prompts(prompts), on_rows=on_rows))
-        with RolloutLogWriter(target, overwrite=overwrite) as log:
+        with RolloutLogWriter(target) as log:
             for batch in batches:
                 log.write(batch)
     except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ try:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 except ImportError as error:
     raise ImportError(
-        "figures need matplotlib: pip install 'rollcorr[report]', or write --no-figures for the tables alone"
+        "the tables are written; figures need matplotlib: pip install 'rollcorr[report]', and repeat the command"
     ) from error
 
 Rows = Sequence[ResultRow]
