@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rollcorr import diagnostics
 from rollcorr.cli.app import check_unused, exit_on, terminal
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.config.input_file import BadInputError
@@ -38,11 +41,6 @@ def calibrate_thresholds(
 
     Exit codes: 0 printed, 2 bad input.
     """
-    import json
-    from dataclasses import asdict
-
-    from rollcorr.diagnostics.advice import calibrate, noise_table
-    from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_calibration, show_noise_table
 
     with exit_on():
@@ -50,7 +48,7 @@ def calibrate_thresholds(
         if noise:
             if null is not None or output is not None:
                 raise BadInputError("--noise takes neither a null nor a file: it is about normal noise alone")
-            rows = noise_table(lengths=wanted)
+            rows = diagnostics.noise_table(lengths=wanted)
             if as_json:
                 typer.echo(json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=1))
             else:
@@ -59,7 +57,9 @@ def calibrate_thresholds(
         if null is None:
             raise BadInputError("give a null (`rollcorr null LOG -o null.json`), or --noise")
         check_unused(output, overwrite=overwrite)
-        found = calibrate(read_null(null), rate=rate, lengths=wanted, alarm_rate=alarm_rate, sequences=sequences)
+        found = diagnostics.calibrate(
+            diagnostics.read_null(null), rate=rate, lengths=wanted, alarm_rate=alarm_rate, sequences=sequences
+        )
         if output is not None:
             found.save(output)
     if as_json:
@@ -99,9 +99,6 @@ def advise_on(
     Exit codes: 0 a preset, 1 repair something first, 2 bad input, 3 not judged, 130 interrupted.
     """
     share_memory()
-    from rollcorr.diagnostics.advice import advise
-    from rollcorr.diagnostics.log_check import check_logs
-    from rollcorr.diagnostics.null import read_null
     from rollcorr.diagnostics.report.advice_text import show_advice
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.run_directory.durable_files import write_text_durably
@@ -112,10 +109,10 @@ def advise_on(
             raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
         file_limits, column_names = file_options(limit, columns)
         with row_progress() as on_rows:
-            result = check_logs(
+            result = diagnostics.check_logs(
                 logs,
                 train_column=train_column,
-                null=None if null is None else read_null(null),
+                null=None if null is None else diagnostics.read_null(null),
                 workers=workers,
                 file_limits=file_limits,
                 column_names=column_names,
@@ -124,7 +121,7 @@ def advise_on(
         if result.interrupted:
             typer.echo("interrupted: part of a log gives no advice", err=True)
             raise typer.Exit(130)
-        advice = advise(result, rate=rate)
+        advice = diagnostics.advise(result, rate=rate)
         if output is not None and advice.yaml:
             write_text_durably(output, advice.yaml)
     if output is not None and not advice.yaml:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import rollcorr.diagnostics.null as nulls
+from rollcorr import diagnostics, run_directory
 from rollcorr.cli.app import exit_on, terminal
 
 if TYPE_CHECKING:
@@ -23,11 +28,7 @@ def watch(
 
     Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
     """
-    import time
-
-    from rollcorr.diagnostics import bare_metrics
     from rollcorr.monitor.running_judge import RunningJudge, alarm_text
-    from rollcorr.run_directory import read_run
     from rollcorr.run_directory.directory import RunDirectory
     from rollcorr.run_directory.growing_metrics import GrowingMetrics
     from rollcorr.run_directory.stored_run import check_run_directory
@@ -36,11 +37,7 @@ def watch(
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(ValueError):
         check_run_directory(run)
-        null = None
-        if RunDirectory(run).null.exists():
-            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
-
-            null = noise_beside(run)
+        null = nulls.noise_beside(run) if RunDirectory(run).null.exists() else None  # it needs Arrow
         if null is not None:
             typer.echo(f"judged against {null.source}")
         judge = RunningJudge(null)
@@ -50,11 +47,11 @@ def watch(
                 typer.echo("the run went on from an earlier step")
                 judge = RunningJudge(null)
             if new.steps and config is None:
-                config = read_run(run).config
+                config = run_directory.read_run(run).config
             for step in new.steps:
                 numbers = {name: value for name, value in step.items() if isinstance(value, (int, float))}
                 typer.echo(step_line(step["step"], numbers))
-                changes = judge.judge(step["step"], bare_metrics(numbers), config)
+                changes = judge.judge(step["step"], diagnostics.bare_metrics(numbers), config)
                 for finding in changes.began:
                     typer.secho(alarm_text(step["step"], finding), fg="red")
                 for finding in changes.passed:
@@ -92,25 +89,16 @@ def compare(
 
     The page of --output also has the curves of all runs, and the options in which they differ.
     """
-    import json
-    import math
-
-    from rollcorr.diagnostics import compare_runs, comparison_table
-    from rollcorr.run_directory import read_run
-
     with exit_on(ValueError):
-        stored = [read_run(run) for run in runs]
-        comparison = compare_runs(stored, metric or ())
+        stored = [run_directory.read_run(run) for run in runs]
+        comparison = diagnostics.compare_runs(stored, metric or ())
 
-        # Imported only for a page: its figures need matplotlib.
         page = None
         if output is not None:
-            from rollcorr.diagnostics.report import comparison_report, write_comparison
-
-            page = write_comparison(comparison_report(stored, metric or ()), output)
+            page = diagnostics.write_comparison(diagnostics.comparison_report(stored, metric or ()), output)
     if not as_json:
         console = terminal()
-        console.print(comparison_table(comparison))
+        console.print(diagnostics.comparison_table(comparison))
         if page is not None:
             console.print(f"\npage: {page}", soft_wrap=True)
         return

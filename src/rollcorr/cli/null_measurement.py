@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from rollcorr import diagnostics, engines
 from rollcorr.cli.app import check_unused, exit_on
 from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
 from rollcorr.config import SamplingSpec
@@ -103,12 +104,10 @@ def measure(
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     share_memory()
-    from rollcorr.diagnostics.log_check import null_of_logs
     from rollcorr.diagnostics.null import is_large, remark_on_size
     from rollcorr.diagnostics.report.console import row_progress
-    from rollcorr.engines import EngineError
 
-    with exit_on(EngineError, unwritten=output):
+    with exit_on(engines.EngineError, unwritten=output):
         check_unused(output, overwrite=overwrite)
         _check_source(logs or [], engine, model, prompts)
         file_limits, column_names = file_options(limit, columns)
@@ -129,7 +128,7 @@ def measure(
                     train_dtype=train_dtype,
                 )
             with row_progress() as on_rows:
-                null = null_of_logs(
+                null = diagnostics.null_of_logs(
                     [rollouts] if engine else logs or [],
                     name=output.name,
                     kind="engine" if engine else "log",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from rollcorr import engines
 from rollcorr.cli.app import terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.secrets import redact_text
@@ -53,7 +54,6 @@ def train(
     """
     from rich.markup import escape
 
-    from rollcorr.engines.base import EngineError
     from rollcorr.run_directory.run_lock import RunInUseError
     from rollcorr.train import recipes
     from rollcorr.train.config_file import check_trusted
@@ -78,9 +78,9 @@ def train(
     except KeyboardInterrupt as error:
         terminal(stderr=True).print("stopped at once: the same command continues after the last checkpoint")
         raise typer.Exit(130) from error
-    except (EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
+    except (engines.EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
         # What an engine says may be a whole page of its own; what a file says may be anything.
-        failed = isinstance(error, EngineError)
+        failed = isinstance(error, engines.EngineError)
         reason = str(error) if failed else in_one_line(error)
         message = f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}"
         terminal(stderr=True).print(message, soft_wrap=True)
