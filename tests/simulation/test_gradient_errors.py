@@ -11,8 +11,14 @@ import torch
 from rollcorr import correct
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.simulation import LossCoefficients, gradient_error, gradient_sums, make_pair, measure, sample_rows
-from rollcorr.simulation.gradient_errors import inverse_kept, random_rejection, rejected_unit, without_rejection
-from rollcorr.simulation.loss_coefficients import batch_gradient, loss_coefficients
+from rollcorr.simulation.gradient_errors import (
+    batch_gradient,
+    inverse_kept,
+    loss_coefficients,
+    random_rejection,
+    rejected_unit,
+    without_rejection,
+)
 from rollcorr.simulation.mismatches import KINDS
 from rollcorr.simulation.sequence_rows import every_count, every_sequence, mixed_rows
 
@@ -247,7 +253,7 @@ def test_the_control_is_what_random_rejection_does(config):
 
 def test_what_depends_on_the_whole_batch_is_refused():
     rows = every_sequence(make_pair("noise", 0.3, vocabulary=3, length=2))
-    with pytest.raises(ValueError, match="measure whole batches, with loss_coefficients"):
+    with pytest.raises(ValueError, match="measure whole batches, with batch_gradient"):
         gradient_sums(rows, RolloutCorrectionConfig(rollout_is="token", normalizer="weights"))
 
 

@@ -7,13 +7,11 @@ import traceback
 from types import FrameType
 
 from rollcorr.cli import (
-    advice,
     configuration,
     diagnosis,
     explanation,
-    logs,
     monitoring,
-    null_measurement,
+    null_and_advice,
     simulation,
     training,
 )
@@ -32,10 +30,10 @@ PANELS = {
     "Diagnose a rollout log": {
         "check": diagnosis.check,
         "check-schedule": diagnosis.check_schedule,
-        "null": null_measurement.measure,
-        "calibrate": advice.calibrate_thresholds,
-        "advise": advice.advise_on,
-        "import": logs.import_log,
+        "null": null_and_advice.measure,
+        "calibrate": null_and_advice.calibrate_thresholds,
+        "advise": null_and_advice.advise_on,
+        "import": configuration.import_log,
     },
     "Follow a run": {
         "watch": monitoring.watch,

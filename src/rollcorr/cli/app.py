@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,17 @@ from rollcorr.config.secrets import redact_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rollcorr.rollout_log import FileLimits
+
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+LIMIT_OPTION = typer.Option(
+    metavar="NAME=NUMBER", help="Raise a limit on what a file may hold, for a file that you trust."
+)
+COLUMNS_OPTION = typer.Option(
+    metavar="OURS=THEIRS,…",
+    help="What the files call our columns, for example rollout_log_prob=logprobs. Our name stands on the left.",
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -72,3 +84,28 @@ def check_unused(path: Path | None, *, overwrite: bool) -> None:
     """
     if path is not None and path.exists() and not overwrite:
         raise BadInputError(f"{path} exists; choose another name, or give --overwrite")
+
+
+def share_memory() -> None:
+    """Let Arrow use the system's allocator, as NumPy does: what one has freed the other takes, 40 MB of a large log.
+
+    Called before Arrow is loaded, which then takes it from the environment; processes that read inherit that. An
+    allocator that the user has chosen stays.
+    """
+    if "pyarrow" not in sys.modules:
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+
+
+def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[FileLimits, dict[str, str]]:
+    """The limits and the names of columns that a command was given.
+
+    Raises:
+        BadInputError: a text is not of its form.
+    """
+    from rollcorr.rollout_log import FileLimits
+    from rollcorr.rollout_log.column_names import parse_column_names
+
+    try:
+        return FileLimits.from_texts(limits or []), parse_column_names(columns or [])
+    except ValueError as error:
+        raise BadInputError(str(error)) from error

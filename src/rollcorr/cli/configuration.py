@@ -1,4 +1,4 @@
-"""`rollcorr convert-config`: rewrite old options in the newest form."""
+"""`rollcorr import` and `rollcorr convert-config`: logs and options of other frameworks in the form of this library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rollcorr.cli.app import terminal
+from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import Conversion, Schema, convert, converted_document
 from rollcorr.config.generations import shown
@@ -16,6 +16,43 @@ from rollcorr.config.yaml_text import dump_yaml, read_yaml
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def import_log(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="SOURCE…", help="Files, folders or glob patterns of another framework.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="TARGET", help="The log: .parquet, .jsonl or .jsonl.gz.")
+    ],
+    columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
+    limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
+) -> None:
+    """Write the dumps of another framework as a rollout log, with its version and units.
+
+    Dumps of prime-rl, slime and SkyRL are recognized. Those of verl and TRL are too, but hold no log-probs.
+    Other JSONL and Parquet files need --columns, where their names are not ours.
+
+    Nothing is left when a source cannot be read to its end.
+    Exit codes: 0 written, 2 bad input, 130 interrupted.
+    """
+    from rollcorr.diagnostics.report.console import row_progress
+    from rollcorr.rollout_log import convert_log
+
+    with exit_on(unwritten=output):
+        file_limits, column_names = file_options(limit, columns)
+        with row_progress() as on_rows:
+            rows = convert_log(
+                sources,
+                output,
+                overwrite=overwrite,
+                file_limits=file_limits,
+                column_names=column_names,
+                required=("rollout_log_prob",),
+                on_rows=on_rows,
+            )
+    typer.echo(f"{output}: {rows:,} sequences")
 
 
 def convert_config(

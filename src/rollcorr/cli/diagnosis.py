@@ -10,9 +10,8 @@ import typer
 
 import rollcorr.diagnostics.report as reports
 from rollcorr import diagnostics, run_directory
-from rollcorr.cli.app import exit_on, terminal
-from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
-from rollcorr.cli.null_measurement import parse_steps
+from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
+from rollcorr.cli.null_and_advice import parse_steps
 from rollcorr.config.input_file import BadInputError
 
 

@@ -31,13 +31,14 @@ from rollcorr.correction import correct
 from rollcorr.simulation.estimators import every_estimator, threshold_sweep
 from rollcorr.simulation.gradient_errors import (
     GradientError,
+    LossCoefficients,
+    batch_gradient,
     gradient_error,
     gradient_sums,
     random_rejection,
     rejected_unit,
     without_rejection,
 )
-from rollcorr.simulation.loss_coefficients import LossCoefficients, batch_gradient
 from rollcorr.simulation.mismatches import KINDS, PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.orders import ORDER_CHECKS, coin_with_chi2, fit_slope
 from rollcorr.simulation.sequence_rows import SequenceRows, every_count, every_sequence, mixed_rows, sample_rows
