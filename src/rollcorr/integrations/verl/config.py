@@ -11,7 +11,7 @@ from rollcorr.config import CRITERIA, InertOptionWarning, Threshold
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.generations import KEYS
-from rollcorr.config.presets import PRESETS, VERL, NamedPreset
+from rollcorr.config.presets import PRESETS, VERL, preset_constructor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,7 +105,7 @@ def with_verl_presets(cls: type[Config]) -> type[Config]:
     """Give verl's configuration the constructors of verl 0.9.1; docs/reference/presets.md lists their values."""
     for name, preset in PRESETS.items():
         if preset.source == VERL:
-            setattr(cls, name, NamedPreset(name, _construct, _parameters(name)))
+            setattr(cls, name, preset_constructor(name, _construct, _parameters(name)))
     return cls
 
 
