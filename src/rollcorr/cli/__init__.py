@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import FrameType
 
 from rollcorr.cli import (
@@ -20,7 +21,7 @@ from rollcorr.config.secrets import redact_text
 
 __all__ = ["app", "main"]
 
-PANELS = {
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Start here": {
         "demo": explanation.demo,
         "explain": explanation.explain,

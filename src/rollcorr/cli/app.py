@@ -64,9 +64,10 @@ def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Itera
         bad_input: further errors that the input may cause.
         unwritten: what an interrupt leaves unwritten: Ctrl-C then prints this and exits with code 130.
     """
+    expected: tuple[type[Exception], ...] = (BadInputError, OSError, ImportError, *bad_input)
     try:
         yield
-    except (BadInputError, OSError, ImportError, *bad_input) as error:
+    except expected as error:
         typer.echo(f"error: {redact_text(str(error))}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:

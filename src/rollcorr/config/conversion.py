@@ -241,10 +241,15 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
     if settings.get("top_k") == 0:  # how transformers writes a top_k that is off
         settings["top_k"] = -1
     old = dict(rollout)
-    name, mode = rollout.get("name"), _logprobs_mode(rollout)
+    name = rollout.get("name")
     if isinstance(name, str) and name != "???":  # OmegaConf's mark for a value still to be given
         settings["engine"] = name
+
+    # `engine_kwargs.vllm` goes over the rollout section's own mode.
+    engine_kwargs = _subsection(_subsection(rollout, "engine_kwargs"), "vllm")
+    mode = engine_kwargs.get("logprobs_mode", rollout.get("logprobs_mode"))
     if mode is not None:
+        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, _LOGPROBS_MODES)
         settings["logprobs"], old["logprobs_mode"] = _LOGPROBS_MODES[mode], mode
 
     try:
@@ -261,15 +266,6 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
             "processed_logprobs). With temperature, top_p or top_k in use the two differ: set it."
         )
     return sampling
-
-
-def _logprobs_mode(rollout: Mapping[str, Any]) -> str | None:
-    """The engine's logprobs_mode: `engine_kwargs.vllm` goes over the rollout section's own."""
-    own = rollout.get("logprobs_mode")
-    mode = _subsection(_subsection(rollout, "engine_kwargs"), "vllm").get("logprobs_mode", own)
-    if mode is not None:
-        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, _LOGPROBS_MODES)
-    return mode
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
 
 
 def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[str, Threshold | None]:
-    """`rollout_rs` as one comma string and its threshold, without repeated criteria.
+    """`rollout_rs` as one text with commas and its threshold, without repeated criteria.
 
     Raises:
         TypeError, ValueError: as `parse_rejection`.
@@ -213,10 +213,10 @@ def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[
     return _restricted(listed, threshold, kept) if kept else (None, None)
 
 
-def _restricted(listed: list[str], threshold: Threshold, kept: Iterable[str]) -> tuple[str, Threshold]:
+def _restricted(listed: list[str], threshold: Threshold | None, kept: Iterable[str]) -> tuple[str, Threshold | None]:
     """Some of the criteria listed, with their thresholds; one threshold that all share stays as it is."""
-    texts = threshold_texts(threshold)
-    if len(texts) > 1:
+    if isinstance(threshold, str) and "," in threshold:
+        texts = threshold_texts(threshold)
         threshold = ",".join(texts[listed.index(name)] for name in kept)
     return ",".join(kept), threshold
 

@@ -39,7 +39,7 @@ LAST = 20
 JUDGED = 10
 """Steps at the end whose log-probs are judged."""
 
-LANGUAGE = {"vocabulary": 64, "states": 64, "spread": 4.0}
+LANGUAGE: Mapping[str, Any] = {"vocabulary": 64, "states": 64, "spread": 4.0}
 """Peaked probabilities in 64 contexts, as a language model has them."""
 
 ARMS: Mapping[str, str] = {

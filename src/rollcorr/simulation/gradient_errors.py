@@ -27,6 +27,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -235,7 +236,7 @@ def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> Gradie
         # Delete-one-group jackknife: each number's own variability, whatever function of the sums it is.
         groups = len(sums.weight)
         left_out = [_numbers(sums.without(group), truth, batch_size) for group in range(groups)]
-        errors = {name: _jackknife([numbers[name] for numbers in left_out]) for name in value}
+        errors = {name: math.sqrt(groups - 1) * float(np.std([one[name] for one in left_out])) for name in value}
 
     # A square below 0 by noise counts as 0, and would have no error there: the bias is off by what one more standard
     # error of its square makes of it.
@@ -299,9 +300,8 @@ def inverse_kept(batch_size: int, kept: float) -> float:
     if kept >= 1:
         return 1 / batch_size
     count = torch.arange(1, batch_size + 1, dtype=torch.float64, device="cpu")
-    log_choose = math.lgamma(batch_size + 1) - torch.lgamma(count + 1) - torch.lgamma(batch_size - count + 1)
-    log_probability = log_choose + count * math.log(kept) + (batch_size - count) * math.log1p(-kept)
-    return float((log_probability.exp() / count).sum())
+    law = torch.distributions.Binomial(batch_size, torch.tensor(kept, dtype=torch.float64, device="cpu"))
+    return float((law.log_prob(count).exp() / count).sum())
 
 
 def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
@@ -382,9 +382,3 @@ def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, fl
         "kept": in_loss / valid,
         "kept_sequences": kept_weight / weight,
     }
-
-
-def _jackknife(values: list[float]) -> float:
-    """√((G − 1)/G Σ (x_g − x̄)²) of the numbers with one group left out."""
-    center = sum(values) / len(values)
-    return math.sqrt((len(values) - 1) / len(values) * sum((value - center) ** 2 for value in values))
