@@ -43,27 +43,6 @@ class MarkovPolicy:
         if self.next_state.min() < 0 or self.next_state.max() >= self.states:
             raise ValueError(f"next_state must be in 0 … {self.states - 1}; got {int(self.next_state.max())}")
 
-    @classmethod
-    def random(cls, vocabulary: int, *, states: int | None = None, spread: float = 1.5, seed: int = 0) -> MarkovPolicy:
-        """Logits from a normal distribution; the state is the last token, modulo the number of states.
-
-        Args:
-            vocabulary: V.
-            states: S, from 1 (tokens are independent) to V. None: V.
-            spread: standard deviation of the logits, nats. 1.5 gives a few likely tokens per state.
-            seed: of the logits.
-
-        Raises:
-            ValueError: V is below 2, or S is outside 1 … V.
-        """
-        states = vocabulary if states is None else states
-        if vocabulary < 2 or not 1 <= states <= vocabulary:
-            raise ValueError(f"vocabulary must be >= 2 and states in 1 … vocabulary; got {vocabulary} and {states}")
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        logits = spread * torch.randn(states, vocabulary, dtype=torch.float64, generator=generator, device="cpu")
-        next_state = (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
-        return cls(logits, next_state)
-
     @property
     def states(self) -> int:
         """S."""
@@ -98,6 +77,11 @@ class MarkovPolicy:
             flow: mass on each (state, token).
         """
         return torch.zeros_like(flow[:, 0]).index_add(0, self.next_state.flatten(), flow.flatten())
+
+
+def last_token_state(states: int, vocabulary: int) -> Tensor:
+    """Return the (S, V) table in which the state is the last token, modulo the number of states."""
+    return (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
 
 
 @dataclass(frozen=True, eq=False)

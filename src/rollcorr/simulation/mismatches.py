@@ -29,6 +29,7 @@ from rollcorr.simulation.markov_policies import (
     exact_gradient,
     expected_product,
     expected_reward,
+    last_token_state,
     state_visits,
 )
 
@@ -247,7 +248,13 @@ def make_pair(
         torch.Size([4, 4])
     """
     severity = check_number("severity", severity)
-    trainer = MarkovPolicy.random(vocabulary, states=states, spread=spread, seed=seed)
+    states = vocabulary if states is None else states
+    if vocabulary < 2 or not 1 <= states <= vocabulary:
+        raise ValueError(f"vocabulary must be >= 2 and states in 1 … vocabulary; got {vocabulary} and {states}")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    logits = spread * torch.randn(states, vocabulary, dtype=torch.float64, generator=generator, device="cpu")
+    trainer = MarkovPolicy(logits, last_token_state(states, vocabulary))
+
     generator = torch.Generator(device="cpu").manual_seed(seed + 1)
     if outcome:
         state, token = (torch.arange(size, device="cpu") for size in trainer.logits.shape)

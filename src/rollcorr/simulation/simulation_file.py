@@ -30,7 +30,7 @@ from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.config.checks import check_integer, check_number, unknown_name
 from rollcorr.config.yaml_text import read_yaml
 from rollcorr.simulation.estimators import Estimators, every_estimator
-from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule
+from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule, last_token_state
 from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.sequence_rows import exact_rows, sample_rows
 from rollcorr.simulation.studies import Cell, ResultRow, measure
@@ -124,7 +124,7 @@ def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
     if missing:
         raise ValueError(f"pair has no {' and no '.join(missing)}; give a kind, or the tables trainer, rollout, reward")
     trainer, rollout, points = (_table(name, options[name]) for name in ("trainer", "rollout", "reward"))
-    policy = MarkovPolicy(trainer, _next_state(options.get("next_state"), trainer))
+    policy = MarkovPolicy(trainer, _next_state(options.get("next_state"), *trainer.shape))
     goal = options.get("goal")
     rule = RewardRule(points, None if goal is None else check_number("goal", goal))
     return PolicyPair(policy, policy.with_logits(rollout), rule, length)
@@ -194,13 +194,12 @@ def _table(name: str, values: object) -> Tensor:
     return table
 
 
-def _next_state(values: object, like: Tensor) -> Tensor:
+def _next_state(values: object, states: int, vocabulary: int) -> Tensor:
     if values is not None:
         return _table("next_state", values).long()
-    states, vocabulary = like.shape
     if states not in (1, vocabulary):
         raise ValueError(
             f"pair.next_state is needed: {states} states and {vocabulary} tokens; without it the state is the last "
             "token, so there are as many, or there is one state"
         )
-    return (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
+    return last_token_state(states, vocabulary)
