@@ -259,20 +259,19 @@ _SHORT: dict[str, _Row] = {
 }
 
 
-def _presets(source: str, rows: Mapping[str, _Row]) -> dict[str, Preset]:
-    return {
-        name: Preset(description=description, values=values, parameters=parameters, source=source)
-        for name, (description, values, parameters) in rows.items()
-    }
+_SOURCES = {
+    VERL: _NEWEST,
+    OWN: _OWN,
+    SHORT: _SHORT,
+    VERL_2025_11: _NOVEMBER_2025,
+    VERL_2025_12: _DECEMBER_2025,
+}
 
-
-PRESETS = (
-    _presets(VERL, _NEWEST)
-    | _presets(OWN, _OWN)
-    | _presets(SHORT, _SHORT)
-    | _presets(VERL_2025_11, _NOVEMBER_2025)
-    | _presets(VERL_2025_12, _DECEMBER_2025)
-)
+PRESETS = {
+    name: Preset(description=description, values=values, parameters=parameters, source=source)
+    for source, rows in _SOURCES.items()
+    for name, (description, values, parameters) in rows.items()
+}
 
 Config = TypeVar("Config")
 
