@@ -38,7 +38,7 @@ def report(
             raise BadInputError(f"{run / 'report'} is a symbolic link; name a folder for the report with --output")
         page = None
         try:
-            page = diagnostics.write_report(data, output or run / "report")
+            page = reports.write_report(data, output or run / "report")
         except ImportError as error:
             # The verdict needs no figures. Whoever names a folder wants them.
             if output is not None:
@@ -131,7 +131,7 @@ def check(
             )
 
         if output is not None:
-            page = diagnostics.write_report(diagnostics.check_report(result, what_if=what_if), output)
+            page = reports.write_report(diagnostics.check_report(result, what_if=what_if), output)
 
     if as_json:
         verdict = reports.to_json(
