@@ -18,7 +18,7 @@ from rollcorr.demo.stories import (
     STEPS,
     SYNC_EVERY,
     TEMPERATURE,
-    Judgment,
+    JudgedRollouts,
     fault_story,
     healthy_story,
     stale_story,
@@ -94,7 +94,7 @@ def _show_stale(console: Console, curves: Mapping[str, Sequence[float]]) -> None
     )
 
 
-def _show_numbers(console: Console, columns: Mapping[str, Judgment]) -> None:
+def _show_numbers(console: Console, columns: Mapping[str, JudgedRollouts]) -> None:
     table = Table("", *columns, box=None, padding=(0, 2, 0, 0))
     for name, label in HEADLINES.items():
         values = [judgment.metrics.get(PREFIX + name) for judgment in columns.values()]

@@ -54,7 +54,7 @@ Sampler = Callable[[Tensor], Tensor]
 OnStep = Callable[[], object]
 
 
-class Judgment(NamedTuple):
+class JudgedRollouts(NamedTuple):
     """What the library says about the log-probs of a run's last steps.
 
     Attributes:
@@ -66,13 +66,13 @@ class Judgment(NamedTuple):
     provenance: Provenance
 
 
-def healthy_story(on_step: OnStep = lambda: None) -> Judgment:
+def healthy_story(on_step: OnStep = lambda: None) -> JudgedRollouts:
     """The sampler rounds its logits to bfloat16, and is otherwise the trainer."""
     rollouts, _ = train("measure", sampler=_rounded, steps=LAST, on_step=on_step, **LANGUAGE)
     return _judge(rollouts)
 
 
-def fault_story(on_step: OnStep = lambda: None) -> tuple[Judgment, Judgment]:
+def fault_story(on_step: OnStep = lambda: None) -> tuple[JudgedRollouts, JudgedRollouts]:
     """The sampler has a temperature that the trainer's log-probs do not have; then the trainer divides by it too."""
     rollouts, _ = train(
         "measure", sampler=lambda logits: _rounded(logits / TEMPERATURE), steps=LAST, on_step=on_step, **LANGUAGE
@@ -159,10 +159,10 @@ def _rounded(logits: Tensor) -> Tensor:
     return logits.bfloat16().double()
 
 
-def _judge(rollouts: Sequence[SequenceRows], temperature: float = 1.0) -> Judgment:
+def _judge(rollouts: Sequence[SequenceRows], temperature: float = 1.0) -> JudgedRollouts:
     """Judge the last rollouts, with log-probs of a trainer that divides its logits by a temperature."""
     judged = rollouts[-JUDGED:]
     scored = [(rows.pair.trainer.logits / temperature).log_softmax(-1)[rows.states, rows.tokens] for rows in judged]
     reported = [rows.rollout_log_prob for rows in judged]
     metrics = correct(scored[-1], reported[-1], judged[-1].mask).metrics()
-    return Judgment(metrics, estimate_provenance(torch.cat(scored), torch.cat(reported)))
+    return JudgedRollouts(metrics, estimate_provenance(torch.cat(scored), torch.cat(reported)))
