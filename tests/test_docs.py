@@ -155,7 +155,7 @@ def test_the_study_of_a_page_is_one_that_simulate_reads(page, tmp_path):
         if "estimators:" in text:
             path = tmp_path / "study.yaml"
             path.write_text(text, encoding="utf-8")
-            assert read_simulation_file(path).cells()
+            assert read_simulation_file(path)
 
 
 def test_the_three_steps_go_from_metrics_to_the_preset_they_name():

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from estimator_ranking import ranked_estimators
+
 from rollcorr.simulation.mismatches import KINDS
-from rollcorr.simulation.ranking import ranked_estimators
 from rollcorr.simulation.studies import REGIMES
 
 RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "laboratory"

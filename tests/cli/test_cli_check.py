@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rollcorr import health
 from rollcorr.cli import app
-from rollcorr.cli.logs import share_memory
+from rollcorr.cli.app import share_memory
 from rollcorr.diagnostics import read_null
 from rollcorr.diagnostics.log_check import tally as module
 from rollcorr.diagnostics.null import noise_of

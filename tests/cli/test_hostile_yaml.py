@@ -290,7 +290,7 @@ def test_a_flipped_bit_gives_one_line_or_a_configuration(tmp_path):
 
 def test_the_command_runs_as_a_module(tmp_path):
     path = document(tmp_path, "steps: &a [*a]")
-    program = [sys.executable, "-m", "rollcorr.cli", "convert-config", str(path)]
+    program = [sys.executable, "-m", "rollcorr", "convert-config", str(path)]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "stands for a block that contains it" in ended.stderr

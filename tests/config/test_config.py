@@ -381,7 +381,7 @@ def test_a_bad_loss_option_is_refused(options, error):
 def test_a_loss_scale_that_divides_nothing_warns():
     with pytest.warns(InertOptionWarning, match="seq-mean-token-sum-norm"):
         LossConfig(loss_scale_factor=100.0)
-    assert LossConfig(loss_scale_factor=100.0, loss_agg_mode="seq-mean-token-sum-norm").to_dict()["loss_scale_factor"]
+    assert LossConfig(loss_scale_factor=100.0, loss_agg_mode="seq-mean-token-sum-norm").loss_scale_factor == 100.0
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,14 @@ import torch
 from rollcorr import correct
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.simulation import LossCoefficients, gradient_error, gradient_sums, make_pair, measure, sample_rows
-from rollcorr.simulation.gradient_errors import inverse_kept, random_rejection, rejected_unit, without_rejection
-from rollcorr.simulation.loss_coefficients import batch_gradient, loss_coefficients
+from rollcorr.simulation.gradient_errors import (
+    batch_gradient,
+    inverse_kept,
+    loss_coefficients,
+    random_rejection,
+    rejected_unit,
+    without_rejection,
+)
 from rollcorr.simulation.mismatches import KINDS
 from rollcorr.simulation.sequence_rows import every_count, every_sequence, mixed_rows
 
@@ -224,7 +230,7 @@ def test_intervals_of_sampled_numbers_cover_the_exact_ones():
 
 @pytest.mark.parametrize("config", [TOKEN_FILTER, preset("decoupled_seq_is_rs"), VETO], ids=str)
 def test_the_control_is_what_random_rejection_does(config):
-    """Random masks of the same share, drawn and put through the package as response masks of the unfiltered loss."""
+    """Random masks of the same share, drawn and put on the unfiltered loss."""
     pair = make_pair("heavy_tailed", 0.5, vocabulary=3, length=4)
     rows, unit = every_sequence(pair), rejected_unit(config)
     plain = without_rejection(config)
@@ -237,8 +243,9 @@ def test_the_control_is_what_random_rejection_does(config):
     drawn = sample_rows(pair, count, generator)
     shape = (count, 1) if unit == "sequence" else drawn.mask.shape
     share = filtered.kept_weight.sum() if unit == "sequence" else filtered.tokens.sum(0)[2] / filtered.tokens.sum(0)[1]
-    drawn = replace(drawn, mask=drawn.mask & (torch.rand(shape, generator=generator) < share))
-    simulated = gradient_error(gradient_sums(drawn, plain), pair.gradient, 16)
+    coefficients, loss_mask = loss_coefficients(drawn, plain)
+    thinned = LossCoefficients(coefficients, loss_mask & (torch.rand(shape, generator=generator) < share))
+    simulated = gradient_error(gradient_sums(drawn, thinned), pair.gradient, 16)
     for name in ("bias", "deviation", "mse", "kept_sequences"):
         found = getattr(simulated, name)
         assert getattr(error, name).value == pytest.approx(found.value, abs=4 * found.error + 2e-3), name
@@ -246,7 +253,7 @@ def test_the_control_is_what_random_rejection_does(config):
 
 def test_what_depends_on_the_whole_batch_is_refused():
     rows = every_sequence(make_pair("noise", 0.3, vocabulary=3, length=2))
-    with pytest.raises(ValueError, match="measure whole batches, with loss_coefficients"):
+    with pytest.raises(ValueError, match="measure whole batches, with batch_gradient"):
         gradient_sums(rows, RolloutCorrectionConfig(rollout_is="token", normalizer="weights"))
 
 

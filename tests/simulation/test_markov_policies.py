@@ -14,9 +14,9 @@ SMALL = {"vocabulary": 3, "length": 5}
 SHAPES = [
     {"states": 3},
     {"states": 1},
-    {"states": 2, "end": True},
+    {"states": 2},
     {"states": 3, "outcome": True},
-    {"states": 2, "outcome": True, "end": True},
+    {"states": 2, "outcome": True},
 ]
 
 
@@ -64,18 +64,16 @@ def test_the_exact_gradient_is_the_sum_over_every_sequence(options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", [False, True])
-def test_kl_and_chi2_are_the_sums_over_every_sequence(kind, end):
-    pair = small_pair(kind, 1.0 if kind == "top_k" else 0.3, end=end)
+def test_kl_and_chi2_are_the_sums_over_every_sequence(kind):
+    pair = small_pair(kind, 1.0 if kind == "top_k" else 0.3)
     rows = every_sequence(pair)
     log_weight = (rows.train_log_prob - rows.rollout_log_prob).sum(-1)
     assert float(rows.probability.sum()) == pytest.approx(1, abs=1e-12)
     assert pair.sequence_kl == pytest.approx(float(-rows.probability @ log_weight), abs=1e-12)
     assert pair.sequence_chi2 == pytest.approx(float(rows.probability @ (2 * log_weight).exp()) - 1, rel=1e-11)
-    assert pair.tokens == pytest.approx(float(rows.probability @ rows.mask.double().sum(-1)))
-    squares = (2 * (rows.train_log_prob - rows.rollout_log_prob)).exp().masked_fill(~rows.mask, 0.0).sum(-1)
-    assert pair.chi2 == pytest.approx(float(rows.probability @ squares) / pair.tokens - 1, abs=1e-12)
-    assert pair.kl > 0 or pair.lost_mass == 0
+    squares = (2 * (rows.train_log_prob - rows.rollout_log_prob)).exp().sum(-1)
+    assert pair.chi2 == pytest.approx(float(rows.probability @ squares) / pair.length - 1, abs=1e-12)
+    assert pair.kl > 0 or not pair.rollout.logits.isfinite().all()
 
 
 def test_one_token_by_hand():
@@ -104,8 +102,10 @@ def test_truncation_loses_mass_that_no_weight_brings_back():
     rows = every_sequence(pair)
     log_weight = (rows.train_log_prob - rows.rollout_log_prob).sum(-1)
     reachable = float(rows.probability @ log_weight.exp())
-    assert 0 < pair.lost_mass < 0.3
-    assert reachable < 1 - pair.lost_mass / 2
+    lost = pair.trainer.log_probs.exp().masked_fill(pair.rollout.logits.isfinite(), 0.0).sum(-1)
+    lost_mass = float((pair.visits * lost).sum() / pair.length)
+    assert 0 < lost_mass < 0.3
+    assert reachable < 1 - lost_mass / 2
 
 
 def test_raw_reports_hide_the_mismatch_from_the_trainer():
@@ -123,7 +123,7 @@ def test_a_pair_is_made_at_a_given_kl(kind):
 
 def test_sampled_rows_come_from_the_rollout_policy():
     """10⁵ draws, and the frequency of every sequence within 5 standard errors of μ(y)."""
-    pair = make_pair("noise", 0.5, vocabulary=3, length=3, end=True, states=2)
+    pair = make_pair("noise", 0.5, vocabulary=3, length=3, states=2)
     every = every_sequence(pair)
     code = torch.tensor([9, 3, 1])
     rows = sample_rows(pair, 100_000, torch.Generator().manual_seed(0))
@@ -131,8 +131,6 @@ def test_sampled_rows_come_from_the_rollout_policy():
     error = (every.probability * (1 - every.probability) * 1e5).sqrt()
     assert ((found - every.probability * 1e5).abs() <= 5 * error).all()
     assert int(found.sum()) == 100_000
-    assert not rows.mask.all()
-    assert torch.equal(rows.mask.sum(-1), 3 - (rows.tokens == 2).long().cumsum(-1)[:, :-1].clamp(max=1).sum(-1))
 
 
 def test_what_cannot_be_is_refused():

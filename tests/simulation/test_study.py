@@ -9,7 +9,6 @@ import pytest
 from rollcorr.config import CRITERIA, PRESETS, InertOptionWarning, RolloutCorrectionConfig
 from rollcorr.simulation.estimators import every_estimator, threshold_sweep
 from rollcorr.simulation.mismatches import KINDS
-from rollcorr.simulation.ranking import ranked_estimators
 from rollcorr.simulation.simulation_figures import write_figures
 from rollcorr.simulation.simulation_file import chosen_estimators, read_simulation_file, run_file_cell
 from rollcorr.simulation.studies import APART, STUDIES, Cell, laboratory_cells, run_cell
@@ -71,8 +70,8 @@ def test_the_quick_subset_gives_these_numbers():
 
     # Sampled numbers, with their order.
     rows = run_cell(quick["regimes"][0])
-    order = [entry.estimator for entry in ranked_estimators(rows, 1024)]
-    assert order.index("decoupled_token_is") < order.index("none") < order.index("decoupled_seq_is")
+    direction = {row["estimator"]: row["direction"] for row in pick(rows, batch_size=1024)}
+    assert direction["decoupled_token_is"] < direction["none"] < direction["decoupled_seq_is"]
     none = pick(rows, estimator="none", batch_size=1024)[0]
     assert none["t_times_kl"] == pytest.approx(1.0)
     assert none["ess"] == pytest.approx(1.0)
@@ -201,7 +200,7 @@ def write(tmp_path, text):
 
 def test_a_file_of_ten_lines_measures_a_pair_and_an_estimator_of_ones_own(tmp_path):
     assert len(TEN_LINES.splitlines()) <= 10
-    cells = read_simulation_file(write(tmp_path, TEN_LINES)).cells()
+    cells = read_simulation_file(write(tmp_path, TEN_LINES))
     rows = [row for cell in cells for row in run_file_cell(cell)]
     assert [(row["T"], row["exact"]) for row in rows[::6]] == [(3, True), (40, False)]
     assert {row["estimator"] for row in rows} == {"none", "seq_is", "mine"}
@@ -212,7 +211,8 @@ def test_an_estimator_may_be_a_preset_with_some_fields_replaced(tmp_path):
     text = TEN_LINES.replace(
         "rollout_is: sequence, rollout_is_threshold: 0.5_4.0", "preset: mis, rollout_is_threshold: 3"
     )
-    found = chosen_estimators(read_simulation_file(write(tmp_path, text)).estimators)["mine"]
+    cell, *_ = read_simulation_file(write(tmp_path, text))
+    found = chosen_estimators(cell.settings["chosen"])["mine"]
     assert found == RolloutCorrectionConfig.preset("mis").with_options(rollout_is_threshold=3)
 
 
@@ -233,7 +233,7 @@ length: 2
 estimators: [none]
 batch_sizes: 1
 """
-    (row,) = run_file_cell(read_simulation_file(write(tmp_path, text)).cells()[0])
+    (row,) = run_file_cell(read_simulation_file(write(tmp_path, text))[0])
     assert row["t_times_kl"] == pytest.approx(2 * (0.75 * 0.405465 - 0.25 * 0.693147), rel=1e-5)
     assert row["exact"]
 

@@ -28,7 +28,7 @@ def command(tmp_path):
 def process(command, tmp_path):
     """That run, as a process that has finished its first steps."""
     with (tmp_path / "told.txt").open("w", encoding="utf-8") as told:
-        started = subprocess.Popen([sys.executable, "-m", "rollcorr.cli", *command], stdout=told, stderr=told)
+        started = subprocess.Popen([sys.executable, "-m", "rollcorr", *command], stdout=told, stderr=told)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while started.poll() is None and not (metrics.is_file() and metrics.read_text(encoding="utf-8").count("\n") > 2):
         time.sleep(0.05)

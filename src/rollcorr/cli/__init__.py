@@ -4,26 +4,54 @@ import io
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import FrameType
 
-from rollcorr.cli import (  # noqa: F401 - each joins its commands to the application
-    advice,
+from rollcorr.cli import (
     configuration,
-    demonstration,
     diagnosis,
     explanation,
-    logs,
     monitoring,
-    null_measurement,
+    null_and_advice,
     simulation,
     training,
 )
-from rollcorr.cli.app import app, arrange_commands
+from rollcorr.cli.app import app
 from rollcorr.config.secrets import redact_text
 
 __all__ = ["app", "main"]
 
-arrange_commands()
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Start here": {
+        "demo": explanation.demo,
+        "explain": explanation.explain,
+        "presets": explanation.presets,
+        "info": explanation.info,
+    },
+    "Diagnose a rollout log": {
+        "check": diagnosis.check,
+        "check-schedule": diagnosis.check_schedule,
+        "null": null_and_advice.measure,
+        "calibrate": null_and_advice.calibrate_thresholds,
+        "advise": null_and_advice.advise_on,
+        "import": configuration.import_log,
+    },
+    "Follow a run": {
+        "watch": monitoring.watch,
+        "report": diagnosis.report,
+        "compare": monitoring.compare,
+    },
+    "Train, simulate, convert": {
+        "train": training.train,
+        "simulate": simulation.simulate,
+        "convert-config": configuration.convert_config,
+    },
+}
+"""What `rollcorr --help` shows: the commands in groups, in the order in which a newcomer needs them."""
+
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
 
 
 def main() -> None:
@@ -42,17 +70,12 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        _raise_without_secrets(error)
-
-
-def _raise_without_secrets(error: Exception) -> None:
-    """Let an unexpected error pass, or print its traceback with the secrets hidden and exit with code 1."""
-    text = "".join(traceback.format_exception(error))
-    hidden = redact_text(text)
-    if hidden == text:
-        raise error
-    sys.stderr.write(hidden)
-    raise SystemExit(1)
+        text = "".join(traceback.format_exception(error))
+        hidden = redact_text(text)
+        if hidden == text:
+            raise
+        sys.stderr.write(hidden)
+        raise SystemExit(1) from None
 
 
 def _end_cleanly(number: int, frame: FrameType | None) -> None:

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.models import CommandInfo
 
 import rollcorr
 from rollcorr.config.input_file import BadInputError
 from rollcorr.config.secrets import redact_text
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollcorr.rollout_log import FileLimits
+
 app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_locals=False)
 
-PANELS: dict[str, tuple[str, ...]] = {
-    "Start here": ("demo", "explain", "presets", "info"),
-    "Diagnose a rollout log": ("check", "check-schedule", "null", "calibrate", "advise", "import"),
-    "Follow a run": ("watch", "report", "compare"),
-    "Train, simulate, convert": ("train", "simulate", "convert-config"),
-}
-"""What `rollcorr --help` shows: the commands in groups, in the order in which a newcomer needs them."""
-
-
-def arrange_commands() -> None:
-    """Put the commands into their groups. Called once, when all of them have joined."""
-    groups = {name: panel for panel, names in PANELS.items() for name in names}
-    order = list(groups)
-    for command in app.registered_commands:
-        command.rich_help_panel = groups[_name_of(command)]
-    app.registered_commands.sort(key=lambda command: order.index(_name_of(command)))
-
-
-def _name_of(command: CommandInfo) -> str:
-    function = command.callback
-    assert function is not None
-    return command.name or function.__name__.replace("_", "-")
+LIMIT_OPTION = typer.Option(
+    metavar="NAME=NUMBER", help="Raise a limit on what a file may hold, for a file that you trust."
+)
+COLUMNS_OPTION = typer.Option(
+    metavar="OURS=THEIRS,…",
+    help="What the files call our columns, for example rollout_log_prob=logprobs. Our name stands on the left.",
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,6 +47,13 @@ def options(
 
     Measure, correct and explain the gap between the policy that sampled and the policy that trains.
     """
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """Return a console of rich, which is loaded by the commands that print with it."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
 
 
 @contextmanager
@@ -87,3 +85,28 @@ def check_unused(path: Path | None, *, overwrite: bool) -> None:
     """
     if path is not None and path.exists() and not overwrite:
         raise BadInputError(f"{path} exists; choose another name, or give --overwrite")
+
+
+def share_memory() -> None:
+    """Let Arrow use the system's allocator, as NumPy does: what one has freed the other takes, 40 MB of a large log.
+
+    Called before Arrow is loaded, which then takes it from the environment; processes that read inherit that. An
+    allocator that the user has chosen stays.
+    """
+    if "pyarrow" not in sys.modules:
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+
+
+def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[FileLimits, dict[str, str]]:
+    """The limits and the names of columns that a command was given.
+
+    Raises:
+        BadInputError: a text is not of its form.
+    """
+    from rollcorr.rollout_log import FileLimits
+    from rollcorr.rollout_log.frameworks import parse_column_names
+
+    try:
+        return FileLimits.from_texts(limits or []), parse_column_names(columns or [])
+    except ValueError as error:
+        raise BadInputError(str(error)) from error

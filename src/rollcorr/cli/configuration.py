@@ -1,4 +1,4 @@
-"""`rollcorr convert-config`: rewrite old options in the newest form."""
+"""`rollcorr import` and `rollcorr convert-config`: logs and options of other frameworks in the form of this library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from rollcorr.cli.app import app
+from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import Conversion, Schema, convert, converted_document
 from rollcorr.config.generations import shown
@@ -18,7 +18,43 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@app.command("convert-config")
+def import_log(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="SOURCE…", help="Files, folders or glob patterns of another framework.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="TARGET", help="The log: .parquet, .jsonl or .jsonl.gz.")
+    ],
+    columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
+    limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
+) -> None:
+    """Write the dumps of another framework as a rollout log, with its version and units.
+
+    Dumps of prime-rl, slime and SkyRL are recognized. Those of verl and TRL are too, but hold no log-probs.
+    Other JSONL and Parquet files need --columns, where their names are not ours.
+
+    Nothing is left when a source cannot be read to its end.
+    Exit codes: 0 written, 2 bad input, 130 interrupted.
+    """
+    from rollcorr.diagnostics.report.console import row_progress
+    from rollcorr.rollout_log import convert_log
+
+    with exit_on(unwritten=output):
+        file_limits, column_names = file_options(limit, columns)
+        with row_progress() as on_rows:
+            rows = convert_log(
+                sources,
+                output,
+                overwrite=overwrite,
+                file_limits=file_limits,
+                column_names=column_names,
+                required=("rollout_log_prob",),
+                on_rows=on_rows,
+            )
+    typer.echo(f"{output}: {rows:,} sequences")
+
+
 def convert_config(
     old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A verl configuration, or only the options.")],
     output: Annotated[
@@ -48,9 +84,7 @@ def convert_config(
     """
     import warnings
 
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -60,9 +94,7 @@ def convert_config(
         if output is not None:
             output.write_text(text, encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
-        console.print(
-            redact_text(f"{old}: {in_one_line(error)}"), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(redact_text(f"{old}: {in_one_line(error)}"), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if output is None:
         typer.echo(text, nl=False)
@@ -82,4 +114,4 @@ def _print_conversion(console: Console, conversion: Conversion, warned: list[str
     console.print(table)
     for label, lines in (("note", conversion.notes), ("warning", warned)):
         for line in lines:
-            console.print(f"{label}: {line}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{label}: {line}", markup=False, soft_wrap=True)

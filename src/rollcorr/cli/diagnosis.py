@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
-from rollcorr.cli.logs import COLUMNS_OPTION, LIMIT_OPTION, file_options, share_memory
-from rollcorr.cli.null_measurement import parse_steps
+import rollcorr.diagnostics.report as reports
+from rollcorr import diagnostics, run_directory
+from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
+from rollcorr.cli.null_and_advice import parse_steps
 from rollcorr.config.input_file import BadInputError
 
 
-@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="The run directory. It holds metrics.jsonl and config.yaml.")],
     output: Annotated[
@@ -30,39 +30,31 @@ def report(
 
     The page needs the extra `report`. Without it, this prints the verdict alone, and --output is refused.
     """
-    from rich.console import Console
-
-    from rollcorr.diagnostics.report import run_report, show_health, to_json
-    from rollcorr.run_directory.stored_run import read_run
-
     with exit_on():
-        data = run_report(read_run(run), diffusion=diffusion)
+        data = diagnostics.run_report(run_directory.read_run(run), diffusion=diffusion)
 
         # A run may be a stranger's: a link in it must not make this command write somewhere else.
         if output is None and (run / "report").is_symlink():
             raise BadInputError(f"{run / 'report'} is a symbolic link; name a folder for the report with --output")
         page = None
         try:
-            from rollcorr.diagnostics.report import write_report
+            page = reports.write_report(data, output or run / "report")
         except ImportError as error:
             # The verdict needs no figures. Whoever names a folder wants them.
             if output is not None:
                 raise
             typer.echo(f"no page: {error}", err=True)
-        else:
-            page = write_report(data, output or run / "report")
 
     if as_json:
-        typer.echo(to_json(data.health, report=None if page is None else str(page), remarks=data.remarks))
+        typer.echo(reports.to_json(data.health, report=None if page is None else str(page), remarks=data.remarks))
     else:
-        console = Console(highlight=False)
-        show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
+        console = terminal()
+        reports.show_health(console, data.health, subject=f"{data.title}: {data.subtitle}", remarks=data.remarks)
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
     raise typer.Exit(data.health.exit_code)
 
 
-@app.command()
 def check(
     logs: Annotated[
         list[Path],
@@ -114,23 +106,20 @@ def check(
     share_memory()
 
     # Imported here, so that `--help` and the other commands do not load torch and Arrow for it.
-    from rich.console import Console
-
-    from rollcorr.diagnostics.log_check import check_logs, choose_config
-    from rollcorr.diagnostics.null import read_null
-    from rollcorr.diagnostics.report.console import row_progress, show_health, show_what_if, to_json
+    from rollcorr.diagnostics.log_check import choose_config
+    from rollcorr.diagnostics.report.console import row_progress, show_what_if
 
     page = None
     with exit_on():
         file_limits, column_names = file_options(limit, columns)
         correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:
-            result = check_logs(
+            result = diagnostics.check_logs(
                 logs,
                 correction_config,
                 train_column=train_column,
                 diffusion=diffusion,
-                null=None if null is None else read_null(null),
+                null=None if null is None else diagnostics.read_null(null),
                 null_steps=parse_steps(null_steps),
                 what_if=what_if,
                 workers=workers,
@@ -141,14 +130,11 @@ def check(
                 on_rows=on_rows,
             )
 
-        # Imported only for a page: its figures need matplotlib, and the verdict does not.
         if output is not None:
-            from rollcorr.diagnostics.report import check_report, write_report
-
-            page = write_report(check_report(result, what_if=what_if), output)
+            page = reports.write_report(diagnostics.check_report(result, what_if=what_if), output)
 
     if as_json:
-        verdict = to_json(
+        verdict = reports.to_json(
             result.health,
             rows=result.rows,
             files=result.files,
@@ -164,8 +150,8 @@ def check(
         plural = "" if len(result.files) == 1 else "s"
         what = "pictures" if result.health.diffusion else "sequences"
         subject = f"{result.rows:,} {what} in {len(result.files)} file{plural}"
-        console = Console(highlight=False)
-        show_health(console, result.health, subject=subject, remarks=result.remarks)
+        console = terminal()
+        reports.show_health(console, result.health, subject=subject, remarks=result.remarks)
         if what_if:
             show_what_if(console, result.what_if)
         if page is not None:
@@ -177,7 +163,6 @@ def check(
     raise typer.Exit(result.health.exit_code)
 
 
-@app.command()
 def check_schedule(
     rollout: Annotated[
         Path,
@@ -186,9 +171,6 @@ def check_schedule(
         ),
     ],
     trainer: Annotated[Path, typer.Argument(help="The trainer's schedule, in the same form.")],
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest difference allowed, relative to the largest entry.")
-    ] = 1e-5,
 ) -> None:
     """Compare the denoising schedules of a sampler and a trainer, of sigmas or of timestep values.
 
@@ -205,7 +187,7 @@ def check_schedule(
     from rollcorr.diagnostics.schedules import compare_schedules, read_schedule
 
     with exit_on():
-        finding = compare_schedules(read_schedule(rollout), read_schedule(trainer), tolerance=tolerance)
+        finding = compare_schedules(read_schedule(rollout), read_schedule(trainer))
     if finding is None:
         typer.echo("the schedules agree")
         return

@@ -1,4 +1,4 @@
-"""`rollcorr explain`, `rollcorr presets` and `rollcorr info`: look up a metric, a preset, or what is installed."""
+"""`rollcorr demo`, `explain`, `presets` and `info`: what the library is for, and what its names mean."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import exit_on, terminal
 from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
 from rollcorr.config.yaml_text import dump_yaml
 
 
-@app.command()
+def demo() -> None:
+    """Show a healthy run, a fault that is found and fixed, and a stale sampler with and without correction.
+
+    It needs no model and no network, and takes less than a minute.
+    The policies are tables over a few tokens. The corrections, the losses and the diagnosis are those of the library.
+    Everything is seeded: the numbers are the same on every run.
+    """
+    from rollcorr.demo.demo_screen import show_stories
+
+    show_stories(terminal())
+
+
 def explain(
     metrics: Annotated[
         list[str] | None,
@@ -41,7 +52,6 @@ def explain(
     typer.echo("\n\n".join(_aligned(explanation) for explanation in found))
 
 
-@app.command()
 def presets(
     name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help="Print this preset as YAML.")] = None,
 ) -> None:
@@ -61,18 +71,15 @@ def presets(
     typer.echo(dump_yaml({"rollout_correction": fields or {"rollout_is": None}}), nl=False)
 
 
-@app.command()
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what is installed: the versions, the extras, and which kernels run here or why they do not."""
-    from rich.console import Console
-
     from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
 
     installation = inspect_installation()
     if as_json:
         typer.echo(to_json(installation))
     else:
-        show_installation(Console(highlight=False), installation)
+        show_installation(terminal(), installation)
 
 
 def _aligned(lines: dict[str, str]) -> str:

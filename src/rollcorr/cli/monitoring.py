@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+import rollcorr.diagnostics.null as nulls
+from rollcorr import diagnostics, run_directory
+from rollcorr.cli.app import exit_on, terminal
 
 if TYPE_CHECKING:
     from rollcorr.monitor.running_judge import RunningJudge
 
+SECONDS_BETWEEN_LOOKS = 2.0
 
-@app.command()
+
 def watch(
     run: Annotated[Path, typer.Argument(help="The run directory. It must exist; it need not hold metrics.jsonl yet.")],
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
 ) -> None:
     """Show a run while it goes on: a line for each step, and each alarm once, with cause and fix.
 
     Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
     """
-    import time
-
-    from rollcorr.diagnostics import bare_metrics
     from rollcorr.monitor.running_judge import RunningJudge, alarm_text
-    from rollcorr.run_directory import read_run
     from rollcorr.run_directory.directory import RunDirectory
     from rollcorr.run_directory.metrics_file import GrowingMetrics
     from rollcorr.run_directory.stored_run import check_run_directory
@@ -36,11 +37,7 @@ def watch(
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
     with exit_on(ValueError):
         check_run_directory(run)
-        null = None
-        if RunDirectory(run).null.exists():
-            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
-
-            null = noise_beside(run)
+        null = nulls.noise_beside(run) if RunDirectory(run).null.exists() else None  # it needs Arrow
         if null is not None:
             typer.echo(f"judged against {null.source}")
         judge = RunningJudge(null)
@@ -50,10 +47,10 @@ def watch(
                 judge = RunningJudge(null)
             for number, step in enumerate(metrics.new_steps()):
                 if number == 0 and config is None:
-                    config = read_run(run).config
+                    config = run_directory.read_run(run).config
                 numbers = {name: value for name, value in step.items() if isinstance(value, (int, float))}
                 typer.echo(step_line(step["step"], numbers))
-                changes = judge.judge(step["step"], bare_metrics(numbers), config)
+                changes = judge.judge(step["step"], diagnostics.bare_metrics(numbers), config)
                 for finding in changes.began:
                     typer.secho(alarm_text(step["step"], finding), fg="red")
                 for finding in changes.passed:
@@ -62,7 +59,7 @@ def watch(
                 _show_verdict(judge)
                 raise typer.Exit(judge.exit_code)
             try:
-                time.sleep(every)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
             except KeyboardInterrupt as error:
                 _show_verdict(judge)
                 raise typer.Exit(130) from error
@@ -75,7 +72,6 @@ def _show_verdict(judge: RunningJudge) -> None:
         typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
 
 
-@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
     metric: Annotated[
@@ -90,27 +86,16 @@ def compare(
 
     The page of --output also has the curves of all runs, and the options in which they differ.
     """
-    import json
-    import math
-
-    from rich.console import Console
-
-    from rollcorr.diagnostics import compare_runs, comparison_table
-    from rollcorr.run_directory import read_run
-
     with exit_on(ValueError):
-        stored = [read_run(run) for run in runs]
-        comparison = compare_runs(stored, metric or ())
+        stored = [run_directory.read_run(run) for run in runs]
+        comparison = diagnostics.compare_runs(stored, metric or ())
 
-        # Imported only for a page: its figures need matplotlib.
         page = None
         if output is not None:
-            from rollcorr.diagnostics.report import comparison_report, write_comparison
-
-            page = write_comparison(comparison_report(stored, metric or ()), output)
+            page = diagnostics.write_comparison(diagnostics.comparison_report(stored, metric or ()), output)
     if not as_json:
-        console = Console(highlight=False)
-        console.print(comparison_table(comparison))
+        console = terminal()
+        console.print(diagnostics.comparison_table(comparison))
         if page is not None:
             console.print(f"\npage: {page}", soft_wrap=True)
         return

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcorr.cli.app import app, exit_on
+from rollcorr.cli.app import exit_on, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from rollcorr.simulation.study_run import StudyResult
 
 
-@app.command()
 def simulate(
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE.yaml]", help="Your own study. Without it, the built-in one runs.")
@@ -28,7 +25,6 @@ def simulate(
         Path | None, typer.Option("--output", "-o", help="Where results are kept. [default: runs/simulate/NAME]")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A subset of the built-in study, in half a minute.")] = False,
-    figures: Annotated[bool, typer.Option(help="Draw the figures of the built-in study (needs matplotlib).")] = True,
 ) -> None:
     """Measure how wrong each correction is, where the exact gradient is known.
 
@@ -54,15 +50,15 @@ def simulate(
 
     Exit codes: 0 done, 2 bad input, 130 interrupted (what is finished is written).
     """
-    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from rollcorr.simulation.simulation_file import read_simulation_file, run_file_cell
     from rollcorr.simulation.studies import laboratory_cells, run_cell
     from rollcorr.simulation.study_run import run_cells
 
-    console = Console(highlight=False)
-    name = "laboratory" if file is None else file.stem
-    folder = output or Path("runs") / "simulate" / name
+    folder = output or Path("runs") / "simulate" / ("laboratory" if file is None else file.stem)
+    bar = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells,"))
+    stderr = terminal(stderr=True)
     with exit_on(TypeError, ValueError):
         if file is None:
             cells, run = laboratory_cells(quick=quick), run_cell
@@ -71,33 +67,25 @@ def simulate(
         else:
             if not file.exists():
                 raise ValueError(f"there is no file {file}; `rollcorr simulate --help` shows an example of ten lines")
-            cells, run = read_simulation_file(file).cells(), run_file_cell
+            cells, run = read_simulation_file(file), run_file_cell
         command = " ".join(["rollcorr simulate", *sys.argv[2:]])
-        with _cell_progress() as on_cell:
+        with Progress(
+            *bar, TimeRemainingColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
+        ) as progress:
+            task = progress.add_task("starting", total=None)
+
+            def on_cell(cell: Cell, number: int, total: int) -> None:
+                progress.update(task, description=cell.study, completed=number, total=total)
+
             result = run_cells(cells, folder, command=command, run=run, on_cell=on_cell)
-        if file is None and figures and not result.interrupted:
+        if file is None and not result.interrupted:
             from rollcorr.simulation.simulation_figures import write_figures
 
             write_figures(result.rows, folder)
 
-    _show(console, result, folder)
+    _show(terminal(), result, folder)
     if result.interrupted:
         raise typer.Exit(130)
-
-
-@contextmanager
-def _cell_progress() -> Iterator[Callable[[Cell, int, int], None]]:
-    """A progress bar over cells on stderr; nothing when stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TextColumn("cells,"))
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda cell, number, total: progress.update(task, description=cell.study, completed=number, total=total)
 
 
 _COLUMNS = {

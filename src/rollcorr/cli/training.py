@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import app
+from rollcorr import engines
+from rollcorr.cli.app import terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.secrets import redact_text
 
 
-@app.command()
 def train(
     context: typer.Context,
     arguments: Annotated[
@@ -52,10 +52,8 @@ def train(
     130    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or stop_after_minutes stopped the run. It was saved.
            The same command continues it.
     """
-    from rich.console import Console
     from rich.markup import escape
 
-    from rollcorr.engines.base import EngineError
     from rollcorr.run_directory.run_lock import RunInUseError
     from rollcorr.train import recipes
     from rollcorr.train.config_file import check_trusted
@@ -78,14 +76,14 @@ def train(
             check_trusted(config, overrides, ", ".join(files))
         summary = recipes.train(config)
     except KeyboardInterrupt as error:
-        Console(stderr=True).print("stopped at once: the same command continues after the last checkpoint")
+        terminal(stderr=True).print("stopped at once: the same command continues after the last checkpoint")
         raise typer.Exit(130) from error
-    except (EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
+    except (engines.EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
         # What an engine says may be a whole page of its own; what a file says may be anything.
-        failed = isinstance(error, EngineError)
+        failed = isinstance(error, engines.EngineError)
         reason = str(error) if failed else in_one_line(error)
         message = f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}"
-        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+        terminal(stderr=True).print(message, soft_wrap=True)
 
         # A path that is wrong is a wrong option; what is left is the disk.
         wrong_path = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)

@@ -24,19 +24,6 @@ class InertOptionWarning(UserWarning):
     """An option was set that can have no effect beside the other options."""
 
 
-def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three valid names that a wrong name probably means."""
-    asked, names = name.lower().replace("-", "_"), list(dict.fromkeys(known))
-    if asked in names:
-        return [asked]
-
-    # Names that begin with the wrong one: "clip_ratio" may be either side. Then the same option of another section.
-    same = [other for other in names if asked and other.startswith(asked)]
-    same = same or [other for other in names if other.endswith(f".{asked.rpartition('.')[2]}")]
-    near = same[:3] or difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
-    return near or [other for other in names if asked in re.split(r"[._]", other)][:3]
-
-
 def did_you_mean(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
     """Return how an error about a wrong name starts ("Did you mean 'rollout_is'? "); empty if no name is near.
 
@@ -46,8 +33,14 @@ def did_you_mean(name: str, known: Iterable[str], elsewhere: Mapping[str, str] |
         elsewhere: names that are valid in another place, and how to write each there.
     """
     written = elsewhere or {}
-    near = [written.get(other, repr(other)) for other in nearest_names(name, [*known, *written])]
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+    asked, names = name.lower().replace("-", "_"), list(dict.fromkeys([*known, *written]))
+
+    # Names that begin with the wrong one: "clip_ratio" may be either side. Then the same option of another section.
+    near = [asked] if asked in names else [other for other in names if asked and other.startswith(asked)]
+    near = near or [other for other in names if other.endswith(f".{asked.rpartition('.')[2]}")]
+    near = near or difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
+    near = near or [other for other in names if asked in re.split(r"[._]", other)]
+    return f"Did you mean {' or '.join(written.get(other, repr(other)) for other in near[:3])}? " if near else ""
 
 
 def unknown_name(problem: str, name: object, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:

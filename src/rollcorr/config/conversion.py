@@ -16,6 +16,7 @@ from rollcorr.config.correction_options import RolloutCorrectionConfig
 from rollcorr.config.criteria import CRITERIA, STEP_CRITERIA
 from rollcorr.config.generations import (
     CONVERTERS,
+    DEFAULTS,
     KEYS,
     LATE_2025_11,
     OLDER_CRITERIA,
@@ -27,7 +28,7 @@ from rollcorr.config.generations import (
 )
 from rollcorr.config.sampling_spec import SamplingSpec
 
-__all__ = ["Conversion", "FieldReport", "Schema", "config_section", "convert", "converted_document", "resolve"]
+__all__ = ["Conversion", "FieldReport", "Schema", "convert", "converted_document", "resolve"]
 
 SECTION = "rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -83,11 +84,12 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
     check_choice("schema", schema, SCHEMAS, optional=True)
     options, flat, rollout = _locate(raw)
     config: RolloutCorrectionConfig | None = None
+    draft = Draft({})
     if options is None:
-        draft = Draft({}, notes=[f"There is no {SECTION} section: no correction."])
+        draft.notes.append(f"There is no {SECTION} section: no correction.")
     elif isinstance(options, str):
         config = RolloutCorrectionConfig.preset(options)
-        draft = Draft({}, report=[FieldReport(SECTION, options, f"preset {options}", "a text names a preset")])
+        draft.report.append(FieldReport(SECTION, options, f"preset {options}", "a text names a preset"))
     else:
         _check_keys(options, schema)
         schema = schema or _detect(options, flat)
@@ -128,7 +130,11 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
         raw: the document that was converted.
         conversion: what `convert` made of it.
     """
-    section = None if conversion.config is None else config_section(conversion.config)
+    section = None
+    if conversion.config is not None:
+        values = conversion.config.to_dict()
+        public = KEYS["newest"][:7]
+        section = {key: value for key, value in values.items() if key in public or value != DEFAULTS[key]}
     if "algorithm" in raw or "actor_rollout_ref" in raw:
         algorithm = {key: value for key, value in (raw.get("algorithm") or {}).items() if not _is_option(key)}
         return {**raw, "algorithm": {**algorithm, SECTION: section}}
@@ -137,28 +143,20 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
     return {"algorithm": {SECTION: section}}
 
 
-def config_section(config: RolloutCorrectionConfig) -> dict[str, Any]:
-    """A configuration as its YAML section: verl's seven options, then those of ours that differ from their defaults."""
-    defaults = RolloutCorrectionConfig().to_dict()
-    public = KEYS["newest"][:7]
-    return {key: value for key, value in config.to_dict().items() if key in public or value != defaults[key]}
-
-
 def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
     """Find the options, whether they lie flat in `algorithm`, and the rollout section."""
-    _check_mapping("the configuration", raw)
-    rollout = None
+    _mapping("the configuration", raw)
 
     # A whole file, an `algorithm` section, or the options alone.
+    rollout = None
+    algorithm = raw
     if "algorithm" in raw or "actor_rollout_ref" in raw:
         misplaced = [key for key in raw if _is_option(key) or key == SECTION]
         if misplaced:
             raise ValueError(f"{misplaced[0]!r} stands beside 'algorithm'; move it to algorithm.{SECTION}")
         algorithm = _subsection(raw, "algorithm")
         rollout = _subsection(_subsection(raw, "actor_rollout_ref"), "rollout") or None
-    elif SECTION in raw:
-        algorithm = raw
-    else:
+    elif SECTION not in raw:
         return _options(raw), False, None
 
     # The first generation put its options flat into `algorithm`; later ones have a section of their own.
@@ -171,10 +169,9 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
         raise ValueError(
             f"algorithm holds both {SECTION} and the flat options {', '.join(flat)}: a mixture; delete one of the two"
         )
-    if isinstance(options, str):
-        return options, False, rollout
-    _check_mapping(f"algorithm.{SECTION}", options)
-    return _options(options), False, rollout
+    if not isinstance(options, str):
+        options = _options(_mapping(f"algorithm.{SECTION}", options))
+    return options, False, rollout
 
 
 def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
@@ -240,39 +237,35 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
             f"{ROLLOUT}.calculate_log_probs is not set; verl's default is false and a correction needs true."
         )
 
-    # Each setting as (old key, old value, name in the spec, value in the spec).
-    found: list[tuple[str, object, str, Any]] = [
-        (key, rollout[key], key, rollout[key]) for key in _SAMPLING_KEYS if rollout.get(key) is not None
-    ]
-    # transformers writes a top_k that is off as 0.
-    found = [(key, old, new, -1 if key == "top_k" and old == 0 else value) for key, old, new, value in found]
-    name, mode = rollout.get("name"), _logprobs_mode(rollout)
+    settings = {key: rollout[key] for key in _SAMPLING_KEYS if rollout.get(key) is not None}
+    if settings.get("top_k") == 0:  # how transformers writes a top_k that is off
+        settings["top_k"] = -1
+    old = dict(rollout)
+    name = rollout.get("name")
     if isinstance(name, str) and name != "???":  # OmegaConf's mark for a value still to be given
-        found.append(("name", name, "engine", name))
+        settings["engine"] = name
+
+    # `engine_kwargs.vllm` goes over the rollout section's own mode.
+    engine_kwargs = _subsection(_subsection(rollout, "engine_kwargs"), "vllm")
+    mode = engine_kwargs.get("logprobs_mode", rollout.get("logprobs_mode"))
     if mode is not None:
-        found.append(("logprobs_mode", mode, "logprobs", _LOGPROBS_MODES[mode]))
+        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, _LOGPROBS_MODES)
+        settings["logprobs"], old["logprobs_mode"] = _LOGPROBS_MODES[mode], mode
 
     try:
-        sampling = SamplingSpec(**{new: value for _, _, new, value in found})
+        sampling = SamplingSpec(**settings)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{ROLLOUT}: {error}") from error
-    for key, old, new, value in found:
-        draft.report.append(FieldReport(f"{ROLLOUT}.{key}", old, f"sampling.{new}: {value}", "the sampling settings"))
+    for new, value in settings.items():
+        key = {"engine": "name", "logprobs": "logprobs_mode"}.get(new, new)
+        became = f"sampling.{new}: {value}"
+        draft.report.append(FieldReport(f"{ROLLOUT}.{key}", old[key], became, "the sampling settings"))
     if mode is None and (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, -1):
         draft.notes.append(
             f"{ROLLOUT} does not set logprobs_mode; read as raw (vLLM's default; verl 0.9.1 passes "
             "processed_logprobs). With temperature, top_p or top_k in use the two differ: set it."
         )
     return sampling
-
-
-def _logprobs_mode(rollout: Mapping[str, Any]) -> str | None:
-    """The engine's logprobs_mode: `engine_kwargs.vllm` goes over the rollout section's own."""
-    own = rollout.get("logprobs_mode")
-    mode = _subsection(_subsection(rollout, "engine_kwargs"), "vllm").get("logprobs_mode", own)
-    if mode is not None:
-        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, _LOGPROBS_MODES)
-    return mode
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,16 +279,14 @@ def _is_option(key: object) -> bool:
 
 def _subsection(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """A nested mapping; missing and null are empty."""
-    value = section.get(key)
-    if value is None:
-        return {}
-    _check_mapping(key, value)
-    return value  # type: ignore[no-any-return]
+    return _mapping(key, {} if section.get(key) is None else section[key])
 
 
-def _check_mapping(name: str, value: object) -> None:
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 (any plain value)
+    """Return the value, which must be a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping of options; got {value!r} of type {type(value).__name__}")
+    return value
 
 
 def _check_spelling(name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -21,7 +21,6 @@ from rollcorr.config.checks import (
     check_choice,
     check_number,
     names_unknown_options,
-    unknown_name,
     warn_inert,
 )
 from rollcorr.config.criteria import (
@@ -130,11 +129,9 @@ class RolloutCorrectionConfig(NamedPresets):
         self._set(
             "safety_bound", check_number("safety_bound", self.safety_bound, above=0, at_most=LARGEST_SAFETY_BOUND)
         )
-        if self.rollout_token_veto_threshold is not None:
-            veto = check_number("rollout_token_veto_threshold", self.rollout_token_veto_threshold, above=0)
-            self._set("rollout_token_veto_threshold", veto)
-        if self.rollout_is_floor is not None:
-            self._set("rollout_is_floor", check_number("rollout_is_floor", self.rollout_is_floor, above=0))
+        for option in ("rollout_token_veto_threshold", "rollout_is_floor"):
+            if getattr(self, option) is not None:
+                self._set(option, check_number(option, getattr(self, option), above=0))
 
         # Thresholds come as numbers or texts, and those of rejection belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
@@ -197,12 +194,12 @@ class RolloutCorrectionConfig(NamedPresets):
     @cached_property
     def is_lower(self) -> float | None:
         """Lower end of the IcePop band on weights; None where it is open, and in the other modes."""
-        return self._is_band[0]
+        return parse_is_threshold(self.rollout_is_threshold)[0]
 
     @cached_property
     def is_upper(self) -> float | None:
         """Ceiling on weights (truncate), or upper end of the band (icepop); None where there is none."""
-        return self._is_band[1]
+        return parse_is_threshold(self.rollout_is_threshold)[1]
 
     @cached_property
     def is_mode(self) -> IsMode:
@@ -231,19 +228,14 @@ class RolloutCorrectionConfig(NamedPresets):
         """All fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    @cached_property
-    def _is_band(self) -> tuple[float | None, float | None]:
-        return parse_is_threshold(self.rollout_is_threshold)
-
     def _set(self, option: str, value: object) -> None:
         """Write the checked form of a field during construction, past the frozen dataclass."""
         object.__setattr__(self, option, value)
 
     def _parse_thresholds(self) -> None:
         """Parse the threshold fields, and write them in one form: numbers as floats, criteria without repeats."""
-        _, ceiling = self._is_band
-        if ceiling is not None and not isinstance(self.rollout_is_threshold, str):
-            self._set("rollout_is_threshold", ceiling)
+        if self.is_upper is not None and not isinstance(self.rollout_is_threshold, str):
+            self._set("rollout_is_threshold", self.is_upper)
 
         threshold = self.rollout_rs_threshold
         if threshold is not None and not isinstance(threshold, str):
@@ -252,9 +244,6 @@ class RolloutCorrectionConfig(NamedPresets):
             names, threshold = canonical_rejection(self.rollout_rs, threshold)
             self._set("rollout_rs", names)
         self._set("rollout_rs_threshold", threshold)
-
-        # Criteria that make no sense raise here, at construction, rather than at their first use.
-        _ = self.criteria
 
     def _check_floor(self) -> None:
         """A floor raises small weights: beside a band, which zeroes them, or above the ceiling it makes no sense."""
@@ -338,8 +327,4 @@ def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and 
 @lru_cache(maxsize=256)
 def _replaced(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
     """A configuration with some fields replaced: the call in a training loop that names some pays once."""
-    known = [field.name for field in dataclasses.fields(config)]
-    for name, _ in options:
-        if name not in known:
-            raise TypeError(unknown_name(f"there is no option {name!r} of {type(config).__name__}", name, known))
     return dataclasses.replace(config, **({"impl": impl} | dict(options)))

@@ -24,24 +24,25 @@ Kind = Literal["k1", "k2", "k3", "kl"]
 Threshold = float | str
 Band = tuple[float | None, float | None]
 
-CRITERIA: dict[str, tuple[Scope, Kind]] = {
-    "token_k1": ("token", "k1"),
-    "token_k2": ("token", "k2"),
-    "token_k3": ("token", "k3"),
-    "seq_sum_k1": ("seq_sum", "k1"),
-    "seq_sum_k2": ("seq_sum", "k2"),
-    "seq_sum_k3": ("seq_sum", "k3"),
-    "seq_mean_k1": ("seq_mean", "k1"),
-    "seq_mean_k2": ("seq_mean", "k2"),
-    "seq_mean_k3": ("seq_mean", "k3"),
-    "seq_max_k2": ("seq_max", "k2"),
-    "seq_max_k3": ("seq_max", "k3"),
+CRITERIA: dict[str, tuple[Scope, Kind, Threshold]] = {
+    "token_k1": ("token", "k1", "0.5_2.0"),
+    "token_k2": ("token", "k2", 2.0),
+    "token_k3": ("token", "k3", 0.1),
+    "seq_sum_k1": ("seq_sum", "k1", "0.5_2.0"),
+    "seq_sum_k2": ("seq_sum", "k2", 2.5),
+    "seq_sum_k3": ("seq_sum", "k3", 0.1),
+    "seq_mean_k1": ("seq_mean", "k1", "0.999_1.001"),
+    "seq_mean_k2": ("seq_mean", "k2", 2.0),
+    "seq_mean_k3": ("seq_mean", "k3", 0.01),
+    "seq_max_k2": ("seq_max", "k2", 2.0),
+    "seq_max_k3": ("seq_max", "k3", 0.1),
 }
+"""Name → scope, divergence, and a threshold to begin with, as in docs/guides/choosing.md."""
 
 # For denoising steps only: the two means give their exact KL, so no estimate is needed.
 STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}
 
-_EVERY = CRITERIA | STEP_CRITERIA
+_EVERY = {name: (scope, kind) for name, (scope, kind, _) in CRITERIA.items()} | STEP_CRITERIA
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -113,16 +114,12 @@ def parse_is_threshold(value: Threshold | None) -> Band:
     if not isinstance(value, str):
         return None, check_number(f"{option} (a ceiling on weights; None for no ceiling)", value, above=0)
 
-    parts = value.split("_")
-    if len(parts) > 2:
-        raise ValueError(f"{option} {value!r} has {len(parts)} parts; give a ceiling C or a band lo_hi")
-    if len(parts) == 1:
-        return None, _bound(value, option, value, "a ceiling C, or a band lo_hi")
-
-    lower, upper = _open_band(option, value, *parts)
-    if lower is None and upper is None:
+    ends = _ends(option, value, "a ceiling C")
+    if len(ends) == 1:
+        return None, ends[0]
+    if ends == (None, None):
         raise ValueError(f"{option} {value!r} is open on both sides; write None, which bounds weights by safety_bound")
-    return lower, upper
+    return ends
 
 
 def is_weight_band(value: Threshold | None) -> bool:
@@ -158,18 +155,13 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
 
 
 def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[str, Threshold | None]:
-    """`rollout_rs` as one comma string and its threshold, without repeated criteria.
+    """`rollout_rs` as one text with commas and its threshold, without repeated criteria.
 
     Raises:
         TypeError, ValueError: as `parse_rejection`.
     """
-    listed = criterion_names(names)
-    kept = [criterion.name for criterion in parse_rejection(listed, threshold)]
-    if threshold is None or len(kept) == len(listed):
-        return ",".join(kept), threshold
-
-    # Something was written twice. Its threshold goes with it.
-    return _restricted(listed, threshold, kept)
+    kept = [criterion.name for criterion in parse_rejection(names, threshold)]
+    return _restricted(criterion_names(names), threshold, kept)
 
 
 def criterion_names(names: str | Sequence[str]) -> list[str]:
@@ -221,10 +213,10 @@ def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[
     return _restricted(listed, threshold, kept) if kept else (None, None)
 
 
-def _restricted(listed: list[str], threshold: Threshold, kept: Iterable[str]) -> tuple[str, Threshold]:
+def _restricted(listed: list[str], threshold: Threshold | None, kept: Iterable[str]) -> tuple[str, Threshold | None]:
     """Some of the criteria listed, with their thresholds; one threshold that all share stays as it is."""
-    texts = threshold_texts(threshold)
-    if len(texts) > 1:
+    if isinstance(threshold, str) and "," in threshold:
+        texts = threshold_texts(threshold)
         threshold = ",".join(texts[listed.index(name)] for name in kept)
     return ",".join(kept), threshold
 
@@ -268,47 +260,47 @@ def _criterion(name: str, text: str) -> Criterion:
     """One criterion from its name and the text of its threshold."""
     scope, kind = _EVERY[name]
     option = f"rollout_rs_threshold for {name}"
-    parts = text.split("_")
     if kind != "k1":
-        if len(parts) > 1:
+        if "_" in text:
             raise ValueError(f"{option} is one upper bound in nats; got the band {text!r}")
         upper = _bound(text, option, text, "one upper bound in nats such as '0.01'")
         return Criterion(scope=scope, kind=kind, upper=upper)
 
-    if len(parts) > 2:
-        raise ValueError(f"{option} {text!r} has {len(parts)} parts; give x for [1/x, x], or a band lo_hi")
-    wanted = "x for [1/x, x], or a band lo_hi such as '0.5_2.0'"
-    if len(parts) == 1:
-        return _reciprocal_criterion(scope, option, text, _bound(text, option, text, wanted))
-
-    band = _open_band(option, text, *parts)
-    return Criterion(scope=scope, kind=kind, lower=band[0], upper=band[1])
-
-
-def _open_band(option: str, text: str, lower_text: str, upper_text: str) -> Band:
-    """The two ends of a band. 0 and inf leave their side open; other bounds must be finite and > 0."""
-    wanted = "a band lo_hi such as '0.5_2.0'; '0_hi' and 'lo_inf' leave a side open"
-    lower = None
-    if _number(lower_text, option, text, wanted) != 0:
-        lower = _bound(lower_text, option, text, wanted)
-    if upper_text.strip().lower() == "inf":
-        return lower, None
-
-    upper = _bound(upper_text, option, text, wanted)
-    if lower is not None and lower > upper:
-        raise ValueError(f"{option} {text!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}; swap them")
-    return lower, upper
-
-
-def _reciprocal_criterion(scope: Scope, option: str, text: str, upper: float) -> Criterion:
-    """A k1 criterion from one number x: the band [1/x, x]."""
+    ends = _ends(option, text, "x for [1/x, x]")
+    if len(ends) == 2:
+        return Criterion(scope=scope, kind=kind, lower=ends[0], upper=ends[1])
+    (upper,) = ends
     if upper < 1:
         # [1/x, x] is empty here. Swapping the ends would be a guess: a lower bound alone is more likely meant.
         raise ValueError(
             f"{option}: the number {text} means the ratio band [1/x, x], which is empty for x < 1; "
             f"write '{text}_inf' for a lower bound alone, or '{text}_{1 / upper:g}' for both sides"
         )
-    return Criterion(scope=scope, kind="k1", lower=1 / upper, upper=upper)
+    return Criterion(scope=scope, kind=kind, lower=1 / upper, upper=upper)
+
+
+def _ends(option: str, text: str, single: str) -> tuple[float] | Band:
+    """Read a number x as (x,), or a band lo_hi as (lo, hi). 0 and inf leave their side of a band open.
+
+    Raises:
+        ValueError: another bound is not finite and > 0, or lo > hi.
+    """
+    parts = text.split("_")
+    if len(parts) > 2:
+        raise ValueError(f"{option} {text!r} has {len(parts)} parts; give {single}, or a band lo_hi")
+    if len(parts) == 1:
+        return (_bound(text, option, text, f"{single}, or a band lo_hi such as '0.5_2.0'"),)
+
+    wanted = "a band lo_hi such as '0.5_2.0'; '0_hi' and 'lo_inf' leave a side open"
+    lower = None
+    if _number(parts[0], option, text, wanted) != 0:
+        lower = _bound(parts[0], option, text, wanted)
+    if parts[1].strip().lower() == "inf":
+        return lower, None
+    upper = _bound(parts[1], option, text, wanted)
+    if lower is not None and lower > upper:
+        raise ValueError(f"{option} {text!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}; swap them")
+    return lower, upper
 
 
 def _number(text: str, option: str, whole: str, wanted: str) -> float:

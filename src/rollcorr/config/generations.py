@@ -11,7 +11,7 @@ mapping and decides the generation; docs/coming_from/migration.md shows examples
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollcorr.config.checks import check_bool, check_choice, check_number
@@ -23,32 +23,36 @@ SCHEMAS: tuple[Schema, ...] = ("2025-10", "2025-11", "newest")
 
 OLDER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
+# The options of the older generations, with their defaults.
+_OCTOBER: dict[str, Any] = {
+    "rollout_is_threshold": None,
+    "rollout_is": False,
+    "rollout_is_threshold_lower": None,
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_veto_threshold": None,
+}
+_NOVEMBER: dict[str, Any] = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "rollout_rs_threshold_lower": None,
+    "rollout_token_veto_threshold": None,
+    "bypass_old_logprob_for_rollout": False,
+    "use_pure_rollout_correction": False,
+}
+
+DEFAULTS = RolloutCorrectionConfig().to_dict()
+
 KEYS: dict[Schema, tuple[str, ...]] = {
-    "2025-10": (
-        "rollout_is_threshold",
-        "rollout_is",
-        "rollout_is_threshold_lower",
-        "rollout_is_level",
-        "rollout_is_mode",
-        "rollout_is_veto_threshold",
-    ),
-    "2025-11": (
-        "rollout_is",
-        "rollout_is_threshold",
-        "rollout_rs",
-        "rollout_rs_threshold",
-        "rollout_rs_threshold_lower",
-        "rollout_token_veto_threshold",
-        "bypass_old_logprob_for_rollout",
-        "use_pure_rollout_correction",
-    ),
-    "newest": tuple(field.name for field in fields(RolloutCorrectionConfig)),
+    "2025-10": tuple(_OCTOBER),
+    "2025-11": tuple(_NOVEMBER),
+    "newest": tuple(DEFAULTS),
 }
 
 # Names that verl 0.7 already wrote beside the rejection options of 2025-11; read when that schema is asked for.
 LATE_2025_11 = ("bypass_mode", "loss_type", "rollout_is_batch_normalize")
-
-DEFAULTS = RolloutCorrectionConfig().to_dict()
 
 
 @dataclass(frozen=True)
@@ -68,28 +72,52 @@ class FieldReport:
     reason: str
 
 
-@dataclass
 class Draft:
-    """New fields in the making, with a line of report for every old field and notes where numbers will differ."""
+    """New fields in the making, with a line of report for every old field and notes where numbers will differ.
 
-    old: Mapping[str, Any]
-    fields: dict[str, Any] = field(default_factory=dict)
-    report: list[FieldReport] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    Args:
+        old: the options that were given.
+        defaults: all options of their generation. Their thresholds are read as numbers.
+    """
 
-    def put(self, name: str, value: object, new: Mapping[str, Any], reason: str) -> None:
+    def __init__(self, old: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self.old = old
+        values = {**(defaults or {}), **old}
+        numbers = {name: number_or_null(name, values[name]) for name in defaults or () if "threshold" in name}
+        self.values: dict[str, Any] = values | numbers
+        self.fields: dict[str, Any] = {}
+        self.report: list[FieldReport] = []
+        self.notes: list[str] = []
+
+    def put(self, name: str, new: Mapping[str, Any], reason: str) -> None:
         """Set new fields because of an old one; an old default that is not the default any more is reported too."""
         self.fields.update(new)
         became = ", ".join(f"{key}: {shown(new_value)}" for key, new_value in new.items())
-        if name in self.old:
-            self.report.append(FieldReport(name, value, became, reason))
-        elif any(new_value != DEFAULTS[key] for key, new_value in new.items()):
-            self.report.append(FieldReport(name, value, became, f"not set, its default counts: {reason}"))
+        if name not in self.old:
+            if all(new_value == DEFAULTS[key] for key, new_value in new.items()):
+                return
+            reason = f"not set, its default counts: {reason}"
+        self.report.append(FieldReport(name, self.values[name], became, reason))
 
     def drop(self, name: str, reason: str) -> None:
         """Leave an old field out; when it is null there is nothing to say."""
         if self.old.get(name) is not None:
             self.report.append(FieldReport(name, self.old[name], "(nothing)", reason))
+
+    def put_band(self, upper_name: str, lower_name: str, reason: str) -> None:
+        """Set one band from two old fields: a null lower end is the reciprocal, 0 leaves that side open."""
+        upper, lower = self.values[upper_name], self.values[lower_name]
+        if lower is None:
+            self.put(upper_name, {"rollout_rs_threshold": upper}, f"{reason}; the lower end is its reciprocal")
+            return
+        band = {"rollout_rs_threshold": join_band(lower, upper)}
+        self.put(upper_name, band, reason)
+        self.put(lower_name, band, "lower end of the band" + ("; 0 leaves that side open" if lower == 0 else ""))
+
+    def put_veto(self, name: str, reason: str) -> None:
+        """Set the veto, which means the same in every generation."""
+        if self.values[name] is not None:
+            self.put(name, {"rollout_token_veto_threshold": self.values[name]}, reason)
 
 
 def shown(value: object) -> str:
@@ -107,16 +135,13 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
     Raises:
         TypeError, ValueError: a value that this generation does not know.
     """
-    draft = Draft(old)
-    threshold = _number(old, "rollout_is_threshold")
-    veto = _number(old, "rollout_is_veto_threshold")
-    apply_is = old.get("rollout_is", False)
-    level = old.get("rollout_is_level", "token")
-    mode = old.get("rollout_is_mode", "truncate")
+    draft = Draft(old, _OCTOBER)
+    apply_is, level, mode = (draft.values[name] for name in ("rollout_is", "rollout_is_level", "rollout_is_mode"))
     check_bool("rollout_is", apply_is)
     check_choice("rollout_is_level", level, OLDER_CRITERIA)
     check_choice("rollout_is_mode", mode, ("truncate", "mask"))
 
+    threshold = draft.values["rollout_is_threshold"]
     if threshold is None:
         why = "rollout_is_threshold is null, which switches everything off: no weights, no rejection, no metrics"
         draft.report.extend(FieldReport(name, value, "no correction", why) for name, value in old.items())
@@ -124,39 +149,22 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
             draft.notes.append("rollout_is_threshold is missing; its default was null, which switches everything off.")
         return None, draft
 
-    draft.put("rollout_is_level", level, {"rollout_is": level}, "the level of the weights moved into rollout_is")
+    draft.put("rollout_is_level", {"rollout_is": level}, "the level of the weights moved into rollout_is")
     why = "weights reach the loss" if apply_is else "weights are measured and stay out of the loss"
-    draft.put("rollout_is", apply_is, {"apply_is": apply_is}, why)
+    draft.put("rollout_is", {"apply_is": apply_is}, why)
     if mode == "truncate":
         why = "truncate mode: weights are cut at this ceiling, nothing is rejected for it"
-        draft.put("rollout_is_threshold", threshold, {"rollout_is_threshold": threshold}, why)
+        draft.put("rollout_is_threshold", {"rollout_is_threshold": threshold}, why)
         draft.drop("rollout_is_threshold_lower", "truncate mode has no lower bound; it only moved a metric")
     else:
-        _mask_mode(draft, level, threshold)
+        # Rejection by a k1 band at the level; weights keep the safety bound alone.
+        new = {"rollout_is_threshold": None, "rollout_rs": OLDER_CRITERIA[level]}
+        draft.put("rollout_is_mode", new, f"mask mode rejects on the {level} ratio and does not truncate weights")
+        draft.put_band("rollout_is_threshold", "rollout_is_threshold_lower", "upper end of the rejection band")
 
-    if veto is not None:
-        new = {"rollout_token_veto_threshold": veto}
-        draft.put("rollout_is_veto_threshold", veto, new, "the veto has its own name; same meaning")
+    draft.put_veto("rollout_is_veto_threshold", "the veto has its own name; same meaning")
     draft.notes.append("Metrics: the prefix mismatch/ is now rollout_corr/; docs/reference/metrics.md has the names.")
     return RolloutCorrectionConfig(**draft.fields), draft
-
-
-def _mask_mode(draft: Draft, level: str, threshold: float) -> None:
-    """2025-10 `rollout_is_mode: mask`: rejection by a k1 band at the level; weights keep the safety bound alone."""
-    new = {"rollout_is_threshold": None, "rollout_rs": OLDER_CRITERIA[level]}
-    draft.put("rollout_is_mode", "mask", new, f"mask mode rejects on the {level} ratio and does not truncate weights")
-    _band(draft, "rollout_is_threshold", threshold, "rollout_is_threshold_lower", "upper end of the rejection band")
-
-
-def _band(draft: Draft, upper_name: str, upper: float, lower_name: str, reason: str) -> None:
-    """One band from two old fields: a null lower end is the reciprocal, 0 leaves that side open."""
-    lower = _number(draft.old, lower_name)
-    if lower is None:
-        draft.put(upper_name, upper, {"rollout_rs_threshold": upper}, f"{reason}; the lower end is its reciprocal")
-        return
-    band = {"rollout_rs_threshold": join_band(lower, upper)}
-    draft.put(upper_name, upper, band, reason)
-    draft.put(lower_name, lower, band, "lower end of the band" + ("; 0 leaves that side open" if lower == 0 else ""))
 
 
 def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]:
@@ -167,78 +175,75 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
     Raises:
         TypeError, ValueError: a value that this generation does not know, or the pure loss without bypass.
     """
-    draft = Draft(old)
-    level = old.get("rollout_is")
-    threshold = _number(old, "rollout_is_threshold", 2.0)
+    draft = Draft(old, _NOVEMBER)
+    level, threshold, rs = (draft.values[name] for name in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
     if "rollout_is" not in old:
         draft.notes.append("rollout_is is missing: read as null, as in verl's YAML (its Python class said 'sequence').")
 
     # The weights.
     computed = None if threshold is None else level
     reason = "unchanged" if computed == level else "without rollout_is_threshold this generation computed no weights"
-    draft.put("rollout_is", level, {"rollout_is": computed}, reason)
+    draft.put("rollout_is", {"rollout_is": computed}, reason)
     if computed is not None:
-        reason = "unchanged: the ceiling on weights"
-        draft.put("rollout_is_threshold", threshold, {"rollout_is_threshold": threshold}, reason)
-    elif old.get("rollout_rs") is None or old.get("rollout_rs_threshold") is not None:
+        draft.put("rollout_is_threshold", {"rollout_is_threshold": threshold}, "unchanged: the ceiling on weights")
+    elif rs is None or old.get("rollout_rs_threshold") is not None:
         draft.drop("rollout_is_threshold", "there are no weights to bound without rollout_is")
 
     # The rejection, the veto and the operating mode.
-    _older_rejection(draft, threshold)
-    veto = _number(old, "rollout_token_veto_threshold")
-    if veto is not None:
-        draft.put("rollout_token_veto_threshold", veto, {"rollout_token_veto_threshold": veto}, "unchanged")
+    if rs is None:
+        for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
+            draft.drop(name, "it had no effect without rollout_rs")
+    else:
+        _november_rejection(draft, rs)
+    draft.put_veto("rollout_token_veto_threshold", "unchanged")
     for name in LATE_2025_11:
         if name in old:
-            draft.put(name, old[name], {name: old[name]}, "unchanged")
-    _older_mode(draft)
+            draft.put(name, {name: old[name]}, "unchanged")
+    _november_mode(draft)
     return RolloutCorrectionConfig(**draft.fields), draft
 
 
-def _older_rejection(draft: Draft, is_threshold: float | None) -> None:
-    """2025-11 `rollout_rs` with its two thresholds: a k1 band; upper defaults to the weights', lower to 1/upper."""
-    rs = draft.old.get("rollout_rs")
-    upper = _number(draft.old, "rollout_rs_threshold")
-    if rs is None:
-        draft.drop("rollout_rs_threshold", "it had no effect without rollout_rs")
-        draft.drop("rollout_rs_threshold_lower", "it had no effect without rollout_rs")
-        return
+def _november_rejection(draft: Draft, rs: str) -> None:
+    """Set a k1 band from `rollout_rs` and its thresholds: the upper end defaults to the weights', the lower to 1/upper.
+
+    Raises:
+        TypeError, ValueError: `rollout_rs` is not known, or both thresholds are null.
+    """
     check_choice("rollout_rs", rs, OLDER_CRITERIA, optional=True)
-    draft.put("rollout_rs", rs, {"rollout_rs": OLDER_CRITERIA[rs]}, f"a band on the {rs} ratio is now a k1 criterion")
-    if upper is not None:
-        _band(draft, "rollout_rs_threshold", upper, "rollout_rs_threshold_lower", "upper end of the band")
-    elif is_threshold is not None:
-        reason = "rollout_rs_threshold is null, so this is the upper end of the band too"
-        _band(draft, "rollout_is_threshold", is_threshold, "rollout_rs_threshold_lower", reason)
-    else:
+    draft.put("rollout_rs", {"rollout_rs": OLDER_CRITERIA[rs]}, f"a band on the {rs} ratio is now a k1 criterion")
+    upper, reason = "rollout_rs_threshold", "upper end of the band"
+    if draft.values[upper] is None:
+        upper, reason = "rollout_is_threshold", f"{upper} is null, so this is the upper end of the band too"
+    if draft.values[upper] is None:
         raise ValueError(
             f"rollout_rs: {rs} needs rollout_rs_threshold, or rollout_is_threshold to take its place; both are null"
         )
+    draft.put_band(upper, "rollout_rs_threshold_lower", reason)
 
 
-def _older_mode(draft: Draft) -> None:
-    """2025-11's two switches: bypass_mode and loss_type."""
+def _november_mode(draft: Draft) -> None:
+    """Set bypass_mode and loss_type from the two switches of 2025-11.
+
+    Raises:
+        TypeError, ValueError: a switch is not a bool, is given with its newer name too, or one needs the other.
+    """
     old = draft.old
-    bypass = old.get("bypass_old_logprob_for_rollout", False)
-    pure = old.get("use_pure_rollout_correction", False)
-    check_bool("bypass_old_logprob_for_rollout", bypass)
-    check_bool("use_pure_rollout_correction", pure)
-    for name, newer in (
-        ("bypass_old_logprob_for_rollout", "bypass_mode"),
-        ("use_pure_rollout_correction", "loss_type"),
-    ):
+    renamed = {"bypass_old_logprob_for_rollout": "bypass_mode", "use_pure_rollout_correction": "loss_type"}
+    for name, newer in renamed.items():
+        check_bool(name, draft.values[name])
         if name in old and newer in old:
             raise ValueError(f"{name} and {newer} say the same thing; keep one of them")
 
+    bypass, pure = (draft.values[name] for name in renamed)
     if pure and not (bypass or old.get("bypass_mode")):
         raise ValueError(
             "use_pure_rollout_correction: true needs bypass_old_logprob_for_rollout: true (its loss has no π_old)"
         )
     if "bypass_mode" not in old:
-        draft.put("bypass_old_logprob_for_rollout", bypass, {"bypass_mode": bypass}, "renamed")
+        draft.put("bypass_old_logprob_for_rollout", {"bypass_mode": bypass}, "renamed")
     if "loss_type" not in old:
         reason = "the pure loss is REINFORCE: −sg(w) log π_θ A" if pure else "the PPO loss"
-        draft.put("use_pure_rollout_correction", pure, {"loss_type": "reinforce" if pure else "ppo_clip"}, reason)
+        draft.put("use_pure_rollout_correction", {"loss_type": "reinforce" if pure else "ppo_clip"}, reason)
 
     # In bypass mode the PPO ratio is π_θ / μ, so a weight beside it would correct twice.
     if not draft.fields["bypass_mode"] or draft.fields["loss_type"] == "reinforce":
@@ -246,7 +251,7 @@ def _older_mode(draft: Draft) -> None:
     weighted = draft.fields["rollout_is"] is not None
     if weighted:
         reason = "the bypass PPO ratio holds the correction already; weights are metrics only"
-        draft.put("rollout_is", old["rollout_is"], {"apply_is": False}, reason)
+        draft.put("rollout_is", {"apply_is": False}, reason)
     if bypass and (weighted or "rollout_rs" in draft.fields):
         draft.notes.append(
             "In bypass mode this generation compared the rollout with itself: weights were 1 and nothing was rejected. "
@@ -260,11 +265,11 @@ def from_newest(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]
     Raises:
         TypeError, ValueError: as `RolloutCorrectionConfig`.
     """
-    draft = Draft(old)
-    for name, value in old.items():
-        if isinstance(value, str) and name in ("rollout_token_veto_threshold", "safety_bound"):
-            value = _number(old, name)  # YAML 1.1 readers hand 1e-4 over as a text
-        draft.put(name, value, {name: value}, "unchanged")
+    # YAML 1.1 readers hand 1e-4 over as a text.
+    texts = [name for name in ("rollout_token_veto_threshold", "safety_bound") if isinstance(old.get(name), str)]
+    draft = Draft({**old, **{name: number_or_null(name, old[name]) for name in texts}})
+    for name, value in draft.old.items():
+        draft.put(name, {name: value}, "unchanged")
     config = RolloutCorrectionConfig(**draft.fields)
     if config.rollout_is is not None and config.is_mode == "none":
         draft.notes.append(
@@ -294,9 +299,8 @@ def _orientation_notes(config: RolloutCorrectionConfig) -> list[str]:
     return notes
 
 
-def _number(old: Mapping[str, Any], name: str, default: float | None = None) -> float | None:
-    """A number or null from an old mapping; the text of a number counts, since YAML 1.1 reads 1e-4 as a text."""
-    value = old.get(name, default)
+def number_or_null(name: str, value: object) -> float | None:
+    """A number or null; the text of a number counts, since YAML 1.1 reads 1e-4 as a text."""
     if isinstance(value, str):
         try:
             # Python reads "0.5_2" as 0.52; in these options it is a band, which the older generations did not have.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
 
@@ -45,13 +45,12 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_number("clip_ratio_low", self.clip_ratio_low, at_least=0, at_most=1)
-        check_number("clip_ratio_high", self.clip_ratio_high, at_least=0)
+        for option in ("clip_ratio_high", "kl_coef", "entropy_coef"):
+            check_number(option, getattr(self, option), at_least=0)
         if self.clip_ratio_c is not None:
             check_number("clip_ratio_c (None for no dual clip)", self.clip_ratio_c, above=1)
         check_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES, optional=True)
-        check_number("kl_coef", self.kl_coef, at_least=0)
         check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
-        check_number("entropy_coef", self.entropy_coef, at_least=0)
         if self.loss_scale_factor is not None:
             check_number("loss_scale_factor", self.loss_scale_factor, above=0)
             if self.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -60,7 +59,3 @@ class LossConfig:
                     "'seq-mean-token-sum-norm' only"
                 )
                 warn_inert(self, [("loss_scale_factor", reason)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)

@@ -259,20 +259,19 @@ _SHORT: dict[str, _Row] = {
 }
 
 
-def _presets(source: str, rows: Mapping[str, _Row]) -> dict[str, Preset]:
-    return {
-        name: Preset(description=description, values=values, parameters=parameters, source=source)
-        for name, (description, values, parameters) in rows.items()
-    }
+_SOURCES = {
+    VERL: _NEWEST,
+    OWN: _OWN,
+    SHORT: _SHORT,
+    VERL_2025_11: _NOVEMBER_2025,
+    VERL_2025_12: _DECEMBER_2025,
+}
 
-
-PRESETS = (
-    _presets(VERL, _NEWEST)
-    | _presets(OWN, _OWN)
-    | _presets(SHORT, _SHORT)
-    | _presets(VERL_2025_11, _NOVEMBER_2025)
-    | _presets(VERL_2025_12, _DECEMBER_2025)
-)
+PRESETS = {
+    name: Preset(description=description, values=values, parameters=parameters, source=source)
+    for source, rows in _SOURCES.items()
+    for name, (description, values, parameters) in rows.items()
+}
 
 Config = TypeVar("Config")
 
@@ -305,47 +304,40 @@ def _check_arguments(name: str, given: Iterable[str], taken: Collection[str]) ->
             raise TypeError(unknown_name(f"preset {name!r} has no argument {argument!r}", argument, taken))
 
 
-class NamedPreset:
-    """A class attribute that constructs the preset of its own name: `Config.decoupled_token_is(threshold=5.0)`.
+def preset_constructor(
+    name: str, construct: Callable[..., Any], parameters: Iterable[str] | None = None
+) -> classmethod[Any, ..., Any]:
+    """Return a constructor for the preset of that name: `Config.decoupled_token_is(threshold=5.0)`.
 
     Args:
         name: the preset.
         construct: makes a configuration of the class from the preset's name and the arguments that were given.
         parameters: what the constructor takes, in order; the table's by default.
     """
+    preset = PRESETS[name]
+    taken = list(preset.parameters if parameters is None else parameters)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    arguments = [
+        inspect.Parameter(argument, kind, default=_default(preset.parameters.get(argument, ()), preset.values))
+        for argument in taken
+    ]
+    signature = inspect.Signature([inspect.Parameter("cls", kind), *arguments])
 
-    def __init__(self, name: str, construct: Callable[..., Any], parameters: Iterable[str] | None = None) -> None:
-        self._name, self._construct = name, construct
-        self._parameters = tuple(PRESETS[name].parameters if parameters is None else parameters)
-        self.__doc__ = PRESETS[name].description
+    def constructor(owner: type, *positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
+        _check_arguments(name, named, taken)
+        given = signature.bind(owner, *positional, **named).arguments
+        return construct(given.pop("cls"), name, **given)
 
-    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
-        """The constructor, bound to the class; `help` and editors show its arguments with their defaults."""
-        preset = PRESETS[self._name]
-        signature = inspect.Signature(
-            [
-                inspect.Parameter(
-                    argument,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                    default=_default(preset.parameters.get(argument, ()), preset.values),
-                )
-                for argument in self._parameters
-            ]
-        )
-
-        def constructor(*positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
-            _check_arguments(self._name, named, self._parameters)
-            return self._construct(owner, self._name, **signature.bind(*positional, **named).arguments)
-
-        constructor.__name__, constructor.__doc__ = self._name, self.__doc__
-        constructor.__signature__ = signature  # type: ignore[attr-defined]
-        return constructor
+    # `help` and editors show the arguments with their defaults.
+    constructor.__name__, constructor.__doc__ = name, preset.description
+    constructor.__signature__ = signature  # type: ignore[attr-defined]
+    return classmethod(constructor)
 
 
 def with_named_presets(cls: type[Config]) -> type[Config]:
     """Give a configuration that has `preset(name, **arguments)` one constructor for each row of the table."""
     for name in PRESETS:
-        setattr(cls, name, NamedPreset(name, lambda owner, preset, **given: owner.preset(preset, **given)))
+        setattr(cls, name, preset_constructor(name, lambda owner, preset, **given: owner.preset(preset, **given)))
     return cls
 
 

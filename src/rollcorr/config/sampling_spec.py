@@ -7,9 +7,8 @@ returns the log-probs of what it sampled. Nothing here imports torch. docs/guide
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollcorr.config.checks import check_choice, check_integer, check_number, names_unknown_options
@@ -43,6 +42,14 @@ _TRUNCATIONS = ("top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 # Raw log-probs leave out every setting; tempered ones leave out the truncation alone.
 _LEFT_OUT = {"raw": ("temperature", *_PENALTIES, *_TRUNCATIONS), "tempered": _TRUNCATIONS, "processed": ()}
+_LIMITS: Mapping[str, Mapping[str, float]] = {
+    "temperature": {"at_least": 0},
+    "top_p (1 for off)": {"above": 0, "at_most": 1},
+    "min_p": {"at_least": 0, "at_most": 1},
+    "repetition_penalty": {"above": 0},
+    "presence_penalty": {},
+    "frequency_penalty": {},
+}
 _ACTORS: Mapping[str, Support] = {
     "full": "engine",
     "recompute": "recomputed",
@@ -161,15 +168,11 @@ class SamplingSpec:
     policy_version: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, at_least=0)
-        check_number("top_p (1 for off)", self.top_p, above=0, at_most=1)
+        for option, limits in _LIMITS.items():
+            check_number(option, getattr(self, option.split()[0]), **limits)
         check_integer("top_k (−1 for off)", self.top_k, at_least=-1)
         if self.top_k == 0:
             raise ValueError("top_k must be −1 (off) or >= 1; got 0")
-        check_number("min_p", self.min_p, at_least=0, at_most=1)
-        check_number("repetition_penalty", self.repetition_penalty, above=0)
-        check_number("presence_penalty", self.presence_penalty)
-        check_number("frequency_penalty", self.frequency_penalty)
         object.__setattr__(self, "logit_bias", _canonical_bias(self.logit_bias))
         check_integer("min_new_tokens", self.min_new_tokens, at_least=0)
         check_choice("logprobs", self.logprobs, ("raw", "tempered", "processed"))
@@ -231,10 +234,6 @@ class SamplingSpec:
     def biases(self) -> dict[int, float]:
         """`logit_bias` as numbers by token id."""
         return _parse_bias(str(self.logit_bias))
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -399,24 +398,22 @@ def _settings_on(spec: SamplingSpec, names: Iterable[str]) -> list[str]:
 def _canonical_bias(bias: object) -> str:
     """Biases by token id as one text, ids rising; biases of 0 are left out."""
     if isinstance(bias, str):
-        parsed = _parse_bias(bias)
-    elif isinstance(bias, Mapping):
-        parsed = {check_integer("a token id of logit_bias", key, at_least=0): value for key, value in bias.items()}
-    else:
+        bias = _parse_bias(bias)
+    if not isinstance(bias, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers; got {bias!r} of type {type(bias).__name__}")
-    values = {key: check_number(f"logit_bias of token {key}", value) for key, value in parsed.items()}
+    values = {
+        check_integer("a token id of logit_bias", key, at_least=0): check_number(f"logit_bias of token {key}", value)
+        for key, value in bias.items()
+    }
     return ",".join(f"{key}:{values[key]!r}" for key in sorted(values) if values[key])
 
 
 def _parse_bias(text: str) -> dict[int, float]:
     try:
         pairs = [pair.split(":") for pair in text.split(",")] if text.strip() else []
-        parsed = {int(token): float(value) for token, value in pairs}
+        return {int(token): float(value) for token, value in pairs}
     except ValueError as error:
         raise ValueError(f"logit_bias must read 'id:bias,id:bias'; got {text!r}") from error
-    if any(token < 0 or math.isnan(value) for token, value in parsed.items()):
-        raise ValueError(f"logit_bias must have ids >= 0 and biases that are numbers; got {text!r}")
-    return parsed
 
 
 _OFF = SamplingSpec()

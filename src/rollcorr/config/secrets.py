@@ -175,24 +175,18 @@ def header_values(headers: Mapping[str, str] | None, headers_env: Mapping[str, s
     return values
 
 
-class RedactingFilter(logging.Filter):
-    """Lets every record of a logger pass, with its secrets hidden."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Replace the message, and the traceback, by what may be shown."""
-        record.msg, record.args = redact_text(record.getMessage()), ()
-        if record.exc_info:
-            record.exc_text = redact_text(logging.Formatter().formatException(record.exc_info))
-            record.exc_info = None
-        return True
-
-
-_LOG_FILTER = RedactingFilter()
-
-
 def hide_in_log(name: str) -> None:
     """Hide secrets in what a package logs under `name`. May be called twice."""
-    logging.getLogger(name).addFilter(_LOG_FILTER)
+    logging.getLogger(name).addFilter(_redact_record)
+
+
+def _redact_record(record: logging.LogRecord) -> bool:
+    """Replace the message and the traceback of a record by what may be shown; every record passes."""
+    record.msg, record.args = redact_text(record.getMessage()), ()
+    if record.exc_info:
+        record.exc_text = redact_text(logging.Formatter().formatException(record.exc_info))
+        record.exc_info = None
+    return True
 
 
 def _words(name: str) -> str:

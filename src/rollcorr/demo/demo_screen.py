@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,16 +12,16 @@ from rich.table import Table
 
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.demo.stories import (
+    ARMS,
+    LAST,
     SEEDS,
+    STEPS,
     SYNC_EVERY,
     TEMPERATURE,
-    Arm,
-    FaultStory,
-    MeasuredRun,
+    JudgedRollouts,
     fault_story,
     healthy_story,
     stale_story,
-    steps_in_all,
 )
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 from rollcorr.diagnostics.provenance import Provenance
@@ -36,17 +37,27 @@ def show_stories(console: Console) -> None:
         TextColumn("training"), BarColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     )
     with bar:
-        task = bar.add_task("training", total=steps_in_all())
+        task = bar.add_task("training", total=2 * LAST + STEPS * len(ARMS) * len(SEEDS))
 
         def on_step() -> None:
             bar.advance(task)
 
         healthy = healthy_story(on_step)
-        fault = fault_story(on_step)
-        arms = stale_story(on_step)
-    _show_healthy(console, healthy)
-    _show_fault(console, fault)
-    _show_stale(console, arms)
+        broken, fixed = fault_story(on_step)
+        curves = stale_story(on_step)
+    console.print("\n[bold]1. A sampler that rounds to bfloat16[/]")
+    console.print("The engine has the trainer's weights and settings. Only the rounding of its logits differs.")
+    _show_numbers(console, {"measured": healthy})
+    _show_findings(console, healthy.provenance)
+
+    console.print(f"\n[bold]2. A fault: the sampler has temperature {TEMPERATURE:g}, the trainer's log-probs 1[/]")
+    console.print("Nothing crashes. The log-probs tell:")
+    _show_findings(console, broken.provenance)
+    console.print(f"After the fix, on the same rollouts (the trainer divides its logits by {TEMPERATURE:g}):")
+    _show_findings(console, fixed.provenance)
+    _show_numbers(console, {"with the fault": broken, "after the fix": fixed})
+
+    _show_stale(console, curves)
     console.print(
         "\n[bold]With your own run[/]\n"
         "  rollcorr check LOG…      judges rollout logs, also those of other frameworks\n"
@@ -63,36 +74,19 @@ def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
     return "".join(BLOCKS[min(max(round(height), 0), len(BLOCKS) - 1)] for height in heights)
 
 
-def _show_healthy(console: Console, run: MeasuredRun) -> None:
-    console.print("\n[bold]1. A sampler that rounds to bfloat16[/]")
-    console.print("The engine has the trainer's weights and settings. Only the rounding of its logits differs.")
-    _show_numbers(console, {"measured": run.steps[-1].metrics})
-    _show_findings(console, run.provenance)
-
-
-def _show_fault(console: Console, story: FaultStory) -> None:
-    console.print(f"\n[bold]2. A fault: the sampler has temperature {TEMPERATURE:g}, the trainer's log-probs 1[/]")
-    console.print("Nothing crashes. The log-probs tell:")
-    _show_findings(console, story.broken.provenance)
-    console.print(f"After the fix, on the same rollouts (the trainer divides its logits by {TEMPERATURE:g}):")
-    _show_findings(console, story.fixed)
-    _show_numbers(console, {"with the fault": story.broken.steps[-1].metrics, "after the fix": story.fixed_metrics})
-
-
-def _show_stale(console: Console, arms: Sequence[Arm]) -> None:
+def _show_stale(console: Console, curves: Mapping[str, Sequence[float]]) -> None:
     console.print(f"\n[bold]3. A stale sampler: it gets new weights every {SYNC_EVERY} steps[/]")
     console.print(
         "The task has a target that can be overshot. The trainer passes it and does not notice, because the rollouts "
         f"are those of an older policy. Mean of {len(SEEDS)} seeds; 1 is the highest reward:"
     )
-    lowest = min(min(arm.curve) for arm in arms)
-    highest = max(max(arm.curve) for arm in arms)
+    lowest, highest = min(map(min, curves.values())), max(map(max, curves.values()))
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("correction", "reward, step 1 to 60", "last 20", "lowest since 20"):
         table.add_column(heading, no_wrap=True)
-    for arm in arms:
-        curve = sparkline(arm.curve, low=lowest, high=highest)
-        table.add_row(arm.label, curve, f"{arm.last:.3f}", f"{min(arm.curve[20:]):.3f}")
+    for label, curve in curves.items():
+        drawn = sparkline(curve, low=lowest, high=highest)
+        table.add_row(label, drawn, f"{fmean(curve[-LAST:]):.3f}", f"{min(curve[20:]):.3f}")
     console.print(table)
     console.print(
         "Token weights correct each token, and not the product of all of them: here that is not enough. Sequence "
@@ -100,10 +94,10 @@ def _show_stale(console: Console, arms: Sequence[Arm]) -> None:
     )
 
 
-def _show_numbers(console: Console, columns: Mapping[str, Mapping[str, float]]) -> None:
+def _show_numbers(console: Console, columns: Mapping[str, JudgedRollouts]) -> None:
     table = Table("", *columns, box=None, padding=(0, 2, 0, 0))
     for name, label in HEADLINES.items():
-        values = [metrics.get(PREFIX + name) for metrics in columns.values()]
+        values = [judgment.metrics.get(PREFIX + name) for judgment in columns.values()]
         if any(value is not None for value in values):
             table.add_row(label, *("–" if value is None else format_number(value) for value in values))
     console.print(table)

@@ -1,27 +1,45 @@
-"""The three stories of `rollcorr demo`, as numbers: what ran, and what the library says about it."""
+"""The three stories of `rollcorr demo`, as numbers: real sampling, real corrections, and no model.
+
+The policy is a table. A response has T tokens, and some tokens score a point. The reward is highest where the points
+reach a target, and falls with the distance on both sides. So a policy that is pushed too far loses reward: what happens
+when the trainer does not notice that its sampler is behind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollcorr.correction import correct
-from rollcorr.demo.target_world import DemoStep, Sampler, TargetWorld, train
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.advantages import grpo_advantages
+from rollcorr.correction import PolicyLogProbs, correct, policy_loss
 from rollcorr.diagnostics.provenance import Provenance, estimate_provenance
+from rollcorr.simulation.mismatches import make_pair
+from rollcorr.simulation.sequence_rows import SequenceRows, sample_rows
+
+LENGTH = 24
+TARGET = 18
+"""Points that a response should have."""
+BATCH_SIZE = 128
+GROUP_SIZE = 8
+EVALUATED = 256
+LEARNING_RATE = 6.0
 
 TEMPERATURE = 0.7
 SYNC_EVERY = 20
 SEEDS = (0, 1, 2)
+STEPS = 60
 LAST = 20
-"""Steps at the end over which a reward is averaged."""
+"""Steps of a run whose log-probs are judged, and steps at the end over which a reward is averaged."""
 JUDGED = 10
 """Steps at the end whose log-probs are judged."""
 
-LANGUAGE = TargetWorld(vocabulary=64, states=64, spread=4.0)
+LANGUAGE: Mapping[str, Any] = {"vocabulary": 64, "states": 64, "spread": 4.0}
 """Peaked probabilities in 64 contexts, as a language model has them."""
 
 ARMS: Mapping[str, str] = {
@@ -31,103 +49,120 @@ ARMS: Mapping[str, str] = {
 }
 """What the story of the stale sampler compares: a label, and its preset."""
 
+Sampler = Callable[[Tensor], Tensor]
+"""The trainer's logits, (S, V) → those of the engine that samples."""
 OnStep = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRun:
-    """A run, and what its log-probs say about the sampler.
+class JudgedRollouts(NamedTuple):
+    """What the library says about the log-probs of a run's last steps.
 
     Attributes:
-        steps: the steps of training.
-        provenance: of the last steps' log-probs.
+        metrics: of the last step.
+        provenance: what the log-probs say about the sampler.
     """
 
-    steps: Sequence[DemoStep]
+    metrics: Mapping[str, float]
     provenance: Provenance
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultStory:
-    """A wrong setting, found and fixed.
-
-    Attributes:
-        broken: the sampler has another temperature than the trainer's log-probs.
-        fixed: what the same rollouts say when they are scored at the sampler's temperature.
-        fixed_metrics: what the correction measures then.
-    """
-
-    broken: MeasuredRun
-    fixed: Provenance
-    fixed_metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to correct, over all seeds.
-
-    Attributes:
-        label: what the correction is called.
-        preset: its name in the library.
-        rewards: of each step, one list for each seed.
-    """
-
-    label: str
-    preset: str
-    rewards: Sequence[Sequence[float]]
-
-    @property
-    def curve(self) -> list[float]:
-        """The mean over seeds of each step."""
-        return [fmean(step) for step in zip(*self.rewards, strict=True)]
-
-    @property
-    def last(self) -> float:
-        """The mean reward of the last steps."""
-        return fmean(self.curve[-LAST:])
-
-
-def healthy_story(on_step: OnStep = lambda: None) -> MeasuredRun:
+def healthy_story(on_step: OnStep = lambda: None) -> JudgedRollouts:
     """The sampler rounds its logits to bfloat16, and is otherwise the trainer."""
-    return _measured(lambda logits: logits.bfloat16().double(), on_step)
+    rollouts, _ = train("measure", sampler=_rounded, steps=LAST, on_step=on_step, **LANGUAGE)
+    return _judge(rollouts)
 
 
-def fault_story(on_step: OnStep = lambda: None) -> FaultStory:
-    """The sampler has a temperature that the trainer's log-probs do not have."""
-    broken = _measured(lambda logits: (logits / TEMPERATURE).bfloat16().double(), on_step)
-    judged = [step.rows for step in broken.steps[-JUDGED:]]
-    scored = [(rows.pair.trainer.logits / TEMPERATURE).log_softmax(-1)[rows.states, rows.tokens] for rows in judged]
-    measured = correct(scored[-1], judged[-1].rollout_log_prob, judged[-1].mask).metrics()
-    return FaultStory(broken=broken, fixed=_provenance(broken.steps, torch.cat(scored)), fixed_metrics=measured)
+def fault_story(on_step: OnStep = lambda: None) -> tuple[JudgedRollouts, JudgedRollouts]:
+    """The sampler has a temperature that the trainer's log-probs do not have; then the trainer divides by it too."""
+    rollouts, _ = train(
+        "measure", sampler=lambda logits: _rounded(logits / TEMPERATURE), steps=LAST, on_step=on_step, **LANGUAGE
+    )
+    return _judge(rollouts), _judge(rollouts, temperature=TEMPERATURE)
 
 
-def stale_story(on_step: OnStep = lambda: None, seeds: Sequence[int] = SEEDS) -> list[Arm]:
-    """The sampler gets the weights every twentieth step; each arm trains on what it samples."""
-    return [
-        Arm(
-            label=label,
-            preset=preset,
-            rewards=[
-                [s.reward for s in train(TargetWorld(seed=seed), preset, sync_every=SYNC_EVERY, on_step=on_step)]
-                for seed in seeds
-            ],
-        )
-        for label, preset in ARMS.items()
-    ]
+def stale_story(on_step: OnStep = lambda: None, seeds: Sequence[int] = SEEDS) -> dict[str, list[float]]:
+    """The sampler gets the weights every twentieth step. Label of an arm → its reward at each step, mean over seeds."""
+    curves = {}
+    for label, preset in ARMS.items():
+        rewards = [train(preset, sync_every=SYNC_EVERY, on_step=on_step, seed=seed)[1] for seed in seeds]
+        curves[label] = [fmean(step) for step in zip(*rewards, strict=True)]
+    return curves
 
 
-def steps_in_all() -> int:
-    """Training steps of the three stories together, for a progress bar."""
-    return 2 * LAST + 60 * len(ARMS) * len(SEEDS)
+def train(
+    preset: str,
+    *,
+    sampler: Sampler = lambda logits: logits,
+    sync_every: int = 1,
+    steps: int = STEPS,
+    on_step: OnStep,
+    vocabulary: int = 16,
+    seed: int = 2,
+    **policy: Any,  # noqa: ANN401 (options of `make_pair`)
+) -> tuple[list[SequenceRows], list[float]]:
+    """Train the policy on what an engine samples, as a user would write it.
+
+    Args:
+        preset: the correction.
+        sampler: what the engine makes of the weights that it gets.
+        sync_every: steps between two updates of the engine. Above 1, rollouts are stale.
+        steps: optimizer steps.
+        on_step: called after each step.
+        vocabulary: V.
+        seed: of the policy at the start, and of sampling.
+        **policy: of the policy at the start.
+
+    Returns:
+        For each step, what the engine sampled, and the mean reward of the trained policy before the update.
+    """
+    shape = {"length": LENGTH, "vocabulary": vocabulary, "states": 1, "spread": 1.5, "seed": seed, **policy}
+    start = make_pair("noise", 0.0, outcome=True, **shape)
+    logits = start.trainer.logits.clone().requires_grad_()
+    optimizer = torch.optim.SGD([logits], lr=LEARNING_RATE)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    groups = torch.arange(BATCH_SIZE, device="cpu") // GROUP_SIZE
+
+    engine = start.trainer
+    rollouts: list[SequenceRows] = []
+    rewards: list[float] = []
+    for step in range(steps):
+        policy_now = start.trainer.with_logits(logits.detach().clone())
+        if step % sync_every == 0:
+            engine = start.trainer.with_logits(sampler(policy_now.logits))
+
+        # The engine samples. The trainer scores the same tokens, and corrects the difference.
+        rows = sample_rows(replace(start, trainer=policy_now, rollout=engine), BATCH_SIZE, generator)
+        old_log_prob, rollout_log_prob = rows.train_log_prob.float(), rows.rollout_log_prob.float()
+        correction = correct(old_log_prob, rollout_log_prob, rows.mask, RolloutCorrectionConfig.preset(preset))
+        log_prob = logits.log_softmax(-1)[rows.states, rows.tokens].float()
+        policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
+        advantages = grpo_advantages(_rewards(rows), groups)[:, None].expand(-1, LENGTH)
+        loss = policy_loss(policies, advantages, rows.mask, correction=correction).loss
+
+        own = sample_rows(replace(start, trainer=policy_now, rollout=policy_now), EVALUATED, generator)
+        rollouts.append(rows)
+        rewards.append(float(_rewards(own).mean()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        on_step()
+    return rollouts, rewards
 
 
-def _measured(sampler: Sampler, on_step: OnStep) -> MeasuredRun:
-    steps = train(LANGUAGE, "measure", sampler=sampler, steps=LAST, on_step=on_step)
-    scored = torch.cat([step.rows.train_log_prob for step in steps[-JUDGED:]])
-    return MeasuredRun(steps=steps, provenance=_provenance(steps, scored))
+def _rewards(rows: SequenceRows) -> Tensor:
+    """R = 1 − |points − target| / T of each response, (n,)."""
+    points = rows.pair.rule.points[rows.states, rows.tokens].sum(-1)
+    return (1 - (points - TARGET).abs() / LENGTH).float()
 
 
-def _provenance(steps: Sequence[DemoStep], train_log_prob: Tensor) -> Provenance:
-    """What the last steps say, with the trainer's log-probs as given."""
-    rollout = torch.cat([step.rows.rollout_log_prob for step in steps[-JUDGED:]])
-    return estimate_provenance(train_log_prob, rollout)
+def _rounded(logits: Tensor) -> Tensor:
+    return logits.bfloat16().double()
+
+
+def _judge(rollouts: Sequence[SequenceRows], temperature: float = 1.0) -> JudgedRollouts:
+    """Judge the last rollouts, with log-probs of a trainer that divides its logits by a temperature."""
+    judged = rollouts[-JUDGED:]
+    scored = [(rows.pair.trainer.logits / temperature).log_softmax(-1)[rows.states, rows.tokens] for rows in judged]
+    reported = [rows.rollout_log_prob for rows in judged]
+    metrics = correct(scored[-1], reported[-1], judged[-1].mask).metrics()
+    return JudgedRollouts(metrics, estimate_provenance(torch.cat(scored), torch.cat(reported)))

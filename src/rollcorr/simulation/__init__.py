@@ -3,7 +3,6 @@
     markov_policies      policies as tables, rewards, and exact expectations by dynamic programming
     mismatches           pairs of trainer and rollout policy, by kind and severity or at a given KL
     sequence_rows        sequences as rows: sampled, or every one with its exact probability
-    loss_coefficients    what the package's own correction and loss multiply each score with
     gradient_errors      bias, variance, MSE and ESS of an estimator, and its matched random rejection
     orders               fitted slopes, the growth of χ², the longest viable length
     studies, study_run   the cells of the built-in study, and running cells with resumption

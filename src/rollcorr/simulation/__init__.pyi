@@ -1,7 +1,7 @@
 from .gradient_errors import GradientError as GradientError
+from .gradient_errors import LossCoefficients as LossCoefficients
 from .gradient_errors import gradient_error as gradient_error
 from .gradient_errors import gradient_sums as gradient_sums
-from .loss_coefficients import LossCoefficients as LossCoefficients
 from .mismatches import PolicyPair as PolicyPair
 from .mismatches import make_pair as make_pair
 from .sequence_rows import SequenceRows as SequenceRows

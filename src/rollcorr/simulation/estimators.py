@@ -9,21 +9,6 @@ from rollcorr.config import CRITERIA, PRESETS, RolloutCorrectionConfig, Threshol
 NONE = "none"
 """Plain PPO on the rollouts: no weights, no rejection."""
 
-RECOMMENDED: Mapping[str, Threshold] = {
-    "token_k1": "0.5_2.0",
-    "token_k2": 2.0,
-    "token_k3": 0.1,
-    "seq_sum_k1": "0.5_2.0",
-    "seq_sum_k2": 2.5,
-    "seq_sum_k3": 0.1,
-    "seq_mean_k1": "0.999_1.001",
-    "seq_mean_k2": 2.0,
-    "seq_mean_k3": 0.01,
-    "seq_max_k2": 2.0,
-    "seq_max_k3": 0.1,
-}
-"""A threshold to begin with for each criterion, as in docs/guides/choosing.md."""
-
 _WEIGHTS: Mapping[str, tuple[str, Threshold | None]] = {
     "token_untruncated": ("token", None),
     "sequence_untruncated": ("sequence", None),
@@ -54,12 +39,12 @@ def every_estimator() -> Estimators:
         named[name] = RolloutCorrectionConfig.preset(name)
     for name, (level, threshold) in _WEIGHTS.items():
         named[name] = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
-    for name in CRITERIA:
-        # A criterion without a recommendation starts in the middle of its sweep.
-        sweep = _thresholds(name)
-        threshold = RECOMMENDED.get(name, sweep[len(sweep) // 2])
+    for name, (_, _, threshold) in CRITERIA.items():
         named[name] = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
-    return _once(named)
+    first: dict[RolloutCorrectionConfig | None, str] = {}
+    for name, config in named.items():
+        first.setdefault(config, name)
+    return {name: config for config, name in first.items()}
 
 
 def threshold_sweep() -> dict[str, Estimators]:
@@ -75,29 +60,13 @@ def threshold_sweep() -> dict[str, Estimators]:
             f"{band:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=f"{1 / band:.6f}_{band}")  # type: ignore[arg-type]
             for band in (1.1, 1.5, 2.0, 4.0, 10.0, 30.0)
         }
-    for name in CRITERIA:
+    for name, (scope, divergence, _) in CRITERIA.items():
         families[name] = {
             f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
-            for threshold in _thresholds(name)
+            for threshold in _THRESHOLDS[scope, divergence == "k1"]
         }
     families["veto"] = {
         f"{threshold:g}": RolloutCorrectionConfig(rollout_token_veto_threshold=threshold)
         for threshold in (0.9, 0.7, 0.5, 0.3, 0.1, 0.01)
     }
     return families
-
-
-def _thresholds(name: str) -> tuple[float, ...]:
-    """The thresholds of a criterion's sweep, by its scope and unit in `CRITERIA`."""
-    scope, divergence = CRITERIA[name]
-    return _THRESHOLDS[scope, divergence == "k1"]
-
-
-def _once(named: Estimators) -> Estimators:
-    seen: set[object] = set()
-    kept: Estimators = {}
-    for name, config in named.items():
-        if config not in seen:
-            seen.add(config)
-            kept[name] = config
-    return kept

@@ -12,6 +12,11 @@ independent, so with p = P(kept), q₀ = (1 − p)^B, m = E[f | kept] and Σ = t
 for every batch size B from one set of sums. Over exact rows these are the estimator's own numbers. Over sampled rows
 they are estimates: the noise of m is taken out of bias², and a jackknife over groups gives the standard errors.
 
+κ is read from the package's own functions: the gradient of the policy loss in log π(y_t) is −κ_t A / denominator,
+whatever weights, clips and masks did. So one backward pass of `rollcorr.policy_loss` with the denominator 1 gives κ_t A
+of every token of every row. π_θ = π_old, the first update on a batch: decoupled PPO then has r = 1, and a decoupled
+preset and the bypass REINFORCE preset with the same weights give the same gradient.
+
 Variance and MSE are sums over the S · V entries of the gradient. Divided by |∇J|² they are relative: an estimator that
 always says 0 has a relative MSE of 1.
 """
@@ -22,17 +27,89 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.simulation.loss_coefficients import LossCoefficients, loss_coefficients
+from rollcorr.config import LossConfig, RolloutCorrectionConfig
+from rollcorr.core.aggregation import Denominators
+from rollcorr.correction import PolicyLogProbs, correct, policy_loss
+from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.simulation.sequence_rows import SequenceRows
+
+# The Σ_t of the policy-gradient theorem, averaged over sequences: one scale for all estimators.
+SUM_OVER_TOKENS = LossConfig(loss_agg_mode="seq-mean-token-sum")
 
 GROUPS = 20
 """Sampled rows are divided into this many groups for the jackknife."""
 CHUNK = 2_000_000
 """Rows are measured in parts of about this many tokens, or entries of gradients, so that memory stays small."""
+
+
+class LossCoefficients(NamedTuple):
+    """κ_t A and the tokens in the loss.
+
+    Attributes:
+        coefficients: κ_t A_i, (n, T) float64: what multiplies ∇log π(y_t) before the division.
+        loss_mask: tokens in the loss, (n, T) bool.
+    """
+
+    coefficients: Tensor
+    loss_mask: Tensor
+
+
+def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> LossCoefficients:
+    """Run `correct` and `policy_loss` on the rows, and read κ_t A from the gradient.
+
+    Args:
+        rows: any rows. Their probabilities are not used.
+        config: a correction; None: plain PPO, which knows nothing of μ.
+    """
+    log_prob = rows.train_log_prob.clone().requires_grad_()
+    output = _first_loss(rows, config, log_prob, Denominators(1.0, 1.0))
+    (gradient,) = torch.autograd.grad(output.policy_gradient, log_prob)
+    return LossCoefficients(-gradient, output.loss_mask)
+
+
+def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> Tensor:
+    """The whole gradient of one batch, with the package's own denominators: what a trainer would step along. (S, V).
+
+    The way that `loss_coefficients` saves: the tests hold the two against each other, and normalizers whose
+    denominators are sums of weights can be measured in no other way.
+
+    Args:
+        rows: the batch.
+        config: the estimator; None corrects nothing.
+    """
+    logits = rows.pair.trainer.logits.clone().requires_grad_()
+    log_prob = logits.log_softmax(-1)[rows.states, rows.tokens]
+    output = _first_loss(rows, config, log_prob, None)
+    (gradient,) = torch.autograd.grad(output.policy_gradient, logits)
+    return -gradient
+
+
+def _first_loss(
+    rows: SequenceRows, config: RolloutCorrectionConfig | None, log_prob: Tensor, denominators: Denominators | None
+) -> PolicyLossOutput:
+    """Compute the loss of the first update, by the call that the configuration's mode needs."""
+    bypass_mode = config is not None and config.bypass_mode
+    correction = None
+    if config is not None and not bypass_mode:
+        correction = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, config)
+    return policy_loss(
+        PolicyLogProbs(
+            log_prob=log_prob,
+            old_log_prob=None if bypass_mode else rows.train_log_prob,
+            rollout_log_prob=rows.rollout_log_prob if bypass_mode else None,
+        ),
+        rows.advantages,
+        rows.mask,
+        config=config,
+        loss=SUM_OVER_TOKENS,
+        correction=correction,
+        denominators=denominators,
+        whole_step=denominators is None,
+    )
 
 
 class Estimate(NamedTuple):
@@ -126,7 +203,7 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
-            "divides by weights of the whole batch; measure whole batches, with loss_coefficients.batch_gradient"
+            "divides by weights of the whole batch; measure whole batches, with batch_gradient"
         )
     groups = 1 if rows.exact else min(GROUPS, len(rows))
     step = max(1, CHUNK // max(rows.tokens.shape[1], rows.pair.trainer.logits.numel()))
@@ -159,7 +236,7 @@ def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> Gradie
         # Delete-one-group jackknife: each number's own variability, whatever function of the sums it is.
         groups = len(sums.weight)
         left_out = [_numbers(sums.without(group), truth, batch_size) for group in range(groups)]
-        errors = {name: _jackknife([numbers[name] for numbers in left_out]) for name in value}
+        errors = {name: math.sqrt(groups - 1) * float(np.std([one[name] for one in left_out])) for name in value}
 
     # A square below 0 by noise counts as 0, and would have no error there: the bias is off by what one more standard
     # error of its square makes of it.
@@ -223,9 +300,8 @@ def inverse_kept(batch_size: int, kept: float) -> float:
     if kept >= 1:
         return 1 / batch_size
     count = torch.arange(1, batch_size + 1, dtype=torch.float64, device="cpu")
-    log_choose = math.lgamma(batch_size + 1) - torch.lgamma(count + 1) - torch.lgamma(batch_size - count + 1)
-    log_probability = log_choose + count * math.log(kept) + (batch_size - count) * math.log1p(-kept)
-    return float((log_probability.exp() / count).sum())
+    law = torch.distributions.Binomial(batch_size, torch.tensor(kept, dtype=torch.float64, device="cpu"))
+    return float((law.log_prob(count).exp() / count).sum())
 
 
 def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
@@ -256,14 +332,13 @@ def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor
     divisor = torch.where(advantages.abs() > 1e-12, advantages, 1.0)
     kappa = (coefficients / divisor[:, None]).masked_fill(~readable, 0.0)
 
-    token_second = (coefficients.square() * rows.score_squares()).masked_fill(~rows.mask, 0.0).sum(-1)
     counted = [readable.sum(-1), rows.mask.sum(-1), loss_mask.sum(-1)]
     return {
         "weight": torch.ones_like(rows.rewards),
         "kept_weight": loss_mask.any(-1).double(),
         "first": gradient,
         "second": gradient.square(),
-        "token_second": token_second,
+        "token_second": (coefficients.square() * rows.score_squares()).sum(-1),
         "factors": torch.stack([kappa.sum(-1), kappa.square().sum(-1)], 1),
         "tokens": torch.stack(counted, 1).double(),
     }
@@ -307,9 +382,3 @@ def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, fl
         "kept": in_loss / valid,
         "kept_sequences": kept_weight / weight,
     }
-
-
-def _jackknife(values: list[float]) -> float:
-    """√((G − 1)/G Σ (x_g − x̄)²) of the numbers with one group left out."""
-    center = sum(values) / len(values)
-    return math.sqrt((len(values) - 1) / len(values) * sum((value - center) ** 2 for value in values))

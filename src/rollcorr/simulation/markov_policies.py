@@ -1,9 +1,8 @@
 """Policies as tables: next-token probabilities that depend on a small state, so that sums over all sequences are exact.
 
 A policy has S states and V tokens. In state s it samples token a with probability p(a | s) = softmax(logits[s])[a], and
-moves to `next_state[s, a]`. A sequence starts in state 0, and ends after T tokens or with the end token. Sums over
-the V^T sequences are then T steps over S states, in float64: J(θ), its gradient, KL(μ‖π) and χ² are exact at any
-length.
+moves to `next_state[s, a]`. A sequence starts in state 0 and has T tokens. Sums over the V^T sequences are then T steps
+over S states, in float64: J(θ), its gradient, KL(μ‖π) and χ² are exact at any length.
 
 Symbols (docs/reference/notation.md): π trainer policy, μ rollout policy, d = log π − log μ, ρ = exp d. θ is the
 trainer's (S, V) table of logits.
@@ -25,7 +24,6 @@ class MarkovPolicy:
     Attributes:
         logits: (S, V) float64, nats. −inf is probability 0, as after top-p.
         next_state: (S, V) int64, in 0 … S − 1.
-        end_token: the token that ends a sequence; None: every sequence has full length.
 
     Raises:
         ValueError: the shapes differ, a state is outside 0 … S − 1, or a row of logits has NaN, +inf or only −inf.
@@ -33,7 +31,6 @@ class MarkovPolicy:
 
     logits: Tensor
     next_state: Tensor
-    end_token: int | None = None
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 2 or self.logits.shape != self.next_state.shape:
@@ -45,30 +42,6 @@ class MarkovPolicy:
             raise ValueError("every row of logits needs a finite largest value; got NaN, inf, or a row of −inf")
         if self.next_state.min() < 0 or self.next_state.max() >= self.states:
             raise ValueError(f"next_state must be in 0 … {self.states - 1}; got {int(self.next_state.max())}")
-
-    @classmethod
-    def random(
-        cls, vocabulary: int, *, states: int | None = None, spread: float = 1.5, seed: int = 0, end: bool = False
-    ) -> MarkovPolicy:
-        """Logits from a normal distribution; the state is the last token, modulo the number of states.
-
-        Args:
-            vocabulary: V.
-            states: S, from 1 (tokens are independent) to V. None: V.
-            spread: standard deviation of the logits, nats. 1.5 gives a few likely tokens per state.
-            seed: of the logits.
-            end: make the last token end the sequence.
-
-        Raises:
-            ValueError: V is below 2, or S is outside 1 … V.
-        """
-        states = vocabulary if states is None else states
-        if vocabulary < 2 or not 1 <= states <= vocabulary:
-            raise ValueError(f"vocabulary must be >= 2 and states in 1 … vocabulary; got {vocabulary} and {states}")
-        generator = torch.Generator(device="cpu").manual_seed(seed)
-        logits = spread * torch.randn(states, vocabulary, dtype=torch.float64, generator=generator, device="cpu")
-        next_state = (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
-        return cls(logits, next_state, vocabulary - 1 if end else None)
 
     @property
     def states(self) -> int:
@@ -91,25 +64,24 @@ class MarkovPolicy:
         Args:
             logits: (S, V).
         """
-        return MarkovPolicy(logits, self.next_state, self.end_token)
-
-    def continues(self) -> Tensor:
-        """(V,) bool: the sequence goes on after this token."""
-        end = -1 if self.end_token is None else self.end_token
-        return torch.arange(self.vocabulary, device=self.logits.device) != end
+        return MarkovPolicy(logits, self.next_state)
 
     def start(self) -> Tensor:
         """Probability 1 of state 0, (S,): where every sequence begins."""
         return (torch.arange(self.states, device=self.logits.device) == 0).to(self.logits.dtype)
 
     def move(self, flow: Tensor) -> Tensor:
-        """(S, V) mass on tokens → (S,) mass on the states after them; what ends is gone.
+        """(S, V) mass on tokens → (S,) mass on the states after them.
 
         Args:
             flow: mass on each (state, token).
         """
-        alive = flow * self.continues()
-        return torch.zeros_like(flow[:, 0]).index_add(0, self.next_state.flatten(), alive.flatten())
+        return torch.zeros_like(flow[:, 0]).index_add(0, self.next_state.flatten(), flow.flatten())
+
+
+def last_token_state(states: int, vocabulary: int) -> Tensor:
+    """Return the (S, V) table in which the state is the last token, modulo the number of states."""
+    return (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +106,7 @@ class RewardRule:
             raise ValueError(f"with goal={self.goal:g} every point must be a whole number; round them, or leave it out")
 
     def of_totals(self, totals: Tensor, length: int) -> Tensor:
-        """The reward of sequences from their totals Σ_t points; `length` is T, also where a sequence ends earlier.
+        """The reward of sequences from their totals Σ_t points.
 
         Args:
             totals: Σ_t points of each sequence, of any shape.
@@ -176,7 +148,7 @@ def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tenso
 
 
 def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
-    """n(s) = Σ_t P(s_t = s, not ended): expected tokens that are sampled in each state. (S,) float64.
+    """n(s) = Σ_t P(s_t = s): expected tokens that are sampled in each state. (S,) float64.
 
     Args:
         policy: whose visits.
@@ -200,24 +172,22 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
         log_factors: (S, V), nats.
         length: T, tokens per sequence.
     """
-    probabilities, going_on = policy.logits.softmax(-1), policy.continues()
+    probabilities = policy.logits.softmax(-1)
     factors = probabilities * log_factors.exp().masked_fill(probabilities == 0, 0.0)
     reached = policy.start()
-    ended = log_scale = reached.new_zeros(())
+    log_scale = reached.new_zeros(())
     for _ in range(length):
-        flow = reached[:, None] * factors
-        ended = ended + flow[:, ~going_on].sum()
-        reached = policy.move(flow)
+        reached = policy.move(reached[:, None] * factors)
 
         # Products of many ratios leave float64's range, so the scale is kept in log space.
-        scale = torch.maximum(reached.sum(), ended).clamp(min=1e-300)
-        reached, ended, log_scale = reached / scale, ended / scale, log_scale + scale.log()
-    return log_scale + (reached.sum() + ended).log()
+        scale = reached.sum().clamp(min=1e-300)
+        reached, log_scale = reached / scale, log_scale + scale.log()
+    return log_scale + reached.sum().log()
 
 
 def _probability_of_goal(policy: MarkovPolicy, points: Tensor, goal: float, length: int) -> Tensor:
     """P(total ≥ goal): the mass of each (state, total so far) moves one token at a time."""
-    probabilities, going_on = policy.logits.softmax(-1)[:, :, None], policy.continues()[:, None]
+    probabilities = policy.logits.softmax(-1)[:, :, None]
     lowest, highest = int(points.min()), int(points.max())
     width = length * (highest - lowest) + 1
     totals = torch.arange(width, device=points.device)
@@ -226,16 +196,8 @@ def _probability_of_goal(policy: MarkovPolicy, points: Tensor, goal: float, leng
     rises = (points - lowest)[:, :, None] + totals
     target = policy.next_state[:, :, None] * width + rises.clamp(max=width - 1)
     reached = policy.start()[:, None] * (totals == 0)
-    successes = reached.new_zeros(())
-    for t in range(length):
+    for _ in range(length):
         flow = reached[:, None, :] * probabilities
-
-        # A sequence that ends here keeps its total. It is above t + 1 tokens' lowest.
-        ended_total = rises + (t + 1) * lowest
-        ended = flow * ~going_on * (ended_total >= goal)
-        successes = successes + ended.sum()
-
-        alive = flow * going_on
-        moved = reached.new_zeros(reached.numel()).index_add(0, target.flatten(), alive.flatten())
+        moved = reached.new_zeros(reached.numel()).index_add(0, target.flatten(), flow.flatten())
         reached = moved.view_as(reached)
-    return successes + (reached * (totals + length * lowest >= goal)).sum()
+    return (reached * (totals + length * lowest >= goal)).sum()

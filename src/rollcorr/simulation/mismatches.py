@@ -29,6 +29,7 @@ from rollcorr.simulation.markov_policies import (
     exact_gradient,
     expected_product,
     expected_reward,
+    last_token_state,
     state_visits,
 )
 
@@ -43,7 +44,7 @@ class PolicyPair:
         trainer: π, with finite logits.
         rollout: μ, over the same states and tokens.
         rule: the reward.
-        length: T, the most tokens of a sequence.
+        length: T, the tokens of a sequence.
         kind: name of the mismatch, or "given".
         severity: what the kind was made with; NaN when given.
         reports: what the sampler reports as log μ. "sampled": its own log-probs. "raw": those of the trainer's logits
@@ -51,7 +52,7 @@ class PolicyPair:
         advantage_offset: added to the advantages R − E_μ[R] of every sequence. 0 is a group baseline.
 
     Raises:
-        ValueError: the two policies have other states, tokens or ends, or the trainer gives a token probability 0.
+        ValueError: the two policies have other states or tokens, or the trainer gives a token probability 0.
     """
 
     trainer: MarkovPolicy
@@ -66,16 +67,11 @@ class PolicyPair:
     def __post_init__(self) -> None:
         check_integer("length", self.length, at_least=1)
         check_choice("reports", self.reports, ("sampled", "raw"))
-        if (
-            self.trainer.logits.shape != self.rollout.logits.shape
-            or self.rule.points.shape != self.trainer.logits.shape
-        ):
-            shapes = [tuple(t.shape) for t in (self.trainer.logits, self.rollout.logits, self.rule.points)]
+        shapes = [tuple(t.shape) for t in (self.trainer.logits, self.rollout.logits, self.rule.points)]
+        if len(set(shapes)) > 1:
             raise ValueError(f"trainer, rollout and points must have one shape (S, V); got {shapes}")
         if not torch.equal(self.trainer.next_state, self.rollout.next_state):
             raise ValueError("trainer and rollout must share next_state: they see the same context")
-        if self.trainer.end_token != self.rollout.end_token:
-            raise ValueError(f"end tokens differ: {self.trainer.end_token} and {self.rollout.end_token}")
         if not self.trainer.logits.isfinite().all():
             raise ValueError("the trainer's logits must be finite: its log-prob of a sampled token would be −inf")
 
@@ -105,11 +101,6 @@ class PolicyPair:
         return state_visits(self.rollout, self.length)
 
     @property
-    def tokens(self) -> float:
-        """Expected tokens of a rollout: T, or less where sequences end."""
-        return float(self.visits.sum())
-
-    @property
     def sequence_kl(self) -> float:
         """KL(μ‖π) of whole sequences, nats: Σ_t E_μ[−d_t]."""
         return self._rollout_sum(self.rollout.log_probs.exp() * -self.log_ratios)
@@ -117,16 +108,16 @@ class PolicyPair:
     @property
     def kl(self) -> float:
         """KL(μ‖π) per token, nats: the mean over tokens, weighted by μ's visits to each state."""
-        return self.sequence_kl / self.tokens
+        return self.sequence_kl / self.length
 
     @property
     def chi2(self) -> float:
         """χ̄² = E_μ[ρ_t²] − 1 per token, over μ's visits and over the tokens that μ can sample.
 
-        Where truncation took tokens away, E_μ[ρ] is below 1, and this may be negative: see `lost_mass`.
+        Where truncation took tokens away, E_μ[ρ] is below 1, and this may be negative.
         """
         squares = self.trainer.log_probs.exp().square() / self.rollout.log_probs.exp()
-        return self._rollout_sum(squares) / self.tokens - 1
+        return self._rollout_sum(squares) / self.length - 1
 
     @property
     def sequence_log_second_moment(self) -> float:
@@ -139,12 +130,6 @@ class PolicyPair:
         """χ²(π‖μ) of whole sequences; inf where float64 ends."""
         exponent = self.sequence_log_second_moment
         return math.inf if exponent > 700 else math.expm1(exponent)
-
-    @property
-    def lost_mass(self) -> float:
-        """Trainer probability per token that μ can never sample, over μ's visits. No weight brings it back."""
-        lost = self.trainer.log_probs.exp().masked_fill(self.rollout.log_probs > -torch.inf, 0.0).sum(-1)
-        return float((self.visits * lost).sum() / self.tokens)
 
     def with_length(self, length: int) -> PolicyPair:
         """The same policies and rule for another T. A goal stays the same number of points."""
@@ -239,7 +224,6 @@ def make_pair(
     seed: int = 0,
     outcome: bool = False,
     reports: Reports = "sampled",
-    end: bool = False,
 ) -> PolicyPair:
     """A random trainer policy, and a rollout policy that differs from it in a known way.
 
@@ -254,7 +238,6 @@ def make_pair(
         outcome: False: the reward is the mean of normal points. True: points are 0 or 1, every other token, and the
             reward is 1 where their sum reaches the trainer's mean, so about half of the sequences succeed.
         reports: see `PolicyPair`.
-        end: the last token ends a sequence.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type, unknown, or outside its limits.
@@ -265,8 +248,13 @@ def make_pair(
         torch.Size([4, 4])
     """
     severity = check_number("severity", severity)
-    length = check_integer("length", length, at_least=1)
-    trainer = MarkovPolicy.random(vocabulary, states=states, spread=spread, seed=seed, end=end)
+    states = vocabulary if states is None else states
+    if vocabulary < 2 or not 1 <= states <= vocabulary:
+        raise ValueError(f"vocabulary must be >= 2 and states in 1 … vocabulary; got {vocabulary} and {states}")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    logits = spread * torch.randn(states, vocabulary, dtype=torch.float64, generator=generator, device="cpu")
+    trainer = MarkovPolicy(logits, last_token_state(states, vocabulary))
+
     generator = torch.Generator(device="cpu").manual_seed(seed + 1)
     if outcome:
         state, token = (torch.arange(size, device="cpu") for size in trainer.logits.shape)

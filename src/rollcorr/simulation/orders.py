@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, linear_regression
 
+import numpy as np
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -40,11 +40,8 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     Returns:
         The slope, and its standard error from the residuals: on exact numbers it measures curvature alone.
     """
-    log_x, log_y = [math.log(value) for value in x], [math.log(value) for value in y]
-    slope, intercept = linear_regression(log_x, log_y)
-    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(log_x, log_y, strict=True))
-    center = fmean(log_x)
-    return slope, math.sqrt(residual / (len(x) - 2) / sum((a - center) ** 2 for a in log_x))
+    coefficients, covariance = np.polyfit(np.log(x), np.log(y), 1, cov=True)
+    return float(coefficients[0]), math.sqrt(covariance[0, 0])
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,6 @@ def one_mistake(mistake: float, extra: float, length: int) -> PolicyPair:
     """
     worse = mistake + extra
     return independent_pair((1 - mistake, mistake), (1 - worse, worse), (0, -1), length, goal=0)
-
-
-def coin(second: float, length: int) -> PolicyPair:
-    """π is a fair coin, μ gives the second side another probability; reward 1 for at least half of the first side."""
-    return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil(length / 2))
 
 
 def pareto_ratios(index: float, octaves: int, length: int = 1) -> PolicyPair:
@@ -227,7 +219,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         ),
     ),
 )
-"""Every order of the table that is a power. (1 + χ̄²)^T is no power of T: `log_law_of_chi2` has it."""
+"""Every order of the table that is a power. (1 + χ̄²)^T is no power of T: the study "growth" has it."""
 
 
 def _level_coin(second: float, length: int) -> PolicyPair:
@@ -241,12 +233,10 @@ def _always_rewarded(chi2: float, length: int) -> PolicyPair:
     return replace(coin_with_chi2(chi2, length), rule=rule, advantage_offset=1.0)
 
 
-def log_law_of_chi2(pair: PolicyPair) -> float:
-    """T log(1 + χ̄²), nats: log E_μ[ρ(y)²] where every state has the same χ²."""
-    return pair.tokens * math.log1p(pair.chi2)
-
-
 def coin_with_chi2(chi2: float, length: int) -> PolicyPair:
-    """A fair coin π and the μ for which χ² per token is exactly `chi2`: 1/(4q) + 1/(4(1 − q)) = 1 + χ²."""
+    """A fair coin π and the μ for which χ² per token is exactly `chi2`: 1/(4q) + 1/(4(1 − q)) = 1 + χ².
+
+    The reward is 1 for at least half of the first side.
+    """
     second = (1 - math.sqrt(1 - 1 / (1 + chi2))) / 2
-    return coin(second, length)
+    return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil(length / 2))

@@ -32,11 +32,10 @@ class SequenceRows:
 
     Attributes:
         pair: where the rows come from.
-        tokens: (n, T) int64; 0 beyond the end.
+        tokens: (n, T) int64.
         states: (n, T) int64, the state in which each token was sampled.
-        train_log_prob: log π, (n, T) float64, nats; 0 beyond the end.
+        train_log_prob: log π, (n, T) float64, nats.
         rollout_log_prob: log μ as the sampler reported it, same.
-        mask: (n, T) bool: the token was sampled.
         rewards: (n,) float64.
         probability: (n,) float64 that sum to 1: μ(y), or 1/n where sampled.
         exact: the rows are every sequence, so sums over them are expectations.
@@ -47,7 +46,6 @@ class SequenceRows:
     states: Tensor
     train_log_prob: Tensor
     rollout_log_prob: Tensor
-    mask: Tensor
     rewards: Tensor
     probability: Tensor
     exact: bool
@@ -55,6 +53,11 @@ class SequenceRows:
     def __len__(self) -> int:
         """n."""
         return self.tokens.shape[0]
+
+    @property
+    def mask(self) -> Tensor:
+        """(n, T) bool, for functions that take a mask: every token was sampled."""
+        return torch.ones_like(self.tokens, dtype=torch.bool)
 
     @property
     def advantages(self) -> Tensor:
@@ -75,14 +78,13 @@ class SequenceRows:
         ∇ log π(a | s) is 1 at (s, a), less π(· | s) in row s.
 
         Args:
-            coefficients: c, of shape (n, T). Never read outside the mask.
+            coefficients: c, of shape (n, T).
         """
         states, vocabulary = self.pair.trainer.logits.shape
         rows = torch.arange(len(self), device=self.tokens.device)[:, None]
         place = (rows * states + self.states) * vocabulary + self.tokens
-        amounts = coefficients.masked_fill(~self.mask, 0.0)
         size = len(self) * states * vocabulary
-        placed = torch.bincount(place.flatten(), weights=amounts.flatten(), minlength=size)
+        placed = torch.bincount(place.flatten(), weights=coefficients.flatten(), minlength=size)
         placed = placed.view(len(self), states, vocabulary)
         return placed - placed.sum(-1, keepdim=True) * self.pair.trainer.log_probs.exp()
 
@@ -93,7 +95,7 @@ class SequenceRows:
         return table[self.states, self.tokens]
 
 
-_TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "mask", "rewards", "probability")
+_TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "rewards", "probability")
 
 
 def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
@@ -142,7 +144,7 @@ def exact_rows(pair: PolicyPair) -> SequenceRows | None:
     """`every_count` or `every_sequence`, whichever fits into `MOST_ROWS`; None where neither does."""
     vocabulary = pair.trainer.vocabulary
     count_vectors = math.comb(pair.length + vocabulary - 1, vocabulary - 1)
-    if pair.trainer.states == 1 and pair.trainer.end_token is None and count_vectors <= MOST_ROWS:
+    if pair.trainer.states == 1 and count_vectors <= MOST_ROWS:
         return every_count(pair)
     if vocabulary**pair.length <= MOST_ROWS:
         return every_sequence(pair)
@@ -154,17 +156,14 @@ def every_sequence(pair: PolicyPair) -> SequenceRows:
     token = torch.arange(pair.trainer.vocabulary, device="cpu")
     tokens = torch.cartesian_prod(*[token] * pair.length).view(-1, pair.length)
     rows = _rows(pair, tokens, torch.ones(len(tokens), dtype=torch.float64, device="cpu"), exact=True)
-
-    # Sequences that differ after their end token alone are one: the one with zeros there.
-    rows = rows.pick((rows.tokens == tokens).all(-1))
-    log_probability = pair.rollout.log_probs[rows.states, rows.tokens].masked_fill(~rows.mask, 0.0).sum(-1)
+    log_probability = pair.rollout.log_probs[rows.states, rows.tokens].sum(-1)
     return _possible(replace(rows, probability=log_probability.exp()))
 
 
 def every_count(pair: PolicyPair) -> SequenceRows:
     """One sequence for each vector of token counts, with the probability of all its orders together.
 
-    Counts decide only where tokens are independent: S = 1, and no end token.
+    Counts decide only where tokens are independent: S = 1.
     """
     counts = _compositions(pair.length, pair.trainer.vocabulary)
     log_mu = pair.rollout.log_probs[0]
@@ -179,24 +178,16 @@ def every_count(pair: PolicyPair) -> SequenceRows:
 
 def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool) -> SequenceRows:
     """Follow the states of the tokens, and look everything else up."""
-    states, mask = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    state, alive = torch.zeros_like(tokens[:, 0]), torch.ones_like(tokens[:, 0], dtype=torch.bool)
-    continues = pair.trainer.continues()
-    for t in range(pair.length):
-        states[:, t], mask[:, t] = state, alive
-        state = pair.trainer.next_state[state, tokens[:, t]]
-        alive = alive & continues[tokens[:, t]]
-
-    tokens = tokens.masked_fill(~mask, 0)
-    totals = pair.rule.points[states, tokens].masked_fill(~mask, 0.0).sum(-1)
+    states = torch.zeros_like(tokens)
+    for t in range(1, pair.length):
+        states[:, t] = pair.trainer.next_state[states[:, t - 1], tokens[:, t - 1]]
     return SequenceRows(
         pair,
         tokens,
         states,
-        pair.trainer.log_probs[states, tokens].masked_fill(~mask, 0.0),
-        pair.reported_log_probs[states, tokens].masked_fill(~mask, 0.0),
-        mask,
-        pair.rule.of_totals(totals, pair.length),
+        pair.trainer.log_probs[states, tokens],
+        pair.reported_log_probs[states, tokens],
+        pair.rule.of_totals(pair.rule.points[states, tokens].sum(-1), pair.length),
         probability,
         exact,
     )

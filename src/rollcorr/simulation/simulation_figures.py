@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rollcorr.diagnostics.report.plots import LIGHT, to_png
-from rollcorr.simulation.ranking import ranked_estimators
-from rollcorr.simulation.studies import REGIMES, ResultRow
+from rollcorr.simulation.studies import APART, REGIMES, ResultRow
 
 try:
+    from matplotlib import rc_context
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 except ImportError as error:
     raise ImportError(
-        "figures need matplotlib: pip install 'rollcorr[report]', or write --no-figures for the tables alone"
+        "the tables are written; figures need matplotlib: pip install 'rollcorr[report]', and repeat the command"
     ) from error
 
 Rows = Sequence[ResultRow]
@@ -32,6 +33,28 @@ SHOWN = {
     "bypass_ppo_clip": "bypass PPO",
 }
 """The estimators with a curve of their own."""
+_STYLE = {
+    "figure.facecolor": LIGHT.background,
+    "axes.titlesize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": LIGHT.ink,
+    "axes.labelsize": 8,
+    "axes.labelcolor": LIGHT.ink,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": LIGHT.faint,
+    "grid.linewidth": 0.5,
+    "grid.alpha": 0.6,
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3,
+    "xtick.color": LIGHT.ink,
+    "xtick.labelsize": 7,
+    "ytick.color": LIGHT.ink,
+    "ytick.labelsize": 7,
+}
 COLORS = ("#1f2328", "#2563c9", "#b45309", "#f0a04b", "#7c3aed", "#15803d", "#c02626")
 
 
@@ -47,12 +70,12 @@ def write_figures(rows: Mapping[str, Rows], folder: Path) -> list[Path]:
         "growth": draw_growth,
     }
     paths = []
-    for name, draw in drawn.items():
-        study = "length" if name == "batch_size" else name
-        if rows.get(study):
-            path = folder / f"{name}.png"
-            path.write_bytes(to_png(draw(rows[study]), dpi=110))
-            paths.append(path)
+    with rc_context(_STYLE):
+        for name, draw in drawn.items():
+            study = "length" if name == "batch_size" else name
+            if rows.get(study):
+                paths.append(folder / f"{name}.png")
+                paths[-1].write_bytes(to_png(draw(rows[study]), dpi=110))
     return paths
 
 
@@ -61,17 +84,24 @@ def draw_regimes(rows: Rows) -> Figure:
     regimes = [regime for regime in REGIMES if any(row["regime"] == regime for row in rows)]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     batch_size = max(row["batch_size"] for row in rows)
-    names = [entry.estimator for entry in ranked_estimators(rows, batch_size)]
     cells = {(r["estimator"], r["regime"], r["kind"]): r["direction"] for r in rows if r["batch_size"] == batch_size}
+
+    # The kinds of `APART` have no say: raw log-probs make all estimators alike, and broken sequences are a fault.
+    directions: dict[str, list[float]] = {}
+    for (name, _, kind), direction in cells.items():
+        if kind not in APART:
+            directions.setdefault(name, []).append(direction)
+    names = sorted(directions, key=lambda name: fmean(directions[name]))
 
     figure, panels = _figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), len(regimes))
     for axes, regime in zip(panels, regimes, strict=True):
         values = [[cells[name, regime, kind] for kind in kinds] for name in names]
         axes.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis_r", aspect="auto")
-        axes.set_title(f"T × KL = {regime:g}", fontsize=9, color=LIGHT.ink)
-        axes.set_xticks(range(len(kinds)), kinds, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(names)), names if axes is panels[0] else [], fontsize=7)
-        axes.tick_params(length=0, colors=LIGHT.ink)
+        axes.set_title(f"T × KL = {regime:g}")
+        axes.set_xticks(range(len(kinds)), kinds, rotation=90)
+        axes.set_yticks(range(len(names)), names if axes is panels[0] else [])
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
     figure.colorbar(panels[0].images[0], ax=panels, label="direction error: 0 exact, 1 noise or nothing", shrink=0.5)
     return figure
 
@@ -99,13 +129,13 @@ def _curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label
     for axes, (title, y, rows) in zip(row_of_axes, panels, strict=True):
         for color, (estimator, shown) in zip(COLORS, SHOWN.items(), strict=True):
             points = sorted((row[x], row[y]) for row in rows if row["estimator"] == estimator)
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker="o", markersize=3, label=shown)
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", label=shown)
         axes.set_xscale("log")
         if y == "root_mse":
             axes.set_yscale("log")
         elif y in ("bias", "deviation"):
             axes.set_yscale("symlog", linthresh=0.01)
-        _style(axes, title, label)
+        _label(axes, title, label)
         if x == "T":
             lengths = sorted({int(row["T"]) for row in rows})
             axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -115,65 +145,59 @@ def _curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label
 
 def draw_thresholds(rows: Rows) -> Figure:
     """Direction error against the threshold, a panel per family; the matched random rejection is dashed."""
-    families = list(dict.fromkeys(row["family"] for row in rows))
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    batch_size = 1024
+    families = _grouped([row for row in rows if row["batch_size"] == 1024], "family")
     figure, panels = _figure(13.0, 2.1, len(families), columns=6)
-    for axes, family in zip(panels, families, strict=True):
-        for color, kind in zip(COLORS[1:], kinds, strict=False):
-            found = [r for r in rows if (r["family"], r["kind"], r["batch_size"]) == (family, kind, batch_size)]
+    for axes, (family, members) in zip(panels, families.items(), strict=True):
+        for color, (kind, found) in zip(COLORS[1:], _grouped(members, "kind").items(), strict=False):
             x = [row["threshold"] for row in found]
-            axes.plot(x, [row["direction"] for row in found], color=color, linewidth=1.4, label=kind)
+            axes.plot(x, [row["direction"] for row in found], color=color, label=kind)
             if found[0]["unit"]:
                 axes.plot(x, [row["random_direction"] for row in found], color=color, linewidth=1.0, linestyle="--")
         axes.set_xscale("log")
         axes.set_ylim(0.0, 1.02)
-        _style(axes, family, "")
+        _label(axes, family, "")
     _legend(figure, panels[0])
     return figure
 
 
 def draw_orders(rows: Rows) -> Figure:
     """The points of each fitted order, with its slope and the published one."""
-    checks: dict[tuple[str, str], list[ResultRow]] = {}
-    for row in rows:
-        checks.setdefault((row["estimator"], row["quantity"]), []).append(row)
+    checks = _grouped([row | {"check": f"{row['estimator']}: {row['quantity']}"} for row in rows], "check")
     figure, panels = _figure(11.4, 2.6, len(checks), columns=3)
-    for axes, ((estimator, quantity), found) in zip(panels, checks.items(), strict=True):
+    for axes, (title, found) in zip(panels, checks.items(), strict=True):
         x, y = [row["x"] for row in found], [row["y"] for row in found]
         slope, published = found[0]["slope"], found[0]["published"]
         axes.loglog(x, y, "o", color=COLORS[1], markersize=4, label=f"measured, slope {slope:.2f}")
         axes.loglog(
             x, [y[0] * (v / x[0]) ** published for v in x], "--", color=COLORS[6], label=f"published, {published:g}"
         )
-        axes.legend(fontsize=7, frameon=False)
-        _style(axes, f"{estimator}: {quantity}", "")
+        axes.legend()
+        _label(axes, title, "")
     return figure
 
 
 def draw_growth(rows: Rows) -> Figure:
     """χ² of whole sequences: exact, by (1 + χ̄²)^T, and as a batch of 1,024 sees it."""
-    names = list(dict.fromkeys(row["pair"] for row in rows))
-    figure, panels = _figure(10.4, 3.2, len(names))
-    for axes, name in zip(panels, names, strict=True):
-        found = [row for row in rows if row["pair"] == name]
+    pairs = _grouped(rows, "pair")
+    figure, panels = _figure(10.4, 3.2, len(pairs))
+    for axes, (name, found) in zip(panels, pairs.items(), strict=True):
         lengths = [row["T"] for row in found]
         for color, column, label in (
             (COLORS[0], "chi2_seq_exact", "exact"),
             (COLORS[1], "chi2_seq_law", "(1 + χ̄²)^T − 1"),
             (COLORS[6], "chi2_seq_batch_of_1024", "as a batch of 1,024 measures it"),
         ):
-            axes.loglog(lengths, [row[column] for row in found], color=color, marker="o", markersize=3, label=label)
-        axes.legend(fontsize=7, frameon=False)
-        _style(axes, f"χ² of sequences: {name}", "length T, tokens")
+            axes.loglog(lengths, [row[column] for row in found], color=color, marker="o", label=label)
+        axes.legend()
+        _label(axes, f"χ² of sequences: {name}", "length T, tokens")
     return figure
 
 
 def _figure(width: float, row_height: float, count: int, *, columns: int | None = None) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels in rows of `columns`, or in one row."""
-    columns = count if columns is None else columns
+    columns = columns or count
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(width, row_height * rows), layout="constrained", facecolor=LIGHT.background)
+    figure = Figure(figsize=(width, row_height * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[count:]:
@@ -181,7 +205,15 @@ def _figure(width: float, row_height: float, count: int, *, columns: int | None 
     return figure, panels[:count]
 
 
-def _style(axes: Axes, title: str, label: str) -> None:
+def _grouped(rows: Rows, column: str) -> dict[str, list[ResultRow]]:
+    """Value of a column → the rows that have it, in their order."""
+    groups: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        groups.setdefault(row[column], []).append(row)
+    return groups
+
+
+def _label(axes: Axes, title: str, label: str) -> None:
     # Between powers of ten, labels of minor ticks would run into each other.
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -191,14 +223,10 @@ def _style(axes: Axes, title: str, label: str) -> None:
         if high / low < 10:
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
             axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.set_title(title, fontsize=8.5, loc="left", color=LIGHT.ink)
-    axes.set_xlabel(label, fontsize=8, color=LIGHT.ink)
-    axes.tick_params(colors=LIGHT.ink, labelsize=7)
-    axes.grid(color=LIGHT.faint, linewidth=0.5, alpha=0.6)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_title(title)
+    axes.set_xlabel(label)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=7.5, frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))

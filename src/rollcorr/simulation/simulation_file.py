@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,80 +30,67 @@ from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.config.checks import check_integer, check_number, unknown_name
 from rollcorr.config.yaml_text import read_yaml
 from rollcorr.simulation.estimators import Estimators, every_estimator
-from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule
+from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule, last_token_state
 from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.sequence_rows import exact_rows, sample_rows
 from rollcorr.simulation.studies import Cell, ResultRow, measure
 
-_MADE = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports", "end")
+_MADE = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports")
 _GIVEN = ("trainer", "rollout", "reward", "next_state", "goal")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulationFile:
-    """What a file asks for; the defaults fill what it leaves out.
-
-    Attributes:
-        pair: a kind with its options, or tables.
-        length: T, one or several.
-        estimators: names of presets or of the built-in study, or configurations as mappings. None: all of the study.
-        batch_sizes: B, sequences.
-        samples: drawn sequences, where sums over all of them do not fit.
-        seed: of the draws.
-
-    Raises:
-        TypeError, ValueError: a value is wrong; the message names it, its limit and the nearest name.
-    """
-
-    pair: Mapping[str, Any]
-    length: tuple[int, ...] = (16,)
-    estimators: tuple[object, ...] | None = None
-    batch_sizes: tuple[int, ...] = (64, 1024)
-    samples: int = 4096
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.pair, Mapping):
-            raise TypeError(f"pair must be a mapping such as {{kind: noise, severity: 0.2}}; got {self.pair!r}")
-        for option in ("length", "batch_sizes"):
-            values = getattr(self, option)
-            values = tuple(values) if isinstance(values, list | tuple) else (values,)
-            if not values:
-                raise ValueError(f"{option} is an empty list; give at least one number")
-            object.__setattr__(self, option, tuple(check_integer(option, value, at_least=1) for value in values))
-        check_integer("samples", self.samples, at_least=40)
-        check_integer("seed", self.seed, at_least=0)
-
-        # Both are made once here, so that a mistake is found before the first cell and not after an hour.
-        chosen_estimators(self.estimators)
-        for length in self.length:
-            pair_of(self.pair, length)
-
-    def cells(self) -> list[Cell]:
-        """One cell for each length."""
-        shared: dict[str, Any] = {
-            "pair": dict(self.pair),
-            "chosen": None if self.estimators is None else list(self.estimators),
-        }
-        shared |= {"batch_sizes": list(self.batch_sizes), "samples": self.samples, "seed": self.seed}
-        return [Cell("estimators", {"length": length, **shared}) for length in self.length]
+_DEFAULTS: dict[str, Any] = {
+    "length": 16,
+    "estimators": None,
+    "batch_sizes": [64, 1024],
+    "samples": 4096,
+    "seed": 0,
+}
+"""What a file may leave out. Without `estimators` all of the built-in study are measured."""
 
 
-def read_simulation_file(path: str | os.PathLike[str]) -> SimulationFile:
-    """Read and check a file.
+def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
+    """Read and check a file. Returns one cell for each length.
 
     Raises:
         OSError: it cannot be read.
-        TypeError, ValueError: it is no YAML, or a key or value in it is wrong.
+        TypeError, ValueError: it is no YAML, or a key or value in it is wrong; the message names it, its limit and the
+            nearest name.
     """
     document = read_yaml(Path(path))
     if not isinstance(document, Mapping):
         raise TypeError(f"{path} must hold keys such as pair and length; got {type(document).__name__}")
-    known = [field.name for field in fields(SimulationFile)]
-    _check_keys("the file", document, known)
+    _check_keys("the file", document, ("pair", *_DEFAULTS))
     if "pair" not in document:
         raise ValueError(f"{path} names no pair; add, for instance, pair: {{kind: noise, severity: 0.2}}")
-    return SimulationFile(**document)
+    options = _DEFAULTS | dict(document)
+    pair, chosen = options["pair"], options["estimators"]
+    if not isinstance(pair, Mapping):
+        raise TypeError(f"pair must be a mapping such as {{kind: noise, severity: 0.2}}; got {pair!r}")
+    check_integer("samples", options["samples"], at_least=40)
+    check_integer("seed", options["seed"], at_least=0)
+    lengths = _integers("length", options["length"])
+
+    # Both are made once here, so that a mistake is found before the first cell and not after an hour.
+    chosen_estimators(chosen)
+    for length in lengths:
+        pair_of(pair, length)
+
+    shared = {"pair": dict(pair), "chosen": chosen, "batch_sizes": _integers("batch_sizes", options["batch_sizes"])}
+    shared |= {"samples": options["samples"], "seed": options["seed"]}
+    return [Cell("estimators", {"length": length, **shared}) for length in lengths]
+
+
+def _integers(option: str, values: object) -> list[int]:
+    """One whole number, or a list of them.
+
+    Raises:
+        TypeError, ValueError: there is none, or one is no whole number above 0.
+    """
+    listed = values if isinstance(values, list) else [values]
+    if not listed:
+        raise ValueError(f"{option} is an empty list; give at least one number")
+    return [check_integer(option, value, at_least=1) for value in listed]
 
 
 def run_file_cell(cell: Cell) -> list[ResultRow]:
@@ -138,7 +124,7 @@ def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
     if missing:
         raise ValueError(f"pair has no {' and no '.join(missing)}; give a kind, or the tables trainer, rollout, reward")
     trainer, rollout, points = (_table(name, options[name]) for name in ("trainer", "rollout", "reward"))
-    policy = MarkovPolicy(trainer, _next_state(options.get("next_state"), trainer))
+    policy = MarkovPolicy(trainer, _next_state(options.get("next_state"), *trainer.shape))
     goal = options.get("goal")
     rule = RewardRule(points, None if goal is None else check_number("goal", goal))
     return PolicyPair(policy, policy.with_logits(rollout), rule, length)
@@ -150,10 +136,11 @@ def chosen_estimators(chosen: object) -> Estimators:
     Raises:
         TypeError, ValueError: an entry is neither, a name is unknown, or a configuration is wrong.
     """
-    known = every_estimator() | {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
+    built_in = every_estimator()
     if chosen is None:
-        return every_estimator()
-    if not isinstance(chosen, list | tuple) or not chosen:
+        return built_in
+    known = built_in | {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
+    if not isinstance(chosen, list) or not chosen:
         raise TypeError(f"estimators must be a list of names and configurations; got {chosen!r}")
     named: Estimators = {}
     for entry in chosen:
@@ -207,13 +194,12 @@ def _table(name: str, values: object) -> Tensor:
     return table
 
 
-def _next_state(values: object, like: Tensor) -> Tensor:
+def _next_state(values: object, states: int, vocabulary: int) -> Tensor:
     if values is not None:
         return _table("next_state", values).long()
-    states, vocabulary = like.shape
     if states not in (1, vocabulary):
         raise ValueError(
             f"pair.next_state is needed: {states} states and {vocabulary} tokens; without it the state is the last "
             "token, so there are as many, or there is one state"
         )
-    return (torch.arange(vocabulary, device="cpu") % states).expand(states, vocabulary).contiguous()
+    return last_token_state(states, vocabulary)

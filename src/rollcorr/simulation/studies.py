@@ -31,20 +31,16 @@ from rollcorr.correction import correct
 from rollcorr.simulation.estimators import every_estimator, threshold_sweep
 from rollcorr.simulation.gradient_errors import (
     GradientError,
+    LossCoefficients,
+    batch_gradient,
     gradient_error,
     gradient_sums,
     random_rejection,
     rejected_unit,
     without_rejection,
 )
-from rollcorr.simulation.loss_coefficients import LossCoefficients, batch_gradient
 from rollcorr.simulation.mismatches import KINDS, PolicyPair, make_pair, pair_at_kl
-from rollcorr.simulation.orders import (
-    ORDER_CHECKS,
-    coin_with_chi2,
-    fit_slope,
-    log_law_of_chi2,
-)
+from rollcorr.simulation.orders import ORDER_CHECKS, coin_with_chi2, fit_slope
 from rollcorr.simulation.sequence_rows import SequenceRows, every_count, every_sequence, mixed_rows, sample_rows
 
 ResultRow = dict[str, Any]
@@ -221,7 +217,7 @@ def growth(length: int) -> list[ResultRow]:
         ("one state, χ̄² = 0.01", coin_with_chi2(0.01, length)),
         ("8 states, one update behind", state_dependent),
     ):
-        law = log_law_of_chi2(pair)
+        law = length * math.log1p(pair.chi2)
         rows = sample_rows(pair, 1024, torch.Generator(device="cpu").manual_seed(length))
         metrics = correct(rows.train_log_prob, rows.rollout_log_prob, rows.mask, "decoupled_seq_is").metrics(prefix="")
         found.append(

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,10 +99,21 @@ def run_cells(
 
     for study, rows in by_study.items():
         write_text_durably(folder / f"{study}.csv", to_csv(rows))
-    result = StudyResult(by_study, done, len(cells), reused, cpu_seconds, interrupted)
-    facts = _facts(command, result, time.perf_counter() - start) | {"seeds": _seeds(cells)}
+    facts = {
+        "command": command,
+        "cells": done,
+        "cells_of_the_study": len(cells),
+        "cells_reused": reused,
+        "cpu_seconds": round(cpu_seconds, 1),
+        "seconds_of_the_last_run": round(time.perf_counter() - start, 1),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor_name(),
+        "seeds": _seeds(cells),
+    }
     write_text_durably(folder / "run.json", json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
-    return result
+    return StudyResult(by_study, done, len(cells), reused, cpu_seconds, interrupted)
 
 
 def cell_key(cell: Cell) -> str:
@@ -128,21 +140,6 @@ def _stored(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _facts(command: str, result: StudyResult, wall_seconds: float) -> dict[str, object]:
-    return {
-        "command": command,
-        "cells": result.done,
-        "cells_of_the_study": result.total,
-        "cells_reused": result.reused,
-        "cpu_seconds": round(result.cpu_seconds, 1),
-        "seconds_of_the_last_run": round(wall_seconds, 1),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": processor_name(),
-    }
-
-
 def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
     """Study → the seeds of its draws. Those of the policies are fixed in the studies themselves."""
     seeds: dict[str, set[int]] = {}
@@ -154,10 +151,6 @@ def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
 
 def processor_name() -> str:
     """The processor as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    facts = Path("/proc/cpuinfo")
+    named = re.search(r"(?m)^model name\s*: (.*)$", facts.read_text(encoding="utf-8") if facts.exists() else "")
+    return named[1].strip() if named else platform.processor() or platform.machine()

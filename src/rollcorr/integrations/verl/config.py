@@ -14,7 +14,7 @@ from rollcorr.config import CRITERIA, PRESETS, InertOptionWarning, Threshold
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.generations import KEYS
-from rollcorr.config.presets import VERL, NamedPreset, preset_fields
+from rollcorr.config.presets import VERL, preset_constructor, preset_fields
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
@@ -201,7 +201,7 @@ BAND_PRESETS = ("decoupled_token_icepop", "bypass_pg_token_icepop")
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL:
         _ends = ("threshold_lower",) if _name in BAND_PRESETS else ()
-        setattr(RolloutCorrectionConfig, _name, NamedPreset(_name, _construct, (*_preset.parameters, *_ends)))
+        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _construct, (*_preset.parameters, *_ends)))
 
 
 def _level(config: RolloutCorrectionConfig) -> str | None:

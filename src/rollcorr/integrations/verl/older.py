@@ -17,7 +17,7 @@ from torch import Tensor
 from rollcorr.config import PRESETS, Implementation, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.generations import KEYS, OLDER_CRITERIA
-from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, NamedPreset
+from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, preset_constructor
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
@@ -213,4 +213,4 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL_2025_11 or _name == "disabled":
         _arguments = [argument for argument in _preset.parameters if argument != "lower"]
-        setattr(RolloutCorrectionConfig, _name, NamedPreset(_name, _construct, _arguments))
+        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _construct, _arguments))

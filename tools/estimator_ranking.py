@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rollcorr.simulation.studies import APART, ResultRow
+from rollcorr.simulation.studies import APART
 
 LEAST_SEQUENCES = 30
 """Fewer effective sequences than this decide no ranking."""
@@ -37,7 +37,7 @@ class RankedEstimator(NamedTuple):
 
 
 def ranked_estimators(
-    rows: Sequence[ResultRow], batch_size: int, *, regime: float | None = None
+    rows: Sequence[dict[str, Any]], batch_size: int, *, regime: float | None = None
 ) -> list[RankedEstimator]:
     """From best to worst.
 
