@@ -6,22 +6,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
 from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
-
-if TYPE_CHECKING:
-    from rollcorr.correction.losses import PolicyLossOutput
-    from rollcorr.diffusion.batch_checks import Batch
+from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.diffusion.batch_checks import Batch
+from rollcorr.diffusion.denoising_loss import diffusion_loss
+from rollcorr.diffusion.step_correction import STEP_KL
 
 LossMode = Literal["flow_grpo", "grpo_guard", "flow_dppo"]
 RsDenominator = Literal["all", "kept", "weights"]
 
 _NORMALIZERS: dict[RsDenominator, Normalizer] = {"all": "original", "kept": "kept", "weights": "weights"}
-STEP_KL = "step_kl"
 
 
 @names_unknown_options
@@ -134,8 +133,6 @@ class DiffusionActorConfig:
         Raises:
             KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
         """
-        from rollcorr.diffusion.denoising_loss import diffusion_loss
-
         return diffusion_loss(self, model_output, data, whole_step=True, schedule=schedule)
 
     def _inert_options(self) -> list[tuple[str, str]]:
