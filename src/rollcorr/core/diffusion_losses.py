@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core.boundary import check_positive
 from rollcorr.core.integer_checks import truth
-from rollcorr.core.losses import LOG_RATIO_BOUND
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
 
@@ -247,4 +247,4 @@ def _kept(name: str, values: Tensor, steps: _Steps) -> Tensor:
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()

@@ -15,16 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core.boundary import check_floating, check_tensors
 from rollcorr.core.divergence import k3
 from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
-
-LOG_RATIO_BOUND = 20.0
-"""Largest |log r| that enters exp(), nats. It changes only tokens with A < 0 and r > e²⁰ without the dual clip: their
-gradient, which no optimizer would survive, becomes 0."""
 
 
 def ppo_clip_loss(
@@ -75,7 +72,10 @@ def ppo_clip_loss(
     weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
 
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+    # The bound changes only tokens with A < 0 and r > e²⁰ without the dual clip: their gradient, which no optimizer
+    # would survive, becomes 0.
+    ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     advantages = advantages.detach().to(ratio.dtype).masked_fill(~active, 0.0)
 
     # The larger of the two losses: a clip that would lower the loss does not bind.

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollcorr.core.bounds import exceeds
 from rollcorr.core.diffusion import power_of
 from rollcorr.core.diffusion_metrics import BY_TIMESTEP
 from rollcorr.core.divergence import k3
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.core.weights import normalization_factor
+from rollcorr.core.weights import exceeds, normalization_factor
 from rollcorr.correction.process_groups import gather_statistics
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct

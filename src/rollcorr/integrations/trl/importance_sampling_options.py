@@ -14,10 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
 from rollcorr.config.criteria import Threshold
-
-# TRL has no such bound. This is the largest one that the compiled kernel takes, far beyond any weight that is of use.
-SAFETY_BOUND = 40.0
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -67,10 +65,11 @@ def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GR
     threshold: Threshold | None = upper
     if constraint == "mask" and (lower is not None or upper is not None):
         threshold = f"{'0' if lower is None else lower}_{'inf' if upper is None else upper}"
+    # TRL has no such bound. The largest one that the compiled kernels take is far beyond any weight that is of use.
     return RolloutCorrectionConfig(
         rollout_is=level,
         rollout_is_threshold=threshold,
         rollout_is_floor=lower if constraint == "truncate" else None,
         nonfinite="neutral",
-        safety_bound=SAFETY_BOUND,
+        safety_bound=KERNEL_SAFETY_BOUND,
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.losses import agg_loss
 
@@ -35,7 +36,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     # A sequence's weight overflows long before its log does.
     if "rollout_is_log_max" in metrics and metrics["sequence_count"]:
         found["min"] = math.exp(metrics["rollout_is_log_min"])
-        found["max"] = math.exp(min(metrics["rollout_is_log_max"], parity.SAFETY_BOUND))
+        found["max"] = math.exp(min(metrics["rollout_is_log_max"], SAFETY_BOUND))
     return found
 
 
@@ -98,7 +99,7 @@ def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tupl
     """The bounded ratio (B, T), where it is out of the band, (B, T) or (B, 1), and verl's statistics of it."""
     log_weight = parity.level_log_ratio(log_ratio, mask, band.level)
     raw = parity.bounded_ratio(log_weight, mask)
-    unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
+    unit = log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
     return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
 from rollcorr.core.boundary import why_no_address
 from rollcorr.core.histograms import BINS
 from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
@@ -18,9 +19,6 @@ from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outpu
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, OF_BATCH, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
 from rollcorr.kernels.correction.rows import empty_statistics
-
-LARGEST_SAFETY_BOUND = 40.0
-"""Nats; squares of weights are summed in float32, which ends at e^88."""
 
 TASK_TOKENS = 1 << 15
 """Tokens that a thread takes at a time. Fixed, so that results do not depend on the number of threads."""
@@ -44,8 +42,8 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
             return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
         if not _rows_are_contiguous(tensor):
             return f"the tokens of {name} do not lie next to each other (strides {tensor.stride()})"
-    if config.safety_bound > LARGEST_SAFETY_BOUND:
-        limit = f"the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
+    if config.safety_bound > KERNEL_SAFETY_BOUND:
+        limit = f"the squares of weights up to e^{KERNEL_SAFETY_BOUND:g}"
         return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"
     return status()[1] or _why_incomplete(config)
 

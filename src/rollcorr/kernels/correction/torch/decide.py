@@ -14,9 +14,8 @@ from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence
-from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, no_extremes
-from rollcorr.core.weights import between, bounded_weights
+from rollcorr.core.weights import between, bounded_weights, ratio_above, ratio_below
 from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences, Values, rows_of
 from rollcorr.kernels.correction.torch.table import SequenceTable
@@ -360,7 +359,7 @@ def _finish_token_weights(state: _State) -> None:
     sums["units"] = sums["tokens_counted"]
 
     # Up to the cap of k3 and χ², the blocks have counted already what lies beyond the safety bound.
-    counter = "capped" if config.safety_bound == divergence.CAP else "saturated"
+    counter = "capped" if config.safety_bound == divergence.SAFETY_BOUND else "saturated"
     sums["saturated_low"], sums["saturated_high"] = blocks.sums[f"{counter}_low"], blocks.sums[f"{counter}_high"]
     if lower is not None or upper is not None:
         sums["is_high"], sums["is_low"] = blocks.sums["is_high"], blocks.sums["is_low"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import divergence_bound, log_band
-from rollcorr.core.divergence import CAP, ESTIMATES
+from rollcorr.core.divergence import ESTIMATES, SAFETY_BOUND
+from rollcorr.core.weights import divergence_bound, log_band
 from rollcorr.kernels.correction.bands import exceedance_band, zeroing_band
 from rollcorr.kernels.correction.torch.table import Block, BlockRows, SequenceTable
 
@@ -140,8 +140,8 @@ class TokenPass:
         self._compare_probabilities()
         scratch.log_probs.mul_(measured)
         d = torch.sub(pi, mu, out=order)
-        capped = torch.clamp(d, max=CAP, out=scratch("capped"))
-        torch.clamp(capped, min=-CAP, out=scratch("expm1")).expm1_()
+        capped = torch.clamp(d, max=SAFETY_BOUND, out=scratch("capped"))
+        torch.clamp(capped, min=-SAFETY_BOUND, out=scratch("expm1")).expm1_()
 
     def _compare_probabilities(self) -> None:
         """|π − μ| of compared tokens."""
@@ -160,8 +160,8 @@ class TokenPass:
         d, expm1, work = scratch("log_ratio"), scratch("expm1"), scratch("work")
         rows.sums["expm1_squares"] = torch.dot(expm1, expm1)
         rows.sums["abs_log_ratio"] = torch.abs(d, out=work).sum()
-        rows.sums["capped_high"] = torch.gt(d, CAP, out=work).sum()
-        rows.sums["capped_low"] = torch.lt(d, -CAP, out=work).sum()
+        rows.sums["capped_high"] = torch.gt(d, SAFETY_BOUND, out=work).sum()
+        rows.sums["capped_low"] = torch.lt(d, -SAFETY_BOUND, out=work).sum()
         low, high = self._ten_percent
         rows.sums["ratio_above_10pct"] = torch.gt(d, high, out=work).sum()
         rows.sums["ratio_below_10pct"] = torch.lt(d, low, out=work).sum()
@@ -188,7 +188,7 @@ class TokenPass:
 
         weight = scratch("weight")
         raw = weight if config.is_mode == "none" else scratch("raw")
-        if bound == CAP:
+        if bound == SAFETY_BOUND:
             torch.add(scratch("expm1"), 1.0, out=raw)  # e⁻²⁰ keeps 7 digits, as many as the weight's float32
         else:
             rows.sums["saturated_high"] = torch.gt(d, bound, out=work).sum()
