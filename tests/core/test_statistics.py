@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.core.histograms import histogram_of
-from rollcorr.core.host_statistics import Moments
+from rollcorr.core.host_statistics import kish_sample_size
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, merge_statistics, moments_of
 from rollcorr.core.tops import top_entries, top_indices
 
@@ -34,10 +34,10 @@ def test_moments_and_extremes_by_hand():
 
 
 def test_effective_sample_size_by_hand():
-    assert Moments(2, 0.5, 0.5).effective_sample_size == pytest.approx(0.5)  # weights 1 and 0: 1² / (2 · 1)
-    assert Moments(0, 0.0, 0.0).effective_sample_size == 0.0
-    assert Moments(4, 0.0, 0.0).effective_sample_size == 0.0
-    assert Moments(4, math.exp(-20), 0.0).effective_sample_size == 1.0
+    assert kish_sample_size(2, 0.5, 0.5) == pytest.approx(0.5)  # weights 1 and 0: 1² / (2 · 1)
+    assert kish_sample_size(0, 0.0, 0.0) == 0.0
+    assert kish_sample_size(4, 0.0, 0.0) == 0.0
+    assert kish_sample_size(4, math.exp(-20), 0.0) == 1.0
 
 
 @given(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollcorr.config.correction_options import SAFETY_BOUND
+from rollcorr.config.correction_options import SAFETY_BOUND as SAFETY_BOUND
 
 _SERIES_RADIUS = 0.03
 _INVERSE_FACTORIALS = tuple(1 / math.factorial(n) for n in range(8, 1, -1))

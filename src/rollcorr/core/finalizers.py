@@ -68,22 +68,16 @@ def exp_share(numerator: str, denominator: str) -> Finalizer:
 
 def mean(name: str, *, scale: float = 1.0) -> Finalizer:
     """The mean of a sample."""
-
-    def at(row: int) -> Callable[[Numbers], float]:
-        place = row + MEAN
-        return lambda x: scale * x[place] or 0.0
-
-    return Finalizer((f"moments:{name}",), at, f"mean of {name}")
+    return Finalizer((f"moments:{name}",), lambda row: lambda x: scale * x[row + MEAN] or 0.0, f"mean of {name}")
 
 
 def std(name: str) -> Finalizer:
     """The population standard deviation of a sample."""
-
-    def at(row: int) -> Callable[[Numbers], float]:
-        place = row + M2
-        return lambda x: population_std(x[row], x[place])
-
-    return Finalizer((f"moments:{name}",), at, f"population std of {name}")
+    return Finalizer(
+        (f"moments:{name}",),
+        lambda row: lambda x: population_std(x[row], x[row + M2]),
+        f"population std of {name}",
+    )
 
 
 def effective_sample_size(name: str) -> Finalizer:
@@ -97,32 +91,25 @@ def effective_sample_size(name: str) -> Finalizer:
 
 def lowest(name: str) -> Finalizer:
     """The minimum of a sample; of an empty one the minimum is above the maximum."""
-
-    def at(low: int) -> Callable[[Numbers], float]:
-        high = low + 1
-        return lambda x: x[low] if x[low] <= x[high] else 0.0
-
-    return Finalizer((f"extremes:{name}",), at, f"min of {name}")
+    return Finalizer(
+        (f"extremes:{name}",), lambda low: lambda x: x[low] if x[low] <= x[low + 1] else 0.0, f"min of {name}"
+    )
 
 
 def highest(name: str) -> Finalizer:
     """The maximum of a sample."""
-
-    def at(low: int) -> Callable[[Numbers], float]:
-        high = low + 1
-        return lambda x: x[high] if x[low] <= x[high] else 0.0
-
-    return Finalizer((f"extremes:{name}",), at, f"max of {name}")
+    return Finalizer(
+        (f"extremes:{name}",), lambda low: lambda x: x[low + 1] if x[low] <= x[low + 1] else 0.0, f"max of {name}"
+    )
 
 
 def farthest(name: str, *, center: float = 0.0) -> Finalizer:
     """max |x − center| of a sample, from its two extremes."""
-
-    def at(low: int) -> Callable[[Numbers], float]:
-        high = low + 1
-        return lambda x: max(abs(x[low] - center), abs(x[high] - center)) if x[low] <= x[high] else 0.0
-
-    return Finalizer((f"extremes:{name}",), at, f"max |{name} − {center:g}|" if center else f"max |{name}|")
+    return Finalizer(
+        (f"extremes:{name}",),
+        lambda low: lambda x: max(center - x[low], x[low + 1] - center) if x[low] <= x[low + 1] else 0.0,
+        f"max |{name} − {center:g}|" if center else f"max |{name}|",
+    )
 
 
 def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
@@ -137,12 +124,13 @@ def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
 
 def length_times_kl() -> Finalizer:
     """Mean response length × KL: the typical −log of a sequence weight (T × KL)."""
-
-    def at(log_ratio: int, tokens: int, sequences: int) -> Callable[[Numbers], float]:
-        place = log_ratio + MEAN
-        return lambda x: -x[place] * x[tokens] / x[sequences] if x[sequences] else 0.0
-
-    return Finalizer(("moments:log_ratio", "sums:tokens", "sums:sequences"), at, "mean length × kl")
+    return Finalizer(
+        ("moments:log_ratio", "sums:tokens", "sums:sequences"),
+        lambda log_ratio, tokens, sequences: (
+            lambda x: -x[log_ratio + MEAN] * x[tokens] / x[sequences] if x[sequences] else 0.0
+        ),
+        "mean length × kl",
+    )
 
 
 LONGEST = 1e9

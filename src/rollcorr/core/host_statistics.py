@@ -44,19 +44,9 @@ class Moments(NamedTuple):
     m2: float
 
     @property
-    def total(self) -> float:
-        """Σ x."""
-        return self.count * self.mean
-
-    @property
     def std(self) -> float:
         """Population standard deviation; 0 for an empty sample."""
         return population_std(self.count, self.m2)
-
-    @property
-    def effective_sample_size(self) -> float:
-        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none."""
-        return kish_sample_size(*self)
 
 
 class Extremes(NamedTuple):

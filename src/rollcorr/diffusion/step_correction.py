@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.diffusion import power_of
-from rollcorr.core.diffusion_metrics import BY_TIMESTEP
 from rollcorr.core.divergence import k3
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
+from rollcorr.core.metric_tables import BY_TIMESTEP
 from rollcorr.core.weights import exceeds, normalization_factor
 from rollcorr.correction.process_groups import gather_statistics
 from rollcorr.correction.result import Correction
@@ -76,7 +76,7 @@ def correct_steps(
         group: data-parallel group; statistics are then those of the group.
 
     Returns:
-        A `Correction`, whose statistics also hold the rows of `rollcorr.core.diffusion_metrics`.
+        A `Correction`, whose statistics also hold the rows of `rollcorr.core.metric_tables`.
 
     Raises:
         ValueError: D is needed and not known, or `step_kl` is asked for without the means.
