@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.correction_options import SAFETY_BOUND
-from rollcorr.core.boundary import check_positive
-from rollcorr.core.integer_checks import truth
+from rollcorr.core.boundary import check_positive, truth
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
 

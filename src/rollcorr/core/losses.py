@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.correction_options import SAFETY_BOUND
-from rollcorr.core.boundary import check_floating, check_tensors
+from rollcorr.core.boundary import check_floating, check_tensors, truth
 from rollcorr.core.divergence import k3
-from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio

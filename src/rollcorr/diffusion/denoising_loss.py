@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.aggregation import Denominators
+from rollcorr.core.boundary import truth
 from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
-from rollcorr.core.integer_checks import truth
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import Averaged, aggregate, loss_denominators

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.boundary import truth
 from rollcorr.core.histograms import histogram_of
-from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.core.ratios import classify_tokens, token_log_ratio

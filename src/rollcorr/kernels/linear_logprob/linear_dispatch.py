@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import in_host_memory, plain
-from rollcorr.core.integer_checks import usable_ids
+from rollcorr.core.boundary import in_host_memory, plain, usable_ids
 from rollcorr.core.sampling import KeptSets, usable_kept_sets
 from rollcorr.kernels.linear_logprob.arguments import (
     check_choice_of_tokens,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import in_host_memory
-from rollcorr.core.integer_checks import NO_LIMIT
+from rollcorr.core.boundary import NO_LIMIT, in_host_memory
 from rollcorr.kernels.linear_logprob.problem import Context, LogSums
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
-from rollcorr.core.boundary import why_no_address
+from rollcorr.core.boundary import check_cu_seqlens, check_mask_values, truth, why_no_address
 from rollcorr.core.histograms import BINS
-from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.tops import TOP, merge_tops
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
