@@ -4,7 +4,7 @@
     bfloat16   parameters and activations in bfloat16
     fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
 
-fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over a tensor or over each output channel, kept in bfloat16.
+fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16.
 It has the rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines
 keep them.
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 RolloutDtype = Literal["bfloat16", "fp8", "float32"]
-Fp8Scale = Literal["channel", "tensor"]
 LARGEST_E4M3 = 448.0
 
 
@@ -29,20 +28,14 @@ class RolloutModel:
     Args:
         model: the trained transformer, float32.
         dtype: precision of the copy.
-        fp8_scale: one scale per output channel, or one for each tensor.
-        version: of the weights.
     """
 
-    def __init__(
-        self, model: nn.Module, *, dtype: RolloutDtype, fp8_scale: Fp8Scale = "channel", version: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, *, dtype: RolloutDtype) -> None:
         self.dtype = dtype
-        self.fp8_scale = fp8_scale
-        self.weight_version = version
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         if dtype != "float32":
             nn.Module.to(self.module, torch.bfloat16)  # not diffusers' own, which remarks on it
-        self.update_weights(model, version=version)
+        self.update_weights(model, version=0)
 
     @torch.no_grad()
     def update_weights(self, model: nn.Module, *, version: int) -> None:
@@ -59,7 +52,7 @@ class RolloutModel:
         # Rounded from the trainer's float32, never from the copy: roundings must not add up.
         linear = _linear_weights(model) if self.dtype == "fp8" else set()
         for name, value in source.items():
-            target[name].copy_(round_to_e4m3(value, scale=self.fp8_scale) if name in linear else value)
+            target[name].copy_(round_to_e4m3(value) if name in linear else value)
         self.weight_version = version
 
     def export_weights(self) -> Mapping[str, Tensor]:
@@ -84,17 +77,15 @@ class RolloutModel:
         self.weight_version = version
 
 
-def round_to_e4m3(weight: Tensor, *, scale: Fp8Scale = "channel") -> Tensor:
+def round_to_e4m3(weight: Tensor) -> Tensor:
     """s · e4m3(w / s), s = max |w| / 448: a weight as a weight-only fp8 layer holds it, in the weight's dtype.
 
     Args:
-        weight: (out, in).
-        scale: s for each output channel, or one for the tensor.
+        weight: (out, in); s is one for each output channel.
 
     Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
-    largest = weight.abs().amax(dim=1, keepdim=True) if scale == "channel" else weight.abs().max()
-    s = (largest / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    s = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
     return (weight / s).to(torch.float8_e4m3fn).to(weight.dtype) * s
 
 

@@ -14,33 +14,10 @@ from torch import Tensor
 
 from rollcorr.core.diffusion import gaussian_log_prob, take_step
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-from rollcorr.train.flow_grpo.families import Condition, velocity
+from rollcorr.train.flow_grpo.families import Prompts, velocity
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.schedule import Schedule
 from rollcorr.train.steps import derived_generator
-
-
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """Prompts as the transformer reads them.
-
-    Attributes:
-        condition: B rows.
-        unconditional: the empty prompt, B rows; None without guidance.
-        guidance: γ of classifier-free guidance, 1 for none.
-    """
-
-    condition: Condition
-    unconditional: Condition | None = None
-    guidance: float = 1.0
-
-    def __len__(self) -> int:
-        return len(self.condition)
-
-    def select(self, rows: Tensor) -> Prompts:
-        """Some rows."""
-        empty = None if self.unconditional is None else self.unconditional.select(rows)
-        return Prompts(self.condition.select(rows), empty, self.guidance)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,38 +28,19 @@ class Trajectories:
         schedule: σ of every step.
         prompts: B rows.
         steps: step numbers inside the window, (B, W) int64.
-        latents: x before each step of the window, and after the last, (B, W + 1, …).
-        prev_sample_mean: m of each step under the rollout policy, (B, W, …).
-        std: s of each step, (B, W).
-        rollout_log_probs: log μ of each step, averaged over the D latent dimensions, (B, W), nats.
         final: x at σ = 0, (B, …).
         version: of the weights that sampled.
+        data: by the keys of `rollcorr.diffusion`: `latents` (x before each step of the window, and after the last),
+            `prev_sample_mean` (m of each step under the rollout policy), `std` (s), `rollout_log_probs` (log μ of each
+            step, averaged over the D latent dimensions, nats), `timesteps` and `dt`.
     """
 
     schedule: Schedule
     prompts: Prompts
     steps: Tensor
-    latents: Tensor
-    prev_sample_mean: Tensor
-    std: Tensor
-    rollout_log_probs: Tensor
     final: Tensor
     version: int
-
-    def __len__(self) -> int:
-        return self.steps.shape[0]
-
-    def batch(self) -> dict[str, Tensor]:
-        """What `rollcorr.diffusion` corrects and trains on, by its keys."""
-        sigma, sigma_next = self.schedule.at(self.steps)
-        return {
-            "rollout_log_probs": self.rollout_log_probs,
-            "latents": self.latents,
-            "timesteps": sigma * 1000,
-            "prev_sample_mean": self.prev_sample_mean,
-            "std": self.std,
-            "dt": sigma_next - sigma,
-        }
+    data: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +70,8 @@ class Sampler:
             step: names the noise, with the seed.
 
         Raises:
-            ValueError: a window leaves the schedule, or a latent is not finite.
+            ValueError: a latent is not finite.
         """
-        if int(steps.min()) < 0 or int(steps.max()) >= self.schedule.steps:
-            raise ValueError(
-                f"windows hold steps {int(steps.min())} … {int(steps.max())}, the schedule has 0 … "
-                f"{self.schedule.steps - 1}; lower rollout.sde_window_range or raise rollout.num_steps"
-            )
-
         rows, window = steps.shape
         x = self._noise(rows, seed, step, "start")
         steps = steps.to(x.device)
@@ -147,16 +99,22 @@ class Sampler:
             x = straight.index_copy(0, row, taken[row])
 
         _check_finite(x, self.model.dtype)
+        sigma, sigma_next = self.schedule.at(steps)
+        data = {
+            "rollout_log_probs": log_probs,
+            "latents": latents,
+            "timesteps": sigma * 1000,
+            "prev_sample_mean": means,
+            "std": stds,
+            "dt": sigma_next - sigma,
+        }
         return Trajectories(
             schedule=self.schedule,
             prompts=prompts,
             steps=steps,
-            latents=latents,
-            prev_sample_mean=means,
-            std=stds,
-            rollout_log_probs=log_probs,
             final=x,
             version=self.model.weight_version,
+            data=data,
         )
 
     @torch.no_grad()
@@ -175,7 +133,14 @@ class Sampler:
         sigma, _ = self.schedule.at(at)
         rows = torch.arange(len(x), device=x.device)
         parts = [
-            predict(self.policy, self.model.module, x[part], sigma[part], prompts.select(part))
+            velocity(
+                self.model.module,
+                self.policy.family,
+                x[part],
+                sigma[part],
+                prompts.select(part),
+                size=self.policy.size,
+            )
             for part in rows.split(self.batch_size or len(x))
         ]
         return torch.cat(parts), at
@@ -185,20 +150,6 @@ class Sampler:
         generator = derived_generator(seed, f"latents {purpose}", step)
         noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")
         return noise.to(next(self.model.module.parameters()).device)
-
-
-def predict(policy: DiffusionPolicy, model: torch.nn.Module, x: Tensor, sigma: Tensor, prompts: Prompts) -> Tensor:
-    """v_θ of a model of the policy's kind, float32, in the shape of x (B, …); σ is (B,)."""
-    return velocity(
-        model,
-        policy.family,
-        x,
-        sigma,
-        prompts.condition,
-        size=policy.size,
-        guidance=prompts.guidance,
-        unconditional=prompts.unconditional,
-    )
 
 
 def _check_finite(x: Tensor, dtype: str) -> None:

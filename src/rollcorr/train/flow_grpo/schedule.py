@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollcorr.core.diffusion import SdeWindow, cps_step_mean, dance_sde_step_mean, sde_step_mean
+from rollcorr.core.diffusion import sde_step_mean
 from rollcorr.train.steps import derived_seed
 
 if TYPE_CHECKING:
     from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-
-SdeVariant = Literal["sde", "dance", "cps"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,17 +29,13 @@ class Schedule:
     Attributes:
         sigmas: (S + 1,) float32 on the CPU, falling, the last one 0.
         noise_level: a, inside the window.
-        variant: "sde" (Flow-GRPO), "dance" (DanceGRPO) or "cps" (coefficients-preserving).
     """
 
     sigmas: Tensor
     noise_level: float = 0.7
-    variant: SdeVariant = "sde"
 
     def __post_init__(self) -> None:
         sigmas = self.sigmas
-        if sigmas.dim() != 1 or len(sigmas) < 2 or sigmas.dtype != torch.float32:
-            raise ValueError(f"sigmas must be (steps + 1,) float32, got {tuple(sigmas.shape)} {sigmas.dtype}")
         falling = bool((sigmas.diff() < 0).all()) and sigmas[0] <= 1 and sigmas[-1] == 0
         if not falling:
             raise ValueError(f"sigmas must fall from at most 1 to 0, got {[round(s, 4) for s in sigmas.tolist()]}")
@@ -72,29 +66,25 @@ class Schedule:
         Returns:
             m in the shape of the sample, s (B,).
         """
-        sigma, sigma_next = self.at(steps)
-        levels: dict[str, Any] = {"sigma": sigma, "sigma_next": sigma_next, "noise_level": self.noise_level}
-        if self.variant == "sde":
-            mean, std = sde_step_mean(velocity, sample, **levels, sigma_max=float(self.sigmas[1]))
-        else:
-            step_mean = {"dance": dance_sde_step_mean, "cps": cps_step_mean}[self.variant]
-            mean, std = step_mean(velocity, sample, **levels)
-
-        if std is None:
-            raise ValueError("a step without noise has no log-prob: set rollout.noise_level above 0")
+        mean, std = self._step(velocity, sample, steps, self.noise_level)
+        assert std is not None, "a step without noise has no log-prob"
         return mean, std.flatten()
 
     def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
         """x + (σ_next − σ) v: the Euler step of the ODE, (B, …)."""
+        return self._step(velocity, sample, steps, 0.0)[0]
+
+    def _step(
+        self, velocity: Tensor, sample: Tensor, steps: Tensor, noise_level: float
+    ) -> tuple[Tensor, Tensor | None]:
         sigma, sigma_next = self.at(steps)
+        largest = float(self.sigmas[1])
         return sde_step_mean(
-            velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=float(self.sigmas[1]), noise_level=0.0
-        )[0]
+            velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=largest, noise_level=noise_level
+        )
 
 
-def make_schedule(
-    policy: DiffusionPolicy, steps: int, *, noise_level: float = 0.7, variant: SdeVariant = "sde"
-) -> Schedule:
+def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0.7) -> Schedule:
     """The schedule that the pipeline of this model would use, by diffusers' own scheduler.
 
     Raises:
@@ -109,7 +99,7 @@ def make_schedule(
     else:
         scheduler.set_timesteps(steps, **shift)
 
-    return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level, variant=variant)
+    return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level)
 
 
 def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: bool, seed: int, step: int) -> Tensor:
@@ -122,13 +112,11 @@ def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: boo
         per_sample: draw for every sample, else once for all.
         seed: the run's.
         step: training step.
-
-    Raises:
-        ValueError: the window does not fit into the span.
     """
     rng = random.Random(derived_seed(seed, "window", step))
-    windows = [SdeWindow.draw(size, span, rng=rng) for _ in range(rows if per_sample else 1)]
-    return torch.tensor([list(window.steps) for window in windows], device="cpu").expand(rows, size)
+    low, high = span
+    starts = [rng.randint(low, high - size) for _ in range(rows if per_sample else 1)]
+    return (torch.tensor(starts, device="cpu")[:, None] + torch.arange(size, device="cpu")).expand(rows, size)
 
 
 def _dynamic_shift(config: Any, sequence_length: int) -> float:  # noqa: ANN401

@@ -34,19 +34,6 @@ TRAINED_PROMPTS = tuple(prompt for prompt in PROMPTS if prompt not in HELD_OUT_P
 SHAPE_EVIDENCE = 8.0
 
 
-def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
-    """One picture of each class, at a random place and size: (B, 3, 16, 16) in [−1, 1].
-
-    Args:
-        classes: (B,) integers that index `CLASSES`.
-        generator: decides places (± 2 pixels around the middle) and radii (4 to 6 pixels).
-    """
-    count = len(classes)
-    center = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator, device="cpu") - 2
-    radius = 4 + 2 * torch.rand(count, generator=generator, device="cpu")
-    return render(classes, center, radius)
-
-
 def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     """Pictures of given classes (B,), centers (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
     # Every pixel's place relative to the center, in radii.
