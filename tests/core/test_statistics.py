@@ -136,7 +136,7 @@ def test_a_row_is_written_and_read_back_in_one_vector():
 
 def test_all_ten_worst_entries_are_read():
     entries = full(torch.arange(1.0, 13.0), 0).read().tops["x"]
-    assert [entry.value for entry in entries] == [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
+    assert [value for value, _, _ in entries] == [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
 
 
 def test_rows_are_left_out_by_name_and_the_others_stay_as_they_are():

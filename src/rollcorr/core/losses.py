@@ -68,7 +68,7 @@ def ppo_clip_loss(
 
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = truth(loss_mask, "loss_mask")
-    weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
+    weights, active = weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
 
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
 
@@ -135,7 +135,7 @@ def reinforce_loss(
 
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = truth(loss_mask, "loss_mask")
-    weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
+    weights, active = weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
 
     # Both factors become 0 on tokens that add nothing: with one alone, 0 · NaN would still be NaN.
     active_log_prob = at_least_float32(log_prob).masked_fill(~active, 0.0)
@@ -210,7 +210,7 @@ def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **i
     return Statistics.of(moments=moments)
 
 
-def _weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
+def weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
     """The detached weights, and the tokens that can add to the loss: in the mask, with a weight other than 0."""
     if weights is None:
         return None, mask

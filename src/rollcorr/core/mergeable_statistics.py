@@ -99,8 +99,8 @@ class Statistics:
 
     Attributes:
         names: kind of row → the names of its rows.
-        rows: kind of row → their values, float64: sums (R,), moments (R, 3), extremes (R, 2), histograms (R, BINS),
-            tops (R, TOP, 3).
+        rows: kind of row → their values, float64: sums (R,), moments (R, 3: n, mean, M2), extremes (R, 2: min, max;
+            +inf, −inf when nothing was seen), histograms (R, BINS), tops (R, TOP, 3).
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -206,28 +206,13 @@ class Statistics:
         """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
         return finalize(self.read(), prefix=prefix)
 
-    @property
-    def sums(self) -> Tensor:
-        """(S,) float64."""
-        return self.rows["sums"]
-
-    @property
-    def moments(self) -> Tensor:
-        """(K, 3) float64: n, mean, M2."""
-        return self.rows["moments"]
-
-    @property
-    def extremes(self) -> Tensor:
-        """(E, 2) float64: min, max; (+inf, −inf) when nothing was seen."""
-        return self.rows["extremes"]
-
     def sum(self, name: str) -> Tensor:
         """One sum, 0-d, still on the device."""
-        return self.sums[self.names["sums"].index(name)]
+        return self.rows["sums"][self.names["sums"].index(name)]
 
     def moment(self, name: str) -> Tensor:
         """One row of moments, (3,): n, mean, M2, still on the device."""
-        return self.moments[self.names["moments"].index(name)]
+        return self.rows["moments"][self.names["moments"].index(name)]
 
 
 def merge_statistics(parts: Iterable[Statistics]) -> Statistics:

@@ -13,22 +13,6 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from rollcorr import config
-from rollcorr.core.finalizers import (
-    Numbers,
-    complement_share,
-    effective_sample_size,
-    exp_share,
-    farthest,
-    highest,
-    length_times_kl,
-    lowest,
-    mean,
-    quantile_of,
-    share,
-    std,
-    total,
-    viable_length,
-)
 from rollcorr.core.health_ranges import RANGES
 from rollcorr.core.host_statistics import HostStatistics, row_places
 from rollcorr.core.metric_tables import (
@@ -39,11 +23,25 @@ from rollcorr.core.metric_tables import (
     PRAXIS,
     STEP_KL_METRICS,
     Metric,
+    Numbers,
     R,
     V,
     by_timestep,
+    complement_share,
     criterion_metrics,
+    effective_sample_size,
+    exp_share,
+    farthest,
+    highest,
+    length_times_kl,
+    lowest,
+    mean,
     metric_table,
+    quantile_of,
+    share,
+    std,
+    total,
+    viable_length,
 )
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]

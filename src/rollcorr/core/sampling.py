@@ -190,13 +190,7 @@ class KeptSets:
 
 
 def concatenate_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
-    """The sets of several batches, one batch after the other.
-
-    Raises:
-        ValueError: there is nothing to concatenate.
-    """
-    if not parts:
-        raise ValueError("nothing to concatenate: give at least one KeptSets")
+    """The sets of several batches, one batch after the other; at least one."""
     sizes = torch.cat([part.offsets.diff() for part in parts])
     return KeptSets(torch.cat([part.ids for part in parts]), offsets_of(sizes))
 

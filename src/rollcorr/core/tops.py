@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,17 +61,13 @@ def merge_tops(parts: Tensor) -> Tensor:
     return rows.gather(-2, order[..., :TOP].unsqueeze(-1).expand(*order.shape[:-1], TOP, 3))
 
 
-class Entry(NamedTuple):
-    """One entry on the host: a value, the sequence's index, and one more fact, e.g. the position."""
-
-    value: float
-    sequence: int
-    at: int
+Entry = tuple[float, int, int]
+"""One entry on the host: a value, the sequence's index, and one more fact, e.g. the position."""
 
 
 def host_entries(rows: list[list[float]]) -> tuple[Entry, ...]:
     """The entries that exist, worst first."""
-    return tuple(Entry(value, int(sequence), int(at)) for value, sequence, at in rows if sequence >= 0)
+    return tuple((value, int(sequence), int(at)) for value, sequence, at in rows if sequence >= 0)
 
 
 @dataclass(frozen=True)

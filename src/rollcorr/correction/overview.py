@@ -52,8 +52,8 @@ def short_text(correction: Correction) -> str:
     statistics = correction.statistics
     if statistics is None:
         return f"{first}\n  every response token stays in the loss, and nothing was measured"
-    if not in_host_memory(statistics.sums):
-        return f"{first}\n  its numbers are on {statistics.sums.device}: summary() reads them"
+    if not in_host_memory(statistics.rows["sums"]):
+        return f"{first}\n  its numbers are on {statistics.rows['sums'].device}: summary() reads them"
     metrics = correction.metrics(prefix="")
     numbers = ", ".join(f"{number.name} {number.value:.4g}" for number in _shown(metrics))
     return f"{first}\n  {verdict(metrics)}: {numbers}, {_kept(metrics)}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import truth
-from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
+from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss, mean_kl
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import Averaged, aggregate, loss_denominators
@@ -202,13 +202,10 @@ def _reference_kl(
 
     (mean,) = require(model_output, "prev_sample_mean", reason="kl_coef compares with the reference")
     reference, std = require(data, "ref_prev_sample_mean", "std", reason="kl_coef compares with")
-    mean, reference, spread = mean.flatten(2), reference.detach().flatten(2), std.detach()
 
     # A step that cannot be measured is replaced before any arithmetic, so nothing of it reaches the gradient.
-    measured = mean.isfinite().all(-1) & reference.isfinite().all(-1) & (spread > 0)
-    outside = ~measured.unsqueeze(-1)
-    shift = mean.masked_fill(outside, 0.0) - reference.masked_fill(outside, 0.0)
-    kl = shift.square().mean(-1) / (2 * spread.masked_fill(~measured, 1.0).square())
+    measured = (mean.isfinite() & reference.isfinite()).flatten(2).all(-1) & (std > 0)
+    kl = mean_kl(mean, reference, std.detach().masked_fill(~measured, 1.0), measured)
 
     row = Statistics.of(moments={"kl_ref": moments_of(kl.detach(), measured)})
     if not config.kl_coef:

@@ -12,8 +12,7 @@ from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings, load_policy,
 from rollcorr.train.flow_grpo.families import FAMILIES, Condition, Prompts, stack_conditions
 from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.prompts import WordTable, read_prompts
-from rollcorr.train.flow_grpo.sampler import Sampler
-from rollcorr.train.flow_grpo.schedule import make_schedule
+from rollcorr.train.flow_grpo.sampler import Sampler, make_schedule
 from rollcorr.train.steps import shuffled_walk
 
 TEXTS = ["a red circle", "a green square"]

@@ -7,8 +7,7 @@ import torch
 
 from rollcorr.train.flow_grpo.families import velocity
 from rollcorr.train.flow_grpo.precision import RolloutModel, round_to_e4m3
-from rollcorr.train.flow_grpo.sampler import Sampler
-from rollcorr.train.flow_grpo.schedule import Schedule, draw_windows, make_schedule
+from rollcorr.train.flow_grpo.sampler import Sampler, Schedule, draw_windows, make_schedule
 
 
 @pytest.fixture

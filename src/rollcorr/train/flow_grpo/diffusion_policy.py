@@ -84,11 +84,6 @@ class DiffusionPolicy:
         """The shape of one latent."""
         return self.family.latent_shape(self.transformer.config, *self.size)
 
-    @property
-    def sequence_length(self) -> int:
-        """Image tokens."""
-        return self.family.sequence_length(self.transformer.config, *self.size)
-
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the transformer is the model that the adapters sit on."""

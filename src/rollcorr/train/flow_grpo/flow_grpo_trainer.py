@@ -37,8 +37,7 @@ from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.families import Prompts, velocity
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.precision import RolloutModel
-from rollcorr.train.flow_grpo.sampler import Sampler, Trajectories
-from rollcorr.train.flow_grpo.schedule import draw_windows, make_schedule
+from rollcorr.train.flow_grpo.sampler import Sampler, Trajectories, draw_windows, make_schedule
 from rollcorr.train.steps import (
     ADVANTAGES,
     Clock,

@@ -139,18 +139,15 @@ def load_function(where: str) -> RewardFunction:
     """A function by `package.module:name` or `path/to/file.py:name`.
 
     Raises:
-        ValueError: the text has no colon, there is no such file, module or name, or it cannot be called.
+        ValueError: there is no such file, module or name, or it cannot be called.
     """
-    place, separator, name = where.rpartition(":")
-    if not separator or not place:
-        raise ValueError(f"reward.function={where!r} must be package.module:name or file.py:name")
+    place, _, name = where.rpartition(":")
     try:
         names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
-    except (ImportError, OSError) as error:
-        raise ValueError(f"reward.function={where!r} cannot be loaded: {error}") from error
-    if name not in names:
-        raise ValueError(f"reward.function={where!r} cannot be loaded: {place} defines no {name!r}")
-    found = names[name]
+        found = names[name]
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        fix = "it must be package.module:name or file.py:name"
+        raise ValueError(f"reward.function={where!r} cannot be loaded: {error}; {fix}") from error
     if not callable(found):
         raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
     return cast("RewardFunction", found)
