@@ -252,8 +252,8 @@ class SdeWindow:
         ValueError: start is negative, or size is below 1.
 
     Example:
-        >>> [step in SdeWindow(1, 2) for step in range(4)]
-        [False, True, True, False]
+        >>> SdeWindow(1, 2).steps
+        range(1, 3)
     """
 
     start: int
@@ -267,9 +267,6 @@ class SdeWindow:
     def steps(self) -> range:
         """The indices of the steps in the window."""
         return range(self.start, self.start + self.size)
-
-    def __contains__(self, step: int) -> bool:
-        return step in self.steps
 
 
 def _schedule(

@@ -10,9 +10,8 @@ import torch
 from rollcorr.train import load_config, train
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings, load_policy, save_policy
 from rollcorr.train.flow_grpo.families import FAMILIES, Condition, Prompts, stack_conditions
-from rollcorr.train.flow_grpo.precision import RolloutModel
 from rollcorr.train.flow_grpo.prompts import WordTable, read_prompts
-from rollcorr.train.flow_grpo.sampler import Sampler, make_schedule
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, make_schedule
 from rollcorr.train.steps import shuffled_walk
 
 TEXTS = ["a red circle", "a green square"]

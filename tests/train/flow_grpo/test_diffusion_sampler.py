@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rollcorr.train.flow_grpo.families import velocity
-from rollcorr.train.flow_grpo.precision import RolloutModel, round_to_e4m3
-from rollcorr.train.flow_grpo.sampler import Sampler, Schedule, draw_windows, make_schedule
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Schedule, draw_windows, make_schedule, round_to_e4m3
 
 
 @pytest.fixture

@@ -157,7 +157,10 @@ def load_policy(
     transformer.register_to_config(_name_or_path="")  # saved again, it must not depend on where it was loaded from
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
-    vae = _load_vae(base, encoder_dtype, device)
+    vae = None
+    if (base / "vae").is_dir():
+        vae = getattr(diffusers, _class_name(base / "vae" / "config.json")).from_pretrained(base / "vae")
+        nn.Module.to(vae, device, encoder_dtype).eval().requires_grad_(False)
 
     return DiffusionPolicy(
         transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
@@ -252,16 +255,6 @@ def _load_encoder(base: Path, dtype: torch.dtype, device: str) -> PromptEncoder:
     raise FileNotFoundError(
         f"{base} cannot read prompts: it holds neither model_index.json with text encoders nor {WORD_TABLE}"
     )
-
-
-def _load_vae(base: Path, dtype: torch.dtype, device: str) -> Any:  # noqa: ANN401
-    import diffusers
-
-    if not (base / "vae").is_dir():
-        return None
-    class_name = _class_name(base / "vae" / "config.json")
-    vae = getattr(diffusers, class_name).from_pretrained(base / "vae")
-    return nn.Module.to(vae, device, dtype).eval().requires_grad_(False)
 
 
 def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings
-from rollcorr.train.flow_grpo.precision import RolloutDtype
 from rollcorr.train.flow_grpo.rewards import COLORS
+from rollcorr.train.flow_grpo.sampler import RolloutDtype
 from rollcorr.train.run_config import AlgorithmConfig, LogConfig, OptimConfig, RunConfig, at_least
 
 
@@ -47,13 +47,10 @@ class PromptConfig:
 
     Attributes:
         path: a file with one prompt per line; null takes the prompts of the small model,
-            without those that are held out.
-        held_out: a file of prompts that are not trained on, for the evaluation; null with `path` null takes four of the
-            small model's.
+            four of which are held out for the evaluation.
     """
 
     path: str | None = None
-    held_out: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from rollcorr.train.flow_grpo.shapes import (
     TRAINED_PROMPTS,
     background_noise,
     class_of,
+    classes_in,
     recognized,
 )
 from rollcorr.train.loop import Evaluation, Recipe
@@ -51,7 +52,7 @@ class FlowGrpoRecipe(Recipe):
         self.trainer: FlowGrpoTrainer = trainer
         self.directory = directory
         self.held_out = held_out
-        self.shows_shapes = all(map(_names_a_shape, trainer.texts))
+        self.shows_shapes = all(len(classes_in(text)) == 1 for text in trainer.texts)
         self.newest: PictureStepResult | None = None
         if self.shows_shapes:
             self.evaluation_text += "; color right in {color_accuracy:.0%}, shape in {shape_accuracy:.0%}"
@@ -171,21 +172,9 @@ class FlowGrpoRecipe(Recipe):
 
 
 def make_prompts(config: FlowGrpoConfig) -> tuple[Sequence[str], Sequence[str]]:
-    """The prompts that a configuration names: those to train on, and those that are only evaluated, if any."""
-    path, held_out = config.prompts.path, config.prompts.held_out
-    texts: Sequence[str] = TRAINED_PROMPTS if path is None else read_prompts(path)
-    if held_out is not None:
-        return texts, read_prompts(held_out)
-    return texts, HELD_OUT_PROMPTS if path is None else ()
-
-
-def _names_a_shape(prompt: str) -> bool:
-    """Whether a prompt names one color and one shape, as those of the small model do."""
-    try:
-        class_of(prompt)
-    except ValueError:
-        return False
-    return True
+    """The prompts to train on, and those that are only evaluated: the small model's, or a file's and none."""
+    path = config.prompts.path
+    return (TRAINED_PROMPTS, HELD_OUT_PROMPTS) if path is None else (read_prompts(path), ())
 
 
 def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:

@@ -36,8 +36,7 @@ from rollcorr.diffusion import (
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.families import Prompts, velocity
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.precision import RolloutModel
-from rollcorr.train.flow_grpo.sampler import Sampler, Trajectories, draw_windows, make_schedule
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Trajectories, draw_windows, make_schedule
 from rollcorr.train.steps import (
     ADVANTAGES,
     Clock,
@@ -129,6 +128,7 @@ class FlowGrpoTrainer:
         self.schedule = make_schedule(policy, rollout.num_steps, noise_level=rollout.noise_level)
         self.sampler = Sampler(policy=policy, model=self.engine, schedule=self.schedule, batch_size=rollout.batch_size)
         self.optimizer = make_optimizer(self.parameters, config.optim)
+        self.micro_batch_size = micro_batch_size(rollout.rows, config.optim)
         self.skipped_steps = 0
         self.forward_passes = 0
         _check_divisible_among(group, rollout.rows, config.optim.mini_batch_size)
@@ -145,7 +145,8 @@ class FlowGrpoTrainer:
             self._add_old_log_probs(batch)
         with clock("correction"):
             metrics = self._add_correction(batch)
-            self._add_advantages(batch)
+            advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
+            batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
         with clock("update"):
             metrics |= self._update(batch, step)
 
@@ -230,7 +231,7 @@ class FlowGrpoTrainer:
         rows, window = batch.trajectories.steps.shape
         parts = [
             [self._score(batch, model, chunk, column) for column in range(window)]
-            for chunk in torch.arange(rows, device="cpu").split(self._micro_batch_size)
+            for chunk in torch.arange(rows, device="cpu").split(self.micro_batch_size)
         ]
         return {
             name: torch.cat([torch.cat([step[name] for step in part], dim=1) for part in parts])
@@ -257,10 +258,6 @@ class FlowGrpoTrainer:
             return {}
         return apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)[1]
 
-    def _add_advantages(self, batch: PictureBatch) -> None:
-        advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
-        batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
-
     def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
         """Every optimizer step of the batch; returns the metrics of all of them together."""
         optim = self.config.optim
@@ -281,7 +278,7 @@ class FlowGrpoTrainer:
         self.optimizer.zero_grad()
         outputs = []
         with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
-            for micro_batch in own_rows(rows, self.group).split(self._micro_batch_size):
+            for micro_batch in own_rows(rows, self.group).split(self.micro_batch_size):
                 for column in range(window):
                     output = gradients.diffusion_loss(
                         self._score(batch, self.model, micro_batch, column),
@@ -303,10 +300,6 @@ class FlowGrpoTrainer:
         self.optimizer.zero_grad()
 
         return outputs, {"actor/loss": value, "actor/grad_norm": size, "actor/kept_fraction": kept_fraction}
-
-    @property
-    def _micro_batch_size(self) -> int:
-        return micro_batch_size(self.config.rollout.rows, self.config.optim)
 
 
 def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:

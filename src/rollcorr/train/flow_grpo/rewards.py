@@ -55,20 +55,18 @@ def color_and_shape(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return (likeness(images, classes) + shape_share(images, classes)) / 2
 
 
-def color(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
+def color(images: Tensor, _: Sequence[str], *, name: str = "red") -> Tensor:
     """Mean over pixels of the channels of a color minus the mean of the others: 1 is pure, 0 is gray, (B,)."""
-    del prompts
     wanted = torch.tensor(COLORS[name], device="cpu").bool()
     means = images.detach().float().cpu().mean((-2, -1))
     return means[:, wanted].mean(1) - means[:, ~wanted].mean(1)
 
 
-def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
+def jpeg_compressibility(images: Tensor, _: Sequence[str]) -> list[float]:
     """Minus the size as JPEG of quality 95, in kB (1000 bytes).
 
     Source: Black et al. (2023), "Training Diffusion Models with Reinforcement Learning", arXiv:2305.13301.
     """
-    del prompts
     return [-_jpeg_bytes(image) / 1000 for image in images]
 
 

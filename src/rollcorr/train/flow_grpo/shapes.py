@@ -60,14 +60,19 @@ def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     return (GROUND + (color - GROUND) * cover) * 2 - 1
 
 
+def classes_in(prompt: str) -> list[int]:
+    """The classes whose color and shape are words of a prompt."""
+    words = prompt.lower().replace(",", " ").replace(".", " ").split()
+    return [i for i, (color, shape) in enumerate(CLASSES) if color in words and shape in words]
+
+
 def class_of(prompt: str) -> int:
     """The class that a prompt names.
 
     Raises:
         ValueError: it does not name exactly one color and one shape.
     """
-    words = prompt.lower().replace(",", " ").replace(".", " ").split()
-    found = [i for i, (color, shape) in enumerate(CLASSES) if color in words and shape in words]
+    found = classes_in(prompt)
     if len(found) != 1:
         raise ValueError(
             f"prompt {prompt!r} must name one color ({', '.join(COLORS)}) and one shape ({', '.join(SHAPES)})"
