@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcorr.core.histograms import BINS, RELATIVE_ERROR, histogram_of, quantile
+from rollcorr.core.detail_rows import BINS, RELATIVE_ERROR, histogram_of, quantile
 from rollcorr.core.mergeable_statistics import merge_sums
 
 SMALLEST = 2.0**-24

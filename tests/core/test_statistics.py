@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcorr.core.histograms import histogram_of
+from rollcorr.core.detail_rows import histogram_of, top_entries, top_indices
 from rollcorr.core.host_statistics import kish_sample_size
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, merge_statistics, moments_of
-from rollcorr.core.tops import top_entries, top_indices
 
 NAN = math.nan
 

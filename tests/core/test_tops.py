@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcorr.core.tops import TOP, WorstSequence, host_entries, merge_tops, top_entries, top_indices, worst_of
+from rollcorr.core.detail_rows import TOP, WorstSequence, host_entries, merge_tops, top_entries, top_indices, worst_of
 
 values_with_ties = st.lists(st.sampled_from([0.0, 0.5, -0.5, 1.0, -2.0, 2.0, -math.inf]), max_size=60)
 

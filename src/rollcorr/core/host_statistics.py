@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from rollcorr.core.histograms import BINS
-from rollcorr.core.tops import TOP, Entry, host_entries
+from rollcorr.core.detail_rows import BINS, TOP, Entry, host_entries
 
 ROW_SHAPES: dict[str, tuple[int, ...]] = {
     "sums": (),

@@ -5,8 +5,8 @@ There are five kinds of row, on the device of the data, in float64:
     sums        Σ x                     merged by addition
     moments     (n, mean, M2)           merged by Chan's update; M2 = Σ (x − mean)²
     extremes    (min, max)              merged by min and max
-    histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.histograms`)
-    tops        the worst, and where    merged by order; on request (`rollcorr.core.tops`)
+    histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.detail_rows`)
+    tops        the worst, and where    merged by order; on request (`rollcorr.core.detail_rows`)
 
 `merge` is associative and commutative up to the last bits of float64, so micro-batches, ranks and log shards
 give the number that one process would. Ratios, means and roots are taken once, after the last merge
@@ -23,9 +23,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from rollcorr.core.detail_rows import merge_tops
 from rollcorr.core.host_statistics import ROW_SHAPES, HostStatistics
 from rollcorr.core.metric_registry import finalize
-from rollcorr.core.tops import merge_tops
 
 STATISTICS_DTYPE = torch.float64
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rollcorr.core.detail_rows import BINS, quantile
 from rollcorr.core.health_ranges import CRITERION_RANGES, HealthyRange
-from rollcorr.core.histograms import BINS, quantile
 from rollcorr.core.host_statistics import HostStatistics, kish_sample_size, population_std
 
 Numbers = list[float]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -221,7 +220,7 @@ class FlowGrpoTrainer:
 
         if self.actor.kl_coef:
             # With adapters, the reference is the model below them.
-            with self.policy.without_adapters() if self.reference is None else nullcontext():
+            with self.policy.without_adapters():
                 reference = self._score_all(batch, self.reference or self.model)
             batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
 

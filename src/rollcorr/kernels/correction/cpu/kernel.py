@@ -11,9 +11,8 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
 from rollcorr.core.boundary import check_cu_seqlens, check_mask_values, truth, why_no_address
-from rollcorr.core.histograms import BINS
+from rollcorr.core.detail_rows import BINS, TOP, merge_tops
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
-from rollcorr.core.tops import TOP, merge_tops
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, OF_BATCH, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, status
