@@ -32,9 +32,6 @@ class Condition:
     pooled: Tensor | None = None
     mask: Tensor | None = None
 
-    def __len__(self) -> int:
-        return self.embeds.shape[0]
-
     def select(self, rows: Tensor) -> Condition:
         """The condition of some rows."""
         pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
@@ -61,7 +58,7 @@ class Prompts:
     guidance: float = 1.0
 
     def __len__(self) -> int:
-        return len(self.condition)
+        return len(self.condition.embeds)
 
     def select(self, rows: Tensor) -> Prompts:
         """Some rows."""

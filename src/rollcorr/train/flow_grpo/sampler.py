@@ -12,9 +12,9 @@ The copy of the transformer computes in the precision that an inference engine w
 fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16. It has the
 rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines keep them.
 
-The latents, the step and its log-prob are float32 always, because rounding them
-would be a mismatch of its own. Steps outside the window follow the ODE on the copy too: that shift changes which
-pictures are drawn, and no importance weight of the window's steps corrects it.
+The latents, the step and its log-prob are float32 always, because rounding them would be a mismatch of its own. Steps
+outside the window follow the ODE on the copy too: that shift changes which pictures are drawn, and no importance weight
+of the window's steps corrects it.
 """
 
 from __future__ import annotations
