@@ -30,6 +30,10 @@ class Denominators:
     tokens: Tensor | float
     sequences: Tensor | float
 
+    def __add__(self, other: Denominators) -> Denominators:
+        """Those of two micro-batches (or ranks) together."""
+        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
+
 
 def denominators_of_lengths(lengths: Tensor, weight_sums: Tensor | None = None) -> Denominators:
     """tokens = Σ_i k_i and sequences = #{i: k_i > 0}; with weights, tokens = Σ_i W_i and sequences = Σ_i W_i / k_i.
