@@ -66,7 +66,6 @@ def quantile(counts: Sequence[float], q: float, *, absolute: bool = False) -> fl
 
     Returns:
         The harmonic mean of its bin's edges; 0 for an empty sample; ±inf where the bin has no outer edge.
-
     """
     # For |x|, each negative bin is added to its mirror image.
     first = -_SIDE
