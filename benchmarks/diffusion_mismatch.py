@@ -28,8 +28,12 @@ from torch import Tensor, nn
 
 from rollcorr.config import InertOptionWarning
 from rollcorr.core.diffusion import gaussian_log_prob, sde_step, sde_step_mean
-from rollcorr.diffusion import DiffusionActorConfig, apply_rollout_correction_to_diffusion_batch, diffusion_loss
-from rollcorr.diffusion.reported_metrics import loss_step_metrics
+from rollcorr.diffusion import (
+    DiffusionActorConfig,
+    apply_rollout_correction_to_diffusion_batch,
+    diffusion_loss,
+    loss_step_metrics,
+)
 
 RESULT = Path(__file__).parent / "results" / "diffusion_mismatch.json"
 STEPS, WINDOW, NOISE_LEVEL, SHIFT = 10, 2, 0.7, 3.0

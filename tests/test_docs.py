@@ -17,8 +17,8 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import convert
 from rollcorr.config.presets import PRESETS
 from rollcorr.config.yaml_text import load_yaml
-from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS
 from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
+from rollcorr.core.metric_tables import DIFFUSION_METRICS
 from rollcorr.simulation.simulation_file import read_simulation_file
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ def test_the_page_of_stable_names_lists_what_the_front_door_opens():
 
 
 def test_a_deeper_import_would_be_found():
-    assert imported_modules("from rollcorr.core.weights import truncated_weights") == {"rollcorr.core.weights"}
+    assert imported_modules("from rollcorr.core.weights import masked_weights") == {"rollcorr.core.weights"}
     assert Path(importlib.util.find_spec("rollcorr.core.weights").origin).name != "__init__.py"
 
 

@@ -19,8 +19,8 @@ import rollcorr
 from rollcorr import merge_statistics
 from rollcorr.config import InertOptionWarning, LossConfig, RolloutCorrectionConfig
 from rollcorr.core.advantages import grpo_advantages, terminal_rewards
+from rollcorr.core.detail_rows import RELATIVE_ERROR
 from rollcorr.core.diffusion import gaussian_log_prob, sde_step, sde_step_mean
-from rollcorr.core.histograms import RELATIVE_ERROR
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
 from rollcorr.diffusion import apply_rollout_correction_to_diffusion_batch, check_diffusion_batch, check_schedule

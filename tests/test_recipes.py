@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from rollcorr.config import criteria
-from rollcorr.core import criterion_metrics
 from rollcorr.kernels.correction.cpu.library import status
 
 ROOT = Path(__file__).parents[1]
@@ -159,10 +157,6 @@ assert "seq_max_magnitude" in every_estimator() and "seq_max_magnitude" in thres
     else:
         without_libraries(source)
     run(code, source)
-
-
-def test_criteria_have_metrics():
-    assert tuple(criteria.CRITERIA) == criterion_metrics.CRITERIA
 
 
 @with_and_without_the_c_kernel

@@ -30,11 +30,10 @@ from written_parts import contributing_page, install_page  # noqa: E402
 
 from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402
-from rollcorr.core.diffusion_metrics import DIFFUSION_METRICS  # noqa: E402
+from rollcorr.core.detail_rows import RELATIVE_ERROR, TOP  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
-from rollcorr.core.histograms import RELATIVE_ERROR  # noqa: E402
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
-from rollcorr.core.tops import TOP  # noqa: E402
+from rollcorr.core.metric_tables import DIFFUSION_METRICS  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
 

@@ -11,6 +11,7 @@ Reinforcement learning has something left to do.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,9 @@ from rich.console import Console
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.diffusion_policy import SMALL_MODEL
-from rollcorr.train.flow_grpo.families import StableDiffusion3, velocity
-from rollcorr.train.flow_grpo.prompts import WordTable
-from rollcorr.train.flow_grpo.shapes import CLASSES, COLORS, PROMPTS, SHAPES, SIZE, draw_shapes
+from rollcorr.train.flow_grpo.families import Prompts, StableDiffusion3, velocity
+from rollcorr.train.flow_grpo.prompts import WORD_TABLE, WordTable
+from rollcorr.train.flow_grpo.shapes import CLASSES, COLORS, PROMPTS, SHAPES, SIZE, render
 from rollcorr.train.model_files import demo_model_directory
 from rollcorr.train.steps import derived_generator, fit
 
@@ -104,17 +105,33 @@ def flow_matching_loss(model: Any, table: WordTable, count: int, swapped: float,
     sigma = torch.rand(count, generator=generator, device="cpu")
     noise = torch.randn(pictures.shape, generator=generator, device="cpu")
     mixed = (1 - sigma)[:, None, None, None] * pictures + sigma[:, None, None, None] * noise
-    predicted = velocity(model, StableDiffusion3(), mixed, sigma, table.encode(prompts), size=(SIZE, SIZE))
+    read = Prompts(table.encode(prompts))
+    predicted = velocity(model, StableDiffusion3(), mixed, sigma, read, size=(SIZE, SIZE))
     return (predicted - (noise - pictures)).square().mean()
+
+
+def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
+    """One picture of each class, at a random place and size: (B, 3, 16, 16) in [−1, 1].
+
+    Args:
+        classes: (B,) integers that index `CLASSES`.
+        generator: decides places (± 2 pixels around the middle) and radii (4 to 6 pixels).
+    """
+    count = len(classes)
+    center = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator, device="cpu") - 2
+    radius = 4 + 2 * torch.rand(count, generator=generator, device="cpu")
+    return render(classes, center, radius)
 
 
 def save_small_model(model: Any, table: WordTable, directory: Path) -> None:  # noqa: ANN401
     """Write a directory that `load_policy` reads."""
     from diffusers import FlowMatchEulerDiscreteScheduler
+    from safetensors.torch import save_file
 
     model.save_pretrained(directory / "transformer")
     FlowMatchEulerDiscreteScheduler().save_pretrained(directory / "scheduler")
-    table.save(directory)
+    metadata = {"words": json.dumps(list(table.words)), "length": str(table.length)}
+    save_file({"vectors": table.vectors.cpu().contiguous()}, directory / WORD_TABLE, metadata=metadata)
 
 
 def main(steps: int = STEPS) -> None:

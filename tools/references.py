@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rollcorr.config import presets
-from rollcorr.core import metric_type
+from rollcorr.core import metric_tables
 
 REFERENCES = {
-    metric_type.MATHS: "li-2025",
-    metric_type.IS_GUIDE: "li-2025-guide",
-    metric_type.PRAXIS: "fang--khazi-2025",
-    metric_type.OWN: "rollcorr",
+    metric_tables.MATHS: "li-2025",
+    metric_tables.IS_GUIDE: "li-2025-guide",
+    metric_tables.PRAXIS: "fang--khazi-2025",
+    metric_tables.OWN: "rollcorr",
     "Kish (1965)": "kish-1965",
     presets.VERL: "verl-091",
     presets.VERL_2025_11: "verl-november-2025",

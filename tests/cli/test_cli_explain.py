@@ -12,7 +12,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.presets import PRESETS
 from rollcorr.core.metric_registry import METRICS
-from rollcorr.core.metric_type import Metric
+from rollcorr.core.metric_tables import Metric
 from rollcorr.diagnostics.metric_explanation import SCALES, SYNONYMS, explain_metric
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rollcorr.config.sampling_spec import SamplingSpec
-from rollcorr.core import integer_checks, layout, logprobs, sampling
+from rollcorr.core import boundary, layout, logprobs, sampling
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
-from rollcorr.core.integer_checks import check_mask_values, usable_ids
+from rollcorr.core.boundary import check_mask_values, usable_ids
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob, linear_actor_log_prob
 from rollcorr.kernels.linear_logprob import linear_dispatch, linear_log_prob
@@ -79,7 +79,7 @@ def tensors(result):
 @pytest.fixture
 def on_a_device(monkeypatch):
     """As on a GPU, where values are not read: torch raises on the CPU wherever an index leaves a tensor."""
-    for module in (integer_checks, layout, sampling, linear_dispatch):
+    for module in (boundary, layout, sampling, linear_dispatch):
         monkeypatch.setattr(module, "in_host_memory", lambda *_: False)
 
 
@@ -157,7 +157,7 @@ def test_ids_without_values_are_not_read():
     with torch.device("meta"):
         ids, kept = torch.zeros(N, dtype=torch.int64), KeptSets(torch.zeros(6, dtype=torch.int32), torch.arange(N + 1))
         assert logprobs.kept_log_prob(torch.zeros(N, V), ids, kept).log_prob.is_meta
-        assert integer_checks.usable_ids("ids", ids, (0, V), mask=ids == 0).is_meta
+        assert boundary.usable_ids("ids", ids, (0, V), mask=ids == 0).is_meta
 
 
 def test_any_integers_name_a_group():
@@ -185,7 +185,7 @@ def test_ids_in_no_slice_raise(bad, monkeypatch):
     message = rf"token_ids contains {bad} at index 2, .* and in a rank's slice: \(0, 4\), \(5, 11\)"
     with pytest.raises(ValueError, match=message):
         linear_log_prob(torch.zeros(3, D), weight, ids, vocab_group=TwoRanks())
-    assert integer_checks.usable_ids("ids", ids[:2], *ranges).tolist() == [3, 5]
+    assert boundary.usable_ids("ids", ids[:2], *ranges).tolist() == [3, 5]
 
 
 # --- Offsets --------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_offsets_on_a_device_stay_inside(name, kind, on_a_device):
 def test_sums_on_a_gpu_bound_their_offsets(monkeypatch):
     """`segment_reduce` without checks would read beyond the data."""
     seen = []
-    monkeypatch.setattr(integer_checks, "in_host_memory", lambda *_: False)
+    monkeypatch.setattr(boundary, "in_host_memory", lambda *_: False)
     monkeypatch.setattr(layout, "_adds_by_atomics", lambda values: True)
     monkeypatch.setattr(torch, "segment_reduce", lambda values, kind, *, lengths, unsafe: seen.append(lengths.tolist()))
     layout.sequence_sum(torch.ones(6), torch.ones(6).bool(), cu_seqlens=torch.tensor([0, 10**6, 4, 6]))
@@ -263,7 +263,6 @@ PADDED = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 OF_MASKS = {
     "pack": lambda mask: layout.pack(PADDED, mask)[0],
     "pack_padded": lambda mask: pack_padded(PADDED, inside=mask).tensors[0],
-    "unpack": lambda mask: layout.unpack(torch.tensor([1.0, 2.0, 4.0]), mask),
     "pad_packed": lambda mask: pad_packed(torch.tensor([1.0, 2.0, 4.0]), mask),
     "KeptSets.padded": lambda mask: KeptSets.of([[1], [2], [4]]).padded(mask).offsets,
 }
@@ -284,9 +283,8 @@ def test_masks_of_every_dtype_select_the_same(name, dtype):
 @pytest.mark.parametrize("dtype", REAL)
 def test_counts_of_values_and_places_agree(values, dtype):
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).to(dtype)
-    for spread in (layout.unpack, pad_packed):
-        with pytest.raises(ValueError, match=f"mask has 3 true entries for {values} values"):
-            spread(torch.zeros(values), mask)
+    with pytest.raises(ValueError, match=f"mask has 3 true entries for {values} values"):
+        pad_packed(torch.zeros(values), mask)
     with pytest.raises(ValueError, match=f"mask has 3 true entries for {values} values"):
         KeptSets.of([[1]] * values).padded(mask)
 

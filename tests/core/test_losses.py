@@ -117,7 +117,7 @@ def test_masked_values_are_never_read(loss_of, garbage):
         dirty = [x.masked_fill(~mask, dirt) for x in (log_prob, other, advantages, weights)]
         leaf = dirty[0].requires_grad_()
         loss, statistics = loss_of(leaf, dirty[1], dirty[2], mask, dirty[3])
-        results.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0], statistics.moments))
+        results.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0], statistics.rows["moments"]))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     assert all(x.isfinite().all() for x in results[1])
 
@@ -206,7 +206,7 @@ def test_packed_equals_padded(loss_of, batch, width, seed):
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), length.cumsum(0)])
     packed, _ = loss_of(*flat[:4], flat[4], cu_seqlens=cu_seqlens)
     torch.testing.assert_close(packed, padded[inside], rtol=0, atol=0)
-    assert statistics.moments.dtype == torch.float64
+    assert statistics.rows["moments"].dtype == torch.float64
 
 
 @every_loss
@@ -222,7 +222,7 @@ def test_extra_padding_and_row_order_change_nothing(loss_of, batch, width, seed)
 
     changed, same = loss_of(*(widen(x) for x in (log_prob, other, advantages, mask)), widen(weights))
     torch.testing.assert_close(changed[:, :width], expected[order], rtol=0, atol=0)
-    torch.testing.assert_close(same.moments, statistics.moments, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(same.rows["moments"], statistics.rows["moments"], rtol=1e-12, atol=1e-12)
 
 
 @every_loss
@@ -232,7 +232,7 @@ def test_statistics_of_micro_batches_merge_into_those_of_the_whole(loss_of, part
     _, whole = loss_of(*inputs)
     split = zip(*(x.tensor_split(parts) for x in inputs), strict=True)
     merged = merge_statistics(loss_of(*part)[1] for part in split)
-    torch.testing.assert_close(merged.moments, whole.moments, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(merged.rows["moments"], whole.rows["moments"], rtol=1e-12, atol=1e-12)
 
 
 @every_loss

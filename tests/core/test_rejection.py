@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rollcorr.core.bounds import catastrophic_tokens, exceeds, within_ratio_band
+from rollcorr.core.weights import exceeds, ratio_below, within_ratio_band
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ def test_bounds_are_inclusive_for_float32_logs(bound):
     assert not within_ratio_band(log_ratio - 1e-5, lower=bound, upper=None).any()
     assert not exceeds(torch.tensor([bound]), bound).any()
     assert exceeds(torch.tensor([bound * 1.00001]), bound).all()
-    assert not catastrophic_tokens(log_ratio, threshold=bound).any()
-    assert catastrophic_tokens(log_ratio - 1e-5, threshold=bound).all()
+    assert not ratio_below(log_ratio, bound).any()
+    assert ratio_below(log_ratio - 1e-5, bound).all()
 
 
 def test_an_open_side_never_rejects():
@@ -42,4 +42,4 @@ def test_probability_zero_is_rejected_by_every_bound_it_violates():
     assert not within_ratio_band(zero, lower=1e-9, upper=None).any()
     assert within_ratio_band(zero, lower=None, upper=2.0).all()
     assert exceeds(torch.tensor([math.inf]), 1e9).all()
-    assert catastrophic_tokens(zero, threshold=1e-30).all()
+    assert ratio_below(zero, 1e-30).all()

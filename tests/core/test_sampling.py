@@ -167,8 +167,6 @@ def test_kept_sets_have_one_form():
     ):
         with pytest.raises(ValueError, match=message):
             KeptSets(ids, offsets)
-    with pytest.raises(ValueError, match="nothing to concatenate"):
-        concatenate_kept_sets([])
 
 
 def test_no_filter_reads_a_value():

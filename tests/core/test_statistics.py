@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcorr.core.histograms import histogram_of
-from rollcorr.core.host_statistics import Moments
+from rollcorr.core.detail_rows import histogram_of, top_entries, top_indices
+from rollcorr.core.host_statistics import kish_sample_size
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, merge_statistics, moments_of
-from rollcorr.core.tops import top_entries, top_indices
 
 NAN = math.nan
 
@@ -34,10 +33,10 @@ def test_moments_and_extremes_by_hand():
 
 
 def test_effective_sample_size_by_hand():
-    assert Moments(2, 0.5, 0.5).effective_sample_size == pytest.approx(0.5)  # weights 1 and 0: 1² / (2 · 1)
-    assert Moments(0, 0.0, 0.0).effective_sample_size == 0.0
-    assert Moments(4, 0.0, 0.0).effective_sample_size == 0.0
-    assert Moments(4, math.exp(-20), 0.0).effective_sample_size == 1.0
+    assert kish_sample_size(2, 0.5, 0.5) == pytest.approx(0.5)  # weights 1 and 0: 1² / (2 · 1)
+    assert kish_sample_size(0, 0.0, 0.0) == 0.0
+    assert kish_sample_size(4, 0.0, 0.0) == 0.0
+    assert kish_sample_size(4, math.exp(-20), 0.0) == 1.0
 
 
 @given(
@@ -136,7 +135,7 @@ def test_a_row_is_written_and_read_back_in_one_vector():
 
 def test_all_ten_worst_entries_are_read():
     entries = full(torch.arange(1.0, 13.0), 0).read().tops["x"]
-    assert [entry.value for entry in entries] == [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
+    assert [value for value, _, _ in entries] == [12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
 
 
 def test_rows_are_left_out_by_name_and_the_others_stay_as_they_are():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcorr.core.tops import TOP, WorstSequence, host_entries, merge_tops, top_entries, top_indices, worst_of
+from rollcorr.core.detail_rows import TOP, WorstSequence, host_entries, merge_tops, top_entries, top_indices, worst_of
 
 values_with_ties = st.lists(st.sampled_from([0.0, 0.5, -0.5, 1.0, -2.0, 2.0, -math.inf]), max_size=60)
 
@@ -25,7 +25,7 @@ def top(values: torch.Tensor, start: int = 0, mask: torch.Tensor | None = None) 
 def test_the_worst_by_hand():
     values = torch.tensor([0.1, -3.0, math.nan, 2.0, 3.0])
     rows = host_entries(top(values, mask=values.isfinite()).tolist())
-    assert [(entry.value, entry.at) for entry in rows[:3]] == [(-3.0, 1), (3.0, 4), (2.0, 3)]
+    assert [(value, at) for value, _, at in rows[:3]] == [(-3.0, 1), (3.0, 4), (2.0, 3)]
     assert len(rows) == 4
 
 
@@ -43,8 +43,8 @@ def test_any_cut_and_any_order_of_merging_keeps_the_same_entries(values, cuts, o
         pairwise = merge_tops(torch.stack([pairwise, part]))
     for merged in (merge_tops(torch.stack(parts)), pairwise, top(values)):
         rows = host_entries(merged.tolist())
-        assert [5 * entry.sequence + entry.at for entry in rows] == expected
-        assert [entry.value for entry in rows] == [values[i].item() for i in expected]
+        assert [5 * sequence + at for _, sequence, at in rows] == expected
+        assert [value for value, _, _ in rows] == [values[i].item() for i in expected]
 
 
 def test_entries_become_objects():

@@ -30,7 +30,7 @@ from boundary_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rollcorr import correct
-from rollcorr.core import boundary, integer_checks, layout
+from rollcorr.core import boundary, layout
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction import Detail
 from rollcorr.correction.losses import PolicyLogProbs, policy_loss
@@ -329,7 +329,7 @@ READ_BY_TORCH = [name for name in PACKED if not name.startswith("correct cpu")]
 
 def hide_values(monkeypatch):
     """Leave values unread, as on a GPU. On the CPU torch raises wherever an index leaves a tensor."""
-    for module in (layout, integer_checks):
+    for module in (layout, boundary):
         monkeypatch.setattr(module, "in_host_memory", lambda *_: False)
 
 
@@ -354,20 +354,20 @@ def test_unread_wrong_offsets_never_leave_the_data(entry, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", [kind for kind in BAD_OFFSETS if kind not in ("empty", "no sequence")])
 def test_bounded_offsets_rise_from_zero_to_the_token_count(kind, monkeypatch):
-    monkeypatch.setattr(integer_checks, "in_host_memory", lambda *_: False)
-    bounded = integer_checks.bounded_offsets(torch.tensor(BAD_OFFSETS[kind][0](21)), 21)
-    integer_checks.check_cu_seqlens(bounded, 21)
+    monkeypatch.setattr(boundary, "in_host_memory", lambda *_: False)
+    bounded = boundary.bounded_offsets(torch.tensor(BAD_OFFSETS[kind][0](21)), 21)
+    boundary.check_cu_seqlens(bounded, 21)
     right = torch.tensor([0, 7, 10, 10, 15, 21])
-    assert torch.equal(integer_checks.bounded_offsets(right, 21), right)
-    assert integer_checks.bounded_offsets(torch.tensor([0]), 0).tolist() == [0]
+    assert torch.equal(boundary.bounded_offsets(right, 21), right)
+    assert boundary.bounded_offsets(torch.tensor([0]), 0).tolist() == [0]
 
 
 def test_offsets_of_many_sequences_are_checked_to_the_last():
     offsets = torch.arange(100_001)
-    integer_checks.check_cu_seqlens(offsets, 100_000)
+    boundary.check_cu_seqlens(offsets, 100_000)
     offsets[-2] = 100_001
     with pytest.raises(ValueError, match="entry 100000 is 100000 after 100001"):
-        integer_checks.check_cu_seqlens(offsets, 100_000)
+        boundary.check_cu_seqlens(offsets, 100_000)
 
 
 # --- Transforms and traces -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rollcorr.diffusion import (
     check_diffusion_batch,
     check_schedule,
 )
-from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
+from rollcorr.diffusion.step_correction import correct_steps, step_kl
 from rollcorr.integrations.verl import compute_rollout_correction_and_rejection_mask
 
 NAN, INF = math.nan, math.inf
@@ -196,8 +196,7 @@ def test_counts_with_exact_kl_cover_kept_steps(normalize):
     fields = {"rollout_is": "token", "rollout_is_batch_normalize": normalize}
     config = actor("sum", **fields, rollout_rs="seq_mean_k1,step_kl", rollout_rs_threshold="0.3_3.0,0.2")
     exact = step_kl(batch["prev_sample_mean"], batch["old_prev_sample_mean"], batch["std"])
-    pair = StepPair(batch["old_log_probs"], batch["rollout_log_probs"], exact, None, D)
-    correction = correct_steps(pair, config)
+    correction = correct_steps(batch["old_log_probs"], batch["rollout_log_probs"], config, exact_kl=exact, dimensions=D)
     kept = correction.loss_mask
     assert {0, 1, 2} == set(kept.sum(1).tolist())
 

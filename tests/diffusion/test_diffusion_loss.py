@@ -329,7 +329,7 @@ def test_what_a_mode_needs_and_does_not_find_is_named():
         diffusion_loss(actor("bypass", loss_mode="grpo_guard"), output, without(batch, "dt"), whole_step=True)
     with pytest.raises(KeyError, match=r"no 'prev_sample_mean', which flow_dppo compares"):
         diffusion_loss(actor("decoupled", loss_mode="flow_dppo"), without(output, "prev_sample_mean"), batch)
-    with pytest.raises(ValueError, match=r"log_probs must be \(b, w\).*got \(6,\)\. One step is \(b, 1\)"):
+    with pytest.raises(ValueError, match=r"log_probs must be \(B, W\).*got \(6,\)\. One step is \(B, 1\)"):
         diffusion_loss(actor("bypass"), {"log_probs": output["log_probs"][:, 0]}, batch)
     with pytest.raises(ValueError, match=r"old_log_probs must be \(B, W\) = \(6, 1\) like log_probs; got \(6, 2\)"):
         diffusion_loss(actor("decoupled"), {"log_probs": output["log_probs"][:, :1]}, batch)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from rollcorr import Detail, correct
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.histograms import BINS
-from rollcorr.core.tops import TOP
+from rollcorr.core.detail_rows import BINS, TOP
 from rollcorr.correction.denominators import count_denominators, sum_denominators
 from rollcorr.correction.process_groups import (
     BLOCK,

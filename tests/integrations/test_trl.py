@@ -19,11 +19,11 @@ from trl_stand_in import (
 )
 
 from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
+from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
 from rollcorr.correction import correct
 from rollcorr.engines import Rollout, TokenBatch
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach, config_from_trl
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration
-from rollcorr.kernels.correction.call import LARGEST_SAFETY_BOUND
 
 CASES = [(case, loss_type) for case in RECORDED["cases"] for loss_type in case["losses"]]
 NAMES = [f"{case['mode']}-{case['lower']}-{case['upper']}-{loss_type}" for case, loss_type in CASES]
@@ -100,7 +100,7 @@ def test_options_of_trl_become_a_configuration(mode, upper, lower, level, thresh
 
 
 def test_the_compiled_kernel_takes_these_configurations():
-    assert config_from_trl(StandInTrainer().args).safety_bound == LARGEST_SAFETY_BOUND
+    assert config_from_trl(StandInTrainer().args).safety_bound == KERNEL_SAFETY_BOUND
 
 
 def test_the_older_name_of_the_cap_is_read():

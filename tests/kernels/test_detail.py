@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from implementations import per_implementation
 
 from rollcorr import Detail, RolloutCorrectionConfig, correct, merge_statistics
-from rollcorr.core.histograms import RELATIVE_ERROR
+from rollcorr.core.detail_rows import RELATIVE_ERROR, WorstSequence, WorstToken, worst_of
 from rollcorr.core.layout import pack
 from rollcorr.core.metric_registry import finalize
-from rollcorr.core.tops import WorstSequence, WorstToken, worst_of
 from rollcorr.kernels.correction import implementations
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)

@@ -22,7 +22,7 @@ from rollcorr.layouts import (
     unpack_list,
     whole_tokens,
 )
-from rollcorr.layouts.context_slices import response_tokens_of_rank
+from rollcorr.layouts.conversions import response_tokens_of_rank
 
 lengths_of = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 

@@ -57,8 +57,14 @@ _CHOICES = {
     "impl": Implementation,
 }
 
+SAFETY_BOUND = 20.0
+"""Nats: the largest |log ratio| that enters an exponential, in weights, divergences and losses."""
+
 # exp(88.7) is the largest power of e that float32 holds.
 LARGEST_SAFETY_BOUND = 88.0
+
+KERNEL_SAFETY_BOUND = 40.0
+"""Nats: up to here the compiled kernels take it, since they sum squares of weights in float32."""
 
 
 @with_named_presets
@@ -113,7 +119,7 @@ class RolloutCorrectionConfig(NamedPresets):
     rollout_token_veto_threshold: float | None = None
     apply_is: bool = True
     nonfinite: NonfinitePolicy = "reject_token"
-    safety_bound: float = 20.0
+    safety_bound: float = SAFETY_BOUND
     normalizer: Normalizer = "kept"
     batch_normalize_over: NormalizedUnits = "valid"
     rollout_is_floor: float | None = None

@@ -4,12 +4,12 @@ from .advantages import grpo_advantages as grpo_advantages
 from .advantages import rloo_advantages as rloo_advantages
 from .advantages import terminal_rewards as terminal_rewards
 from .aggregation import Denominators as Denominators
+from .boundary import check_cu_seqlens as check_cu_seqlens
 from .diffusion import SdeWindow as SdeWindow
 from .diffusion import gaussian_kl as gaussian_kl
 from .diffusion import gaussian_log_prob as gaussian_log_prob
 from .diffusion import sde_step as sde_step
 from .diffusion import sde_step_mean as sde_step_mean
-from .integer_checks import check_cu_seqlens as check_cu_seqlens
 from .layout import pack as pack
 from .logprobs import kept_log_prob as kept_log_prob
 from .logprobs import token_entropy as token_entropy

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_integers, check_shape, check_tensors
-from rollcorr.core.integer_checks import bounded_offsets, truth
+from rollcorr.core.boundary import bounded_offsets, check_integers, check_shape, check_tensors, truth
 from rollcorr.core.layout import add_at, check_layout, expand, sequence_count, token_count
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_floating, check_shape, check_tensors
-from rollcorr.core.integer_checks import check_mask_values
+from rollcorr.core.boundary import check_floating, check_mask_values, check_shape, check_tensors
 from rollcorr.core.layout import check_layout, expand, token_count
 
 

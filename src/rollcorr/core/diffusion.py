@@ -21,7 +21,6 @@ Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470; Xue et al. (2025), "Da
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -74,12 +73,11 @@ def sde_step_mean(
 
     Source: Liu et al. (2025), arXiv:2505.05470.
     """
-    schedule = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    sigma, _, dt = _schedule(velocity, sample, sigma, sigma_next, noise_level)
     if noise_level == 0:
-        return sample + schedule.dt * velocity, None
-    largest = _like(sigma_max, sample)
-    below_one = torch.where(schedule.sigma == 1, largest, schedule.sigma)  # where σ = 1, g would be infinite
-    return _sde(velocity, sample, schedule, noise_level * (schedule.sigma / (1 - below_one)).sqrt())
+        return sample + dt * velocity, None
+    below_one = torch.where(sigma == 1, _like(sigma_max, sample), sigma)  # where σ = 1, g would be infinite
+    return _sde(velocity, sample, sigma, dt, noise_level * (sigma / (1 - below_one)).sqrt())
 
 
 def dance_sde_step_mean(
@@ -89,10 +87,10 @@ def dance_sde_step_mean(
 
     Source: Xue et al. (2025), arXiv:2505.07818.
     """
-    schedule = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    sigma, _, dt = _schedule(velocity, sample, sigma, sigma_next, noise_level)
     if noise_level == 0:
-        return sample + schedule.dt * velocity, None
-    return _sde(velocity, sample, schedule, torch.full_like(schedule.sigma, noise_level))
+        return sample + dt * velocity, None
+    return _sde(velocity, sample, sigma, dt, torch.full_like(sigma, noise_level))
 
 
 def cps_step_mean(
@@ -106,18 +104,18 @@ def cps_step_mean(
 
     Source: Wang et al. (2025), arXiv:2509.05952.
     """
-    schedule = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    sigma, sigma_next, dt = _schedule(velocity, sample, sigma, sigma_next, noise_level)
     if noise_level > 1:
         raise ValueError(f"noise_level of a cps step must be in [0, 1], got {noise_level}: at 1 all noise is replaced")
     if noise_level == 0:
-        return sample + schedule.dt * velocity, None
+        return sample + dt * velocity, None
 
     # Estimates of x₀ and ε; the step mixes them again for σ_next.
     angle = noise_level * math.pi / 2
-    clean = sample - schedule.sigma * velocity
-    noise = sample + (1 - schedule.sigma) * velocity
-    mean = (1 - schedule.sigma_next) * clean + schedule.sigma_next * math.cos(angle) * noise
-    return mean, schedule.sigma_next * math.sin(angle)
+    clean = sample - sigma * velocity
+    noise = sample + (1 - sigma) * velocity
+    mean = (1 - sigma_next) * clean + sigma_next * math.cos(angle) * noise
+    return mean, sigma_next * math.sin(angle)
 
 
 def sde_step(
@@ -254,8 +252,8 @@ class SdeWindow:
         ValueError: start is negative, or size is below 1.
 
     Example:
-        >>> [step in SdeWindow(1, 2) for step in range(4)]
-        [False, True, True, False]
+        >>> SdeWindow(1, 2).steps
+        range(1, 3)
     """
 
     start: int
@@ -270,61 +268,20 @@ class SdeWindow:
         """The indices of the steps in the window."""
         return range(self.start, self.start + self.size)
 
-    def __contains__(self, step: int) -> bool:
-        return step in self.steps
 
-    def check(self, steps: int) -> None:
-        """Check that the window fits a schedule of so many steps.
-
-        Raises:
-            ValueError: it ends beyond the last step.
-        """
-        if self.start + self.size > steps:
-            raise ValueError(
-                f"{self} ends after step {self.start + self.size - 1}, but the schedule's last step is {steps - 1}: "
-                "make the window smaller, or start it earlier"
-            )
-
-    @classmethod
-    def draw(cls, size: int, window_range: tuple[int, int], *, rng: random.Random) -> SdeWindow:
-        """A window of so many steps at a random place inside [lo, hi).
-
-        Args:
-            size: `sde_window_size`, W.
-            window_range: `sde_window_range`, (lo, hi): first step, and the one after the last.
-            rng: where the place comes from; seed it for a run that repeats.
-
-        Raises:
-            ValueError: the range is empty or negative, or smaller than the window.
-        """
-        low, high = window_range
-        if not 0 <= low < high or high - low < size:
-            raise ValueError(
-                f"sde_window_range {window_range} has room for {max(high - low, 0)} steps, and sde_window_size is "
-                f"{size}: give 0 ≤ lo < hi with hi − lo ≥ {size}"
-            )
-        return cls(rng.randint(low, high - size), size)
-
-
-class _Schedule(NamedTuple):
+def _schedule(
+    velocity: Tensor, sample: Tensor, sigma: Sigma, sigma_next: Sigma, noise_level: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """σ, σ_next and dt of a step, broadcastable to the sample."""
-
-    sigma: Tensor
-    sigma_next: Tensor
-    dt: Tensor
-
-
-def _schedule(velocity: Tensor, sample: Tensor, sigma: Sigma, sigma_next: Sigma, noise_level: float) -> _Schedule:
     _check_pair("velocity", velocity, "sample", sample)
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be finite and ≥ 0 (0 is the ODE), got {noise_level}")
     now, then = _like(sigma, sample), _like(sigma_next, sample)
-    return _Schedule(now, then, then - now)
+    return now, then, then - now
 
 
-def _sde(velocity: Tensor, sample: Tensor, schedule: _Schedule, g: Tensor) -> tuple[Tensor, Tensor]:
+def _sde(velocity: Tensor, sample: Tensor, sigma: Tensor, dt: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """m and s of a step with diffusion coefficient g: see the top of this file."""
-    sigma, _, dt = schedule
     drift = g.square() / (2 * sigma)
     mean = sample * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
     return mean, g * (-dt).sqrt()

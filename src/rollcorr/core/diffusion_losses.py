@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_positive
-from rollcorr.core.integer_checks import truth
-from rollcorr.core.losses import LOG_RATIO_BOUND
+from rollcorr.config.correction_options import SAFETY_BOUND
+from rollcorr.core.boundary import check_positive, truth
+from rollcorr.core.losses import weights_and_active
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
-from rollcorr.core.ratios import at_least_float32, token_log_ratio
+from rollcorr.core.ratios import token_log_ratio
 
 
 def flow_grpo_loss(
@@ -98,7 +98,7 @@ def grpo_guard_loss(
     """
     steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
     std, dt = _kept("std", std, steps), _kept("dt", dt, steps)
-    bias = _mean_kl(mean, old_mean, std, steps)
+    bias = mean_kl(mean, old_mean, std, steps.active)
     loss, statistics = _clipped(steps, std * (steps.log_ratio + bias), clip_ratio)
     row = Statistics.of(moments={"ratio_mean_bias": moments_of(bias.detach(), steps.active)})
     return loss / dt.abs(), statistics | row
@@ -142,7 +142,7 @@ def flow_dppo_loss(
     check_positive("kl_threshold", kl_threshold)
     steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
     with torch.no_grad():
-        divergence = _mean_kl(mean, old_mean, _kept("std", std, steps), steps)
+        divergence = mean_kl(mean, old_mean, _kept("std", std, steps), steps.active)
 
     # A step beyond the limit stays in the loss if its gradient leads back.
     ratio = _ratio(steps.log_ratio)
@@ -180,8 +180,7 @@ def _prepare(
     Raises:
         ValueError: shapes differ.
     """
-    given = {"old_log_prob": old_log_prob, "keep": keep} | ({} if weights is None else {"weights": weights})
-    for name, tensor in given.items():
+    for name, tensor in (("old_log_prob", old_log_prob), ("keep", keep)):
         if log_prob.dim() != 2 or tensor.shape != log_prob.shape:
             raise ValueError(f"log_prob {tuple(log_prob.shape)} and {name} {tuple(tensor.shape)} must both be (b, w)")
     if advantages.shape != log_prob.shape[:1]:
@@ -190,14 +189,8 @@ def _prepare(
             f"({log_prob.shape[0]},); nothing is broadcast"
         )
 
-    # A token of probability 0 adds nothing, as in `ppo_clip_loss`. Nor does a step of weight 0, which is not read
-    # either: 0 · NaN would be NaN.
-    active = truth(keep, "keep") & (old_log_prob != -torch.inf)
-    if weights is not None:
-        weights = at_least_float32(weights.detach())
-        active = active & (weights != 0)
-        weights = weights.masked_fill(~active, 0.0)
-
+    # A token of probability 0 adds nothing, as in `ppo_clip_loss`. Nor does a step of weight 0.
+    weights, active = weights_and_active(weights, log_prob, truth(keep, "keep") & (old_log_prob != -torch.inf))
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
     per_step = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
     return _Steps(log_ratio, per_step.masked_fill(~active, 0.0), active, weights)
@@ -227,14 +220,14 @@ def _statistics(steps: _Steps, ratio: Tensor, high: Tensor, low: Tensor, zeroed:
     return Statistics.of(moments=moments)
 
 
-def _mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, steps: _Steps) -> Tensor:
-    """mean_D (m − m_old)² / 2s² of each step, (b, w); 0 where inactive."""
-    if mean.shape != old_mean.shape or mean.shape[:2] != steps.active.shape or mean.dim() < 3:
+def mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, active: Tensor) -> Tensor:
+    """mean_D (m − m_old)² / 2s² of each step, (b, w); 0 where inactive, whose means are not read."""
+    if mean.shape != old_mean.shape or mean.shape[:2] != active.shape or mean.dim() < 3:
         raise ValueError(
             f"mean {tuple(mean.shape)} and old_mean {tuple(old_mean.shape)} must be (b, w, …) with (b, w) = "
-            f"{tuple(steps.active.shape)}"
+            f"{tuple(active.shape)}"
         )
-    inactive = ~steps.active.unsqueeze(-1)
+    inactive = ~active.unsqueeze(-1)
     shift = mean.flatten(2).masked_fill(inactive, 0.0) - old_mean.detach().flatten(2).masked_fill(inactive, 0.0)
     return shift.square().mean(-1) / (2 * std.square())
 
@@ -247,4 +240,4 @@ def _kept(name: str, values: Tensor, steps: _Steps) -> Tensor:
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()

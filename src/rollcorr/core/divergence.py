@@ -1,5 +1,7 @@
 """Divergence of the training policy from the rollout policy, estimated on the sampled tokens.
 
+A log-ratio enters an exponential up to `SAFETY_BOUND`; the share beyond it is a metric.
+
 With y ~ μ and d = log π(y) − log μ(y): E[k1] = E[k3] = KL(μ‖π), and k2 is its second-order approximation.
 Source: Schulman (2020), "Approximating KL Divergence".
 """
@@ -12,8 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CAP = 20.0
-"""Largest log-ratio that enters an exponential in k3 and chi-squared, nats. The share beyond it is a metric."""
+from rollcorr.config.correction_options import SAFETY_BOUND as SAFETY_BOUND
 
 _SERIES_RADIUS = 0.03
 _INVERSE_FACTORIALS = tuple(1 / math.factorial(n) for n in range(8, 1, -1))
@@ -35,7 +36,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     `exp(d) − 1 − d` loses everything to cancellation near 0, and `expm1(d) − d` half of the digits; there the series
     d² (1/2 + d/6 + d²/24 + …) is used, so the result is positive and accurate in every dtype.
     """
-    capped = log_ratio.clamp(max=CAP)
+    capped = log_ratio.clamp(max=SAFETY_BOUND)
     small = capped.clamp(-_SERIES_RADIUS, _SERIES_RADIUS)
     series = torch.full_like(small, _INVERSE_FACTORIALS[0])
     for coefficient in _INVERSE_FACTORIALS[1:]:
@@ -56,7 +57,7 @@ def chi_squared(log_ratio: Tensor) -> Tensor:
 
     ρ = 0 (d = −inf) gives −1. Same shape.
     """
-    return torch.expm1(2 * log_ratio.clamp(-CAP, CAP))
+    return torch.expm1(2 * log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND))
 
 
 def probability_difference(train_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:

@@ -134,11 +134,9 @@ _ADVICE = {
     ),
 }
 
-# Metrics whose limits hold on both sides of 0.
-_BY_SIZE = {"kl"}
-
+# The limits of the KL hold on both sides of 0.
 RANGES: dict[str, HealthyRange] = {
-    metric: HealthyRange(*limits, metric in _BY_SIZE, *_ADVICE[metric]) for metric, limits in _LIMITS.items()
+    metric: HealthyRange(*limits, metric == "kl", *_ADVICE[metric]) for metric, limits in _LIMITS.items()
 }
 
 CRITERION_RANGES: dict[str, HealthyRange] = {"masked_fraction": RANGES["rollout_rs_masked_fraction"]}

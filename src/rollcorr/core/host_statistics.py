@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from rollcorr.core.histograms import BINS
-from rollcorr.core.tops import TOP, Entry, host_entries
+from rollcorr.core.detail_rows import BINS, TOP, Entry, host_entries
 
 ROW_SHAPES: dict[str, tuple[int, ...]] = {
     "sums": (),
@@ -44,19 +43,9 @@ class Moments(NamedTuple):
     m2: float
 
     @property
-    def total(self) -> float:
-        """Σ x."""
-        return self.count * self.mean
-
-    @property
     def std(self) -> float:
         """Population standard deviation; 0 for an empty sample."""
         return population_std(self.count, self.m2)
-
-    @property
-    def effective_sample_size(self) -> float:
-        """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none."""
-        return kish_sample_size(*self)
 
 
 class Extremes(NamedTuple):

@@ -10,8 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_integers, check_tensors, in_host_memory, in_transform
-from rollcorr.core.integer_checks import bounded_offsets, check_count, check_cu_seqlens, truth
+from rollcorr.core.boundary import (
+    bounded_offsets,
+    check_cu_seqlens,
+    check_integers,
+    check_tensors,
+    in_host_memory,
+    in_transform,
+    truth,
+)
 
 
 def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
@@ -154,25 +161,6 @@ def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     kept = truth(mask)
     return padded[kept], offsets_of(kept.sum(dim=-1))
-
-
-def unpack(packed: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
-    """(N,) → (B, T): the inverse of `pack`, with `fill` where mask is 0.
-
-    Args:
-        packed: (N,), any dtype.
-        mask: (B, T) of any dtype, with N entries that are not 0.
-        fill: what the other entries get.
-
-    Returns:
-        (B, T), in the dtype of `packed`.
-
-    Raises:
-        ValueError: as `pack`; or the number of true entries is not N, in host memory.
-    """
-    kept = truth(mask)
-    check_count(packed, kept, "mask")
-    return packed.new_full(mask.shape, fill).masked_scatter(kept, packed)
 
 
 def _adds_by_atomics(values: Tensor) -> bool:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_tensors
-from rollcorr.core.integer_checks import usable_ids
+from rollcorr.core.boundary import check_tensors, usable_ids
 from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.core.ratios import at_least_float32
 from rollcorr.core.sampling import KeptSets, usable_kept_sets, with_sampled

@@ -15,16 +15,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_floating, check_tensors
+from rollcorr.config.correction_options import SAFETY_BOUND
+from rollcorr.core.boundary import check_floating, check_tensors, truth
 from rollcorr.core.divergence import k3
-from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout, expand
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.ratios import at_least_float32, token_log_ratio
-
-LOG_RATIO_BOUND = 20.0
-"""Largest |log r| that enters exp(), nats. It changes only tokens with A < 0 and r > e²⁰ without the dual clip: their
-gradient, which no optimizer would survive, becomes 0."""
 
 
 def ppo_clip_loss(
@@ -72,10 +68,13 @@ def ppo_clip_loss(
 
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = truth(loss_mask, "loss_mask")
-    weights, active = _weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
+    weights, active = weights_and_active(weights, log_prob, mask & (old_log_prob != -torch.inf))
 
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+    # The bound changes only tokens with A < 0 and r > e²⁰ without the dual clip: their gradient, which no optimizer
+    # would survive, becomes 0.
+    ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     advantages = advantages.detach().to(ratio.dtype).masked_fill(~active, 0.0)
 
     # The larger of the two losses: a clip that would lower the loss does not bind.
@@ -136,7 +135,7 @@ def reinforce_loss(
 
     advantages = _per_token(advantages, log_prob, cu_seqlens)
     mask = truth(loss_mask, "loss_mask")
-    weights, active = _weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
+    weights, active = weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
 
     # Both factors become 0 on tokens that add nothing: with one alone, 0 · NaN would still be NaN.
     active_log_prob = at_least_float32(log_prob).masked_fill(~active, 0.0)
@@ -211,7 +210,7 @@ def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **i
     return Statistics.of(moments=moments)
 
 
-def _weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
+def weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
     """The detached weights, and the tokens that can add to the loss: in the mask, with a weight other than 0."""
     if weights is None:
         return None, mask

@@ -5,8 +5,8 @@ There are five kinds of row, on the device of the data, in float64:
     sums        Σ x                     merged by addition
     moments     (n, mean, M2)           merged by Chan's update; M2 = Σ (x − mean)²
     extremes    (min, max)              merged by min and max
-    histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.histograms`)
-    tops        the worst, and where    merged by order; on request (`rollcorr.core.tops`)
+    histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.detail_rows`)
+    tops        the worst, and where    merged by order; on request (`rollcorr.core.detail_rows`)
 
 `merge` is associative and commutative up to the last bits of float64, so micro-batches, ranks and log shards
 give the number that one process would. Ratios, means and roots are taken once, after the last merge
@@ -23,9 +23,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from rollcorr.core.detail_rows import merge_tops
 from rollcorr.core.host_statistics import ROW_SHAPES, HostStatistics
 from rollcorr.core.metric_registry import finalize
-from rollcorr.core.tops import merge_tops
 
 STATISTICS_DTYPE = torch.float64
 
@@ -99,8 +99,8 @@ class Statistics:
 
     Attributes:
         names: kind of row → the names of its rows.
-        rows: kind of row → their values, float64: sums (R,), moments (R, 3), extremes (R, 2), histograms (R, BINS),
-            tops (R, TOP, 3).
+        rows: kind of row → their values, float64: sums (R,), moments (R, 3: n, mean, M2), extremes (R, 2: min, max;
+            +inf, −inf when nothing was seen), histograms (R, BINS), tops (R, TOP, 3).
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -206,28 +206,13 @@ class Statistics:
         """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
         return finalize(self.read(), prefix=prefix)
 
-    @property
-    def sums(self) -> Tensor:
-        """(S,) float64."""
-        return self.rows["sums"]
-
-    @property
-    def moments(self) -> Tensor:
-        """(K, 3) float64: n, mean, M2."""
-        return self.rows["moments"]
-
-    @property
-    def extremes(self) -> Tensor:
-        """(E, 2) float64: min, max; (+inf, −inf) when nothing was seen."""
-        return self.rows["extremes"]
-
     def sum(self, name: str) -> Tensor:
         """One sum, 0-d, still on the device."""
-        return self.sums[self.names["sums"].index(name)]
+        return self.rows["sums"][self.names["sums"].index(name)]
 
     def moment(self, name: str) -> Tensor:
         """One row of moments, (3,): n, mean, M2, still on the device."""
-        return self.moments[self.names["moments"].index(name)]
+        return self.rows["moments"][self.names["moments"].index(name)]
 
 
 def merge_statistics(parts: Iterable[Statistics]) -> Statistics:

@@ -12,11 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from rollcorr.core.criterion_metrics import CRITERIA, criterion_metrics
-from rollcorr.core.diffusion_metrics import BY_TIMESTEP, DIFFUSION_METRICS, STEP_KL_METRICS, by_timestep
-from rollcorr.core.finalizers import (
+from rollcorr import config
+from rollcorr.core.health_ranges import RANGES
+from rollcorr.core.host_statistics import HostStatistics, row_places
+from rollcorr.core.metric_tables import (
+    DIFFUSION_METRICS,
+    IS_GUIDE,
+    MATHS,
+    OWN,
+    PRAXIS,
+    STEP_KL_METRICS,
+    Metric,
     Numbers,
+    R,
+    V,
+    by_timestep,
     complement_share,
+    criterion_metrics,
     effective_sample_size,
     exp_share,
     farthest,
@@ -24,20 +36,20 @@ from rollcorr.core.finalizers import (
     length_times_kl,
     lowest,
     mean,
+    metric_table,
     quantile_of,
     share,
     std,
     total,
     viable_length,
 )
-from rollcorr.core.health_ranges import RANGES
-from rollcorr.core.host_statistics import HostStatistics, row_places
-from rollcorr.core.metric_type import IS_GUIDE, MATHS, OWN, PRAXIS, Metric, R, V, metric_table
 
 __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "finalize", "metric"]
 
 PREFIX = "rollout_corr/"
 
+CRITERIA = tuple(config.CRITERIA)
+"""The rejection criteria, those of `rollcorr.config`."""
 
 METRICS: dict[str, Metric] = metric_table(
     RANGES,
@@ -243,28 +255,22 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
         statistics: what `Statistics.read()` returns: rows on the host, merged over micro-batches and ranks.
         prefix: put before each name.
     """
-    computable, has_timesteps = _plan(statistics.names, prefix)
     numbers = statistics.numbers
-    metrics = {name: compute(numbers) for name, compute in computable}
+    metrics = {name: compute(numbers) for name, compute in _plan(statistics.names, prefix)}
 
     # Diffusion alone has one row for each timestep that occurred.
-    if has_timesteps:
-        metrics |= {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
-    return metrics
+    return metrics | {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
 
 
 @lru_cache(maxsize=64)
-def _plan(
-    names: tuple[tuple[str, ...], ...], prefix: str
-) -> tuple[tuple[tuple[str, Callable[[Numbers], float]], ...], bool]:
-    """The metrics that these rows suffice for, with their prefix, in the registry's order; and whether timesteps occur.
+def _plan(names: tuple[tuple[str, ...], ...], prefix: str) -> tuple[tuple[str, Callable[[Numbers], float]], ...]:
+    """The metrics that these rows suffice for, with their prefix, in the registry's order.
 
     It is the same at every step of a run.
     """
     places = row_places(names)
-    computable = tuple(
+    return tuple(
         (prefix + name, found.finalizer.at(*(places[row] for row in found.finalizer.rows)))
         for name, found in _REGISTRY.items()
         if places.keys() >= set(found.finalizer.rows)
     )
-    return computable, any(row.startswith(f"moments:{BY_TIMESTEP}") for row in places)

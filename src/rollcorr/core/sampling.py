@@ -20,8 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_tensors, in_host_memory
-from rollcorr.core.integer_checks import bounded_offsets, check_count, check_cu_seqlens, truth, usable_ids
+from rollcorr.core.boundary import (
+    bounded_offsets,
+    check_count,
+    check_cu_seqlens,
+    check_tensors,
+    in_host_memory,
+    truth,
+    usable_ids,
+)
 from rollcorr.core.layout import offsets_of, sequence_ids
 from rollcorr.core.ratios import at_least_float32
 
@@ -183,13 +190,7 @@ class KeptSets:
 
 
 def concatenate_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
-    """The sets of several batches, one batch after the other.
-
-    Raises:
-        ValueError: there is nothing to concatenate.
-    """
-    if not parts:
-        raise ValueError("nothing to concatenate: give at least one KeptSets")
+    """The sets of several batches, one batch after the other; at least one."""
     sizes = torch.cat([part.offsets.diff() for part in parts])
     return KeptSets(torch.cat([part.ids for part in parts]), offsets_of(sizes))
 
@@ -205,7 +206,7 @@ def usable_kept_sets(kept: KeptSets, *ranges: tuple[int, int], mask: Tensor | No
 
     Args:
         kept: one set per token.
-        ranges: of ids, as in `rollcorr.core.integer_checks.usable_ids`.
+        ranges: of ids, as in `rollcorr.core.boundary.usable_ids`.
         mask: one bool per token, any shape; where it is false, ids may be anything. Defaults to all true.
 
     Raises:

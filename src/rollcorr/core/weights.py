@@ -1,20 +1,27 @@
-"""Importance weights: how much a rollout token or sequence counts in the trainer's loss.
+"""Importance weights and bounds: how much a rollout token or sequence counts in the trainer's loss.
 
 The safety bound acts on the log weight before `exp`, so nothing overflows, and a larger log weight never gives a
 smaller weight. Weights carry no gradient: they scale the loss and are not part of it.
+
+Bounds are inclusive at the precision of the data. Log-probs are float32 at best, so a ratio that a user calls "exactly
+1.001" arrives as exp of a float32 logarithm, a few units in the last place off. Bounds are therefore widened by a hair:
+what equals a bound in float32 is inside it.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_positive
-from rollcorr.core.bounds import within_ratio_band
 from rollcorr.core.ratios import at_least_float32
 
+_RELATIVE = 2.0**-21
+_ABSOLUTE = 2.0**-22  # of a log-ratio: the relative precision of a float32 ratio near 1, with room for its logarithm
 
-def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor:
+
+def bounded_weights(log_weight: Tensor, *, safety_bound: float) -> Tensor:
     """w = exp(clamp(ℓ, ±bound)): the raw weight, kept inside the range of floats.
 
     Args:
@@ -28,29 +35,6 @@ def bounded_weights(log_weight: Tensor, *, safety_bound: float = 20.0) -> Tensor
     return log_weight.clamp(-safety_bound, safety_bound).exp().masked_fill(log_weight == -torch.inf, 0.0)
 
 
-def truncated_weights(
-    log_weight: Tensor, *, upper: float | None, lower: float | None = None, safety_bound: float = 20.0
-) -> Tensor:
-    """w = min(max(exp ℓ, lower), upper): truncated importance sampling (TIS).
-
-    The ceiling bounds variance and buys a bias toward μ. Small weights are left alone, unless there is a floor. A ratio
-    of 0 has the weight 0 in any case: its log-prob is −inf, and a loss must not read it.
-
-    Args:
-        log_weight: ℓ, nats. Any shape.
-        upper: C, the largest weight (a ratio, not a log). Finite and > 0; None for no ceiling.
-        lower: the smallest weight of a ratio above 0. Finite and > 0; None for no floor.
-        safety_bound: largest |ℓ|, nats.
-
-    Raises:
-        ValueError: a bound is not finite and positive, or lower > upper.
-
-    Source: Ionides (2008), "Truncated Importance Sampling", J. Comput. Graph. Stat. 17(2).
-    """
-    _check_bounds(lower, upper)
-    return between(bounded_weights(log_weight, safety_bound=safety_bound), lower, upper)
-
-
 def between(weights: Tensor, lower: float | None, upper: float | None) -> Tensor:
     """Weights raised to `lower` and lowered to `upper`; 0 stays 0. None leaves a side as it is. Any shape."""
     if lower is None:
@@ -58,9 +42,7 @@ def between(weights: Tensor, lower: float | None, upper: float | None) -> Tensor
     return torch.where(weights > 0, weights.clamp(lower, upper), weights)
 
 
-def masked_weights(
-    log_weight: Tensor, *, lower: float | None, upper: float | None, safety_bound: float = 20.0
-) -> Tensor:
+def masked_weights(log_weight: Tensor, *, lower: float | None, upper: float | None, safety_bound: float) -> Tensor:
     """w = exp ℓ if lower ≤ exp ℓ ≤ upper, else 0 (IcePop). The loss mask stays as it is.
 
     Args:
@@ -69,12 +51,8 @@ def masked_weights(
         upper: largest weight kept (a ratio); None leaves the side open.
         safety_bound: largest |ℓ|, nats.
 
-    Raises:
-        ValueError: a bound is not finite and positive, or lower > upper.
-
     Source: Ling Team (2025), "Every Step Evolves", arXiv:2510.18855.
     """
-    _check_bounds(lower, upper)
     bounded = at_least_float32(log_weight.detach()).clamp(-safety_bound, safety_bound)
     kept = within_ratio_band(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
 
@@ -88,9 +66,48 @@ def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
-def _check_bounds(lower: float | None, upper: float | None) -> None:
-    for name, value in (("lower", lower), ("upper", upper)):
-        if value is not None:
-            check_positive(name, value)
-    if lower is not None and upper is not None and lower > upper:
-        raise ValueError(f"lower must not exceed upper, got {lower} > {upper}")
+def ratio_below(log_ratio: Tensor, lower: float | None) -> Tensor:
+    """True where exp(log_ratio) < lower, strictly. Bool, same shape; never true for an open side (`None`)."""
+    return log_ratio < log_band(lower, None)[0]
+
+
+def ratio_above(log_ratio: Tensor, upper: float | None) -> Tensor:
+    """True where exp(log_ratio) > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
+    return log_ratio > log_band(None, upper)[1]
+
+
+def within_ratio_band(log_ratio: Tensor, *, lower: float | None, upper: float | None) -> Tensor:
+    """Keep iff lower ≤ ρ ≤ upper, where ρ is exp(d), exp(S_i) or exp(G_i): the k1 criteria.
+
+    The band is on the ratio itself. Testing −log ρ against [log lower, log upper] would invert every band that is not
+    reciprocal.
+
+    Args:
+        log_ratio: d, S or G, nats; −inf is ratio 0. Any shape.
+        lower: smallest ratio kept; None leaves the side open.
+        upper: largest ratio kept; None leaves the side open.
+    """
+    low, high = log_band(lower, upper)
+    return (log_ratio >= low) & (log_ratio <= high)
+
+
+def exceeds(divergence: Tensor, upper: float | None) -> Tensor:
+    """True where divergence > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
+    return divergence > divergence_bound(upper)
+
+
+def log_band(lower: float | None, upper: float | None) -> tuple[float, float]:
+    """The log-ratios that lie inside a band of ratios, ends included, nats; infinite for an open side (`None`)."""
+    return (
+        -math.inf if lower is None else math.log(lower) - _widening(lower),
+        math.inf if upper is None else math.log(upper) + _widening(upper),
+    )
+
+
+def divergence_bound(upper: float | None) -> float:
+    """The largest divergence that a bound lets pass; inf for `None`."""
+    return math.inf if upper is None else upper * (1 + _RELATIVE)
+
+
+def _widening(ratio: float) -> float:
+    return abs(math.log(ratio)) * _RELATIVE + _ABSOLUTE

@@ -29,7 +29,7 @@ from rollcorr.core.aggregation import (
     token_mean,
     token_sum,
 )
-from rollcorr.core.integer_checks import check_mask_values, truth
+from rollcorr.core.boundary import check_mask_values, truth
 from rollcorr.core.layout import check_layout, sequence_sum, token_count
 from rollcorr.correction.process_groups import sum_over
 

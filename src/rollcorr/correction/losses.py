@@ -22,9 +22,8 @@ from rollcorr.config import LossAggMode, LossConfig, Normalizer, PresetName, Rol
 from rollcorr.config.checks import unknown_name, warn_once
 from rollcorr.config.conversion import resolve
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.boundary import check_floating, check_tensors
+from rollcorr.core.boundary import check_floating, check_tensors, truth
 from rollcorr.core.divergence import ESTIMATES
-from rollcorr.core.integer_checks import truth
 from rollcorr.core.layout import check_layout
 from rollcorr.core.losses import (
     neutral_log_probs,

@@ -47,8 +47,8 @@ def short_text(correction: Correction) -> str:
     statistics = correction.statistics
     if statistics is None:
         return f"{first}\n  every response token stays in the loss, and nothing was measured"
-    if not in_host_memory(statistics.sums):
-        return f"{first}\n  its numbers are on {statistics.sums.device}: summary() reads them"
+    if not in_host_memory(statistics.rows["sums"]):
+        return f"{first}\n  its numbers are on {statistics.rows['sums'].device}: summary() reads them"
     metrics = correction.metrics(prefix="")
     overview = _overview(metrics)
     numbers = [f"{name} {metrics[name]:.4g}" for name in overview.shown]

@@ -15,8 +15,8 @@ from rollcorr.config import Normalizer, RolloutCorrectionConfig
 from rollcorr.core import metric_registry as registry
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.boundary import check_integers
+from rollcorr.core.detail_rows import Worst, worst_of
 from rollcorr.core.mergeable_statistics import Statistics
-from rollcorr.core.tops import Worst, worst_of
 from rollcorr.core.weights import normalization_factor
 from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import loss_denominators

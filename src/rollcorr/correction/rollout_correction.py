@@ -13,8 +13,7 @@ from torch import Tensor
 from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
-from rollcorr.core.boundary import check_floating, in_host_memory, plain
-from rollcorr.core.integer_checks import bounded_offsets, truth
+from rollcorr.core.boundary import bounded_offsets, check_floating, in_host_memory, plain, truth
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens

@@ -12,9 +12,9 @@ from rollcorr.diffusion.batch_checks import check_diffusion_batch, check_schedul
 from rollcorr.diffusion.batch_correction import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
+    loss_step_metrics,
 )
 from rollcorr.diffusion.denoising_loss import diffusion_loss
-from rollcorr.diffusion.reported_metrics import loss_step_metrics
 
 __all__ = [
     "DiffusionActorConfig",

@@ -6,22 +6,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
 from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
-
-if TYPE_CHECKING:
-    from rollcorr.correction.losses import PolicyLossOutput
-    from rollcorr.diffusion.batch_checks import Batch
+from rollcorr.correction.losses import PolicyLossOutput
+from rollcorr.diffusion.batch_checks import Batch
+from rollcorr.diffusion.denoising_loss import diffusion_loss
+from rollcorr.diffusion.step_correction import STEP_KL
 
 LossMode = Literal["flow_grpo", "grpo_guard", "flow_dppo"]
 RsDenominator = Literal["all", "kept", "weights"]
 
 _NORMALIZERS: dict[RsDenominator, Normalizer] = {"all": "original", "kept": "kept", "weights": "weights"}
-STEP_KL = "step_kl"
 
 
 @names_unknown_options
@@ -134,29 +133,41 @@ class DiffusionActorConfig:
         Raises:
             KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
         """
-        from rollcorr.diffusion.denoising_loss import diffusion_loss
-
         return diffusion_loss(self, model_output, data, whole_step=True, schedule=schedule)
 
     def _inert_options(self) -> list[tuple[str, str]]:
         """Options that were changed and can have no effect beside the others, and why."""
-        inert: list[tuple[str, str]] = []
-        defaults = {field.name: field.default for field in fields(self)}
-        changed = {name for name, default in defaults.items() if getattr(self, name) != default}
+        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        correction, dppo = self.correction, self.loss_mode == "flow_dppo"
+        reinforce = correction is not None and correction.loss_type == "reinforce"
+        unweighted = correction is not None and self.rs_denominator == "weights" and not correction.weights_reach_loss
 
-        # Which loss reads an option of the clip.
-        if self.correction is not None and self.correction.loss_type == "reinforce":
-            no_ratio = "has no effect with loss_type='reinforce', which has no ratio to clip"
-            inert += [(name, no_ratio) for name in ("loss_mode", "clip_ratio", "kl_mask_threshold") if name in changed]
-        elif self.loss_mode == "flow_dppo" and "clip_ratio" in changed:
-            inert.append(("clip_ratio", "has no effect with loss_mode='flow_dppo'; set kl_mask_threshold"))
-        elif self.loss_mode != "flow_dppo" and "kl_mask_threshold" in changed:
-            inert.append(("kl_mask_threshold", f"has no effect with loss_mode={self.loss_mode!r}; set clip_ratio"))
-
-        # What acts through a correction alone.
-        if self.correction is None:
-            alone = "has no effect without rollout_correction; set that, or leave this out"
-            inert += [(name, alone) for name in ("reduction", "rs_denominator", "min_keep_fraction") if name in changed]
-        elif self.rs_denominator == "weights" and not self.correction.weights_reach_loss:
-            inert.append(("rs_denominator", "is the same as 'kept', because no weights are applied to the loss"))
-        return inert
+        # Options, when they are inert, and why.
+        rows = (
+            (
+                ("loss_mode", "clip_ratio", "kl_mask_threshold"),
+                reinforce,
+                "has no effect with loss_type='reinforce', which has no ratio to clip",
+            ),
+            (
+                ("clip_ratio",),
+                dppo and not reinforce,
+                "has no effect with loss_mode='flow_dppo'; set kl_mask_threshold",
+            ),
+            (
+                ("kl_mask_threshold",),
+                not dppo and not reinforce,
+                f"has no effect with loss_mode={self.loss_mode!r}; set clip_ratio",
+            ),
+            (
+                ("reduction", "rs_denominator", "min_keep_fraction"),
+                correction is None,
+                "has no effect without rollout_correction; set that, or leave this out",
+            ),
+            (
+                ("rs_denominator",),
+                unweighted,
+                "is the same as 'kept', because no weights are applied to the loss",
+            ),
+        )
+        return [(name, why) for names, inert, why in rows if inert for name in names if name in changed]

@@ -67,22 +67,21 @@ def check_shapes(batch: Batch, *, like: str = "rollout_log_probs") -> tuple[int,
         raise ValueError(f"{like} must be (B, W), samples and steps; got {tuple(first.shape)}. One step is (B, 1)")
     B, W = first.shape
 
-    for key in (*PER_STEP, "rollout_log_probs"):
-        if key in batch and batch[key].shape != (B, W):
-            raise ValueError(f"{key} must be (B, W) = {(B, W)} like {like}; got {tuple(batch[key].shape)}")
-    if "advantages" in batch and batch["advantages"].shape != (B,):
-        raise ValueError(f"advantages must be (B,) = {(B,)}, one per sample; got {tuple(batch['advantages'].shape)}")
-    if "latents" in batch and (batch["latents"].dim() < 3 or batch["latents"].shape[:2] != (B, W + 1)):
-        raise ValueError(
-            f"latents must be (B, W + 1, …) = ({B}, {W + 1}, …): each step's start and the last one's end; got "
-            f"{tuple(batch['latents'].shape)}"
-        )
+    # The leading sizes of each tensor, and whether dimensions of the latent follow them.
+    layout = {
+        **dict.fromkeys((*PER_STEP, "rollout_log_probs"), ("(B, W)", (B, W), False)),
+        "advantages": ("(B,)", (B,), False),
+        "latents": ("(B, W + 1, …)", (B, W + 1), True),
+        **dict.fromkeys(MEANS, ("(B, W, …)", (B, W), True)),
+    }
+    for key, (meaning, sizes, goes_on) in layout.items():
+        shape = tuple(batch[key].shape) if key in batch else None
+        if shape is not None and (shape[: len(sizes)] != sizes or (len(shape) > len(sizes)) != goes_on):
+            wanted = str(sizes).replace(")", ", …)") if goes_on else sizes
+            raise ValueError(f"{key} must be {meaning} = {wanted} like {like}; got {shape}")
 
     # The means of π, π_old, μ and the reference are subtracted from each other.
     shapes = {key: tuple(batch[key].shape) for key in MEANS if key in batch}
-    for key, shape in shapes.items():
-        if len(shape) < 3 or shape[:2] != (B, W):
-            raise ValueError(f"{key} must be (B, W, …) = ({B}, {W}, …); got {shape}")
     if len(set(shapes.values())) > 1:
         raise ValueError(f"means of one batch must have one shape; got {shapes}")
     return B, W

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcorr.core.aggregation import Denominators
-from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss
-from rollcorr.core.integer_checks import truth
+from rollcorr.core.boundary import truth
+from rollcorr.core.diffusion_losses import flow_dppo_loss, flow_grpo_loss, grpo_guard_loss, mean_kl
 from rollcorr.core.losses import neutral_log_probs, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.correction.denominators import Averaged, aggregate, loss_denominators
 from rollcorr.correction.losses import PolicyLossOutput, check_whole_step
 from rollcorr.correction.result import Correction
-from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.batch_checks import Batch, check_shapes, dimensions_of, require
-from rollcorr.diffusion.step_correction import StepPair, correct_steps, step_kl
+from rollcorr.diffusion.step_correction import correct_steps, step_kl
+
+if TYPE_CHECKING:
+    from rollcorr.diffusion.actor_config import DiffusionActorConfig
 
 _SHARES = ("zeroed_fraction_positive", "zeroed_fraction_negative")
 
@@ -65,7 +67,9 @@ def diffusion_loss(
         ValueError: shapes differ, or D is needed and not known; or in bypass mode neither or both of `total_steps` and
             `whole_step` are given.
     """
-    _check(model_output, data)
+    require(model_output, "log_probs", reason="carries the gradient")
+    check_shapes(model_output, like="log_probs")
+    check_shapes({**data, "log_probs": model_output["log_probs"]}, like="log_probs")
     if config.bypass_mode:
         check_whole_step(whole_step, "total_steps", given=total_steps is not None)
         parts = _bypass(config, model_output, data, schedule)
@@ -130,11 +134,17 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
     (rollout,) = require(data, "rollout_log_probs", reason="bypass mode compares π_θ with")
 
     # As a sequence of its own, a step's correction does not depend on how a window is split into micro-batches.
-    exact = None
-    if "prev_sample_mean" in model_output and "prev_sample_mean" in data and "std" in data:
-        exact = step_kl(data["prev_sample_mean"], model_output["prev_sample_mean"], data["std"])
-    pair = StepPair(log_prob, rollout, exact, data.get("timesteps"), dimensions_of(model_output, data))
-    alone = correct_steps(pair.alone(), config, schedule=schedule)
+    exact = step_kl(data.get("prev_sample_mean"), model_output.get("prev_sample_mean"), data.get("std"))
+    timesteps = data.get("timesteps")
+    alone = correct_steps(
+        log_prob.reshape(-1, 1),
+        rollout.reshape(-1, 1),
+        config,
+        exact_kl=None if exact is None else exact.reshape(-1, 1),
+        timesteps=None if timesteps is None else timesteps.reshape(-1, 1),
+        dimensions=dimensions_of(model_output, data),
+        schedule=schedule,
+    )
     keep = alone.loss_mask.view(log_prob.shape)
     weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
 
@@ -147,8 +157,11 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
         # The ratio π_θ / μ is the importance ratio: weights would count it twice.
         per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, behavior, keep, None)
 
-    if alone.statistics is not None:
-        alone = dataclasses.replace(alone, statistics=alone.statistics | _shares(statistics))
+    # The rows of zeroed gradients stand beside those of the mismatch that causes them.
+    assert alone.statistics is not None
+    names = [name for name in _SHARES if name in statistics.names["moments"]]
+    shares = Statistics.of(moments={name: statistics.moment(name) for name in names}, device=log_prob.device)
+    alone = dataclasses.replace(alone, statistics=alone.statistics | shares)
     return _Parts(per_step, statistics, keep, weights, alone)
 
 
@@ -189,34 +202,12 @@ def _reference_kl(
 
     (mean,) = require(model_output, "prev_sample_mean", reason="kl_coef compares with the reference")
     reference, std = require(data, "ref_prev_sample_mean", "std", reason="kl_coef compares with")
-    mean, reference, spread = mean.flatten(2), reference.detach().flatten(2), std.detach()
 
     # A step that cannot be measured is replaced before any arithmetic, so nothing of it reaches the gradient.
-    measured = mean.isfinite().all(-1) & reference.isfinite().all(-1) & (spread > 0)
-    outside = ~measured.unsqueeze(-1)
-    shift = mean.masked_fill(outside, 0.0) - reference.masked_fill(outside, 0.0)
-    kl = shift.square().mean(-1) / (2 * spread.masked_fill(~measured, 1.0).square())
+    measured = (mean.isfinite() & reference.isfinite()).flatten(2).all(-1) & (std > 0)
+    kl = mean_kl(mean, reference, std.detach().masked_fill(~measured, 1.0), measured)
 
     row = Statistics.of(moments={"kl_ref": moments_of(kl.detach(), measured)})
     if not config.kl_coef:
         return None, row
     return config.kl_coef * aggregate(kl, measured, "token-mean", whole), row
-
-
-def _shares(statistics: Statistics) -> Statistics:
-    """The rows of zeroed gradients, to stand beside those of the mismatch that causes them."""
-    names = [name for name in _SHARES if name in statistics.names["moments"]]
-    device = statistics.rows["moments"].device
-    return Statistics.of(moments={name: statistics.moment(name) for name in names}, device=device)
-
-
-def _check(model_output: Batch, data: Batch) -> None:
-    (log_prob,) = require(model_output, "log_probs", reason="carries the gradient")
-    if log_prob.dim() != 2:
-        raise ValueError(
-            f"log_probs must be (b, w), samples and steps; got {tuple(log_prob.shape)}. One step is (b, 1)"
-        )
-    check_shapes({**data, "log_probs": log_prob}, like="log_probs")
-    mean = model_output.get("prev_sample_mean")
-    if mean is not None:
-        check_shapes({"log_probs": log_prob, "prev_sample_mean": mean}, like="log_probs")

@@ -11,19 +11,21 @@ function here turns one shape into another, and has an inverse:
     a rank's zig-zag slice      local_lists                    whole_tokens
 """
 
-from rollcorr.layouts.context_slices import local_lists, whole_tokens
-from rollcorr.layouts.response_rows import responses_of_rows, rows_of_responses
-from rollcorr.layouts.variable_length import (
+from rollcorr.layouts.conversions import (
     Packed,
     cu_seqlens_of_lengths,
     cu_seqlens_of_positions,
     from_row,
+    local_lists,
     pack_lists,
     pack_padded,
     pad_packed,
     positions_of_cu_seqlens,
+    responses_of_rows,
+    rows_of_responses,
     to_row,
     unpack_list,
+    whole_tokens,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.checks import in_one_line
-from rollcorr.core.integer_checks import check_cu_seqlens, truth
+from rollcorr.core.boundary import check_cu_seqlens, truth
 from rollcorr.core.sampling import KeptSets
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.errors import log_error

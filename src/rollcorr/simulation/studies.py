@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core import merge_statistics, metric_registry
 from rollcorr.correction import correct
 from rollcorr.simulation.estimators import every_estimator, threshold_sweep
@@ -50,7 +51,7 @@ APART = ("tempered, raw", "noise, garbage")
 """Kinds that are no mismatch of two policies alone: raw log-probs that hide it, and a share of broken sequences."""
 GARBAGE = 0.05
 """Share of the sequences that a broken worker samples, in the kind "noise, garbage"."""
-CLAMP = RolloutCorrectionConfig().safety_bound
+CLAMP = SAFETY_BOUND
 """Largest log weight, nats. The mean log weight of a sequence reaches it at T_max = clamp / KL tokens."""
 PUBLISHED_LENGTHS = {
     0.0006: 33_000, 0.001: 20_000, 0.002: 10_000, 0.005: 4_000, 0.01: 2_000, 0.02: 1_000, 0.05: 400,

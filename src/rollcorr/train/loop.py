@@ -59,7 +59,7 @@ Evaluation = Mapping[str, float]
 EVALUATION_RECORD = "evaluation_before.json"
 """Record of a checkpoint: the quality before the first step, if it was measured."""
 
-ENGINE_OPTIONS = ("rollout.engine", "rollout.dtype", "rollout.fp8_scale")
+ENGINE_OPTIONS = ("rollout.engine", "rollout.dtype")
 """Options under which stored weights of an engine cannot be taken over, once they change."""
 
 NULL_OPTIONS = (

@@ -63,7 +63,7 @@ def flow_trainer(flow_config):
         config = flow_config(*overrides)
         policy = make_policy(config, config.model.path)
         reward = reward or make_reward(config.reward.name, color_name=config.reward.color)
-        return FlowGrpoTrainer(config, policy, make_prompts(config), reward, reference=reference)
+        return FlowGrpoTrainer(config, policy, make_prompts(config)[0], reward, reference=reference)
 
     return make
 

@@ -31,7 +31,8 @@ def trainer(model: Path, overrides: tuple[str, ...], group: Any = None) -> Any:
     config = load_config(None, [*options, *overrides])
     policy = make_policy(config, config.model.path)
     reference = make_policy(config, config.model.path).transformer if config.algorithm.loss.kl_coef else None
-    made = FlowGrpoTrainer(config, policy, make_prompts(config), make_reward("color"), reference=reference, group=group)
+    texts, _ = make_prompts(config)
+    made = FlowGrpoTrainer(config, policy, texts, make_reward("color"), reference=reference, group=group)
     made.optimizer = torch.optim.SGD(made.parameters, lr=1.0)  # Adam would blow up rounding errors
     return made
 

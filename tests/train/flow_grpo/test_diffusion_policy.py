@@ -9,11 +9,10 @@ import torch
 
 from rollcorr.train import load_config, train
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings, load_policy, save_policy
-from rollcorr.train.flow_grpo.families import FAMILIES, Condition, stack_conditions
-from rollcorr.train.flow_grpo.precision import RolloutModel
-from rollcorr.train.flow_grpo.prompts import PromptSource, WordTable, read_prompts
-from rollcorr.train.flow_grpo.sampler import Prompts, Sampler
-from rollcorr.train.flow_grpo.schedule import make_schedule
+from rollcorr.train.flow_grpo.families import FAMILIES, Condition, Prompts, stack_conditions
+from rollcorr.train.flow_grpo.prompts import WordTable, read_prompts
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, make_schedule
+from rollcorr.train.steps import shuffled_walk
 
 TEXTS = ["a red circle", "a green square"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by imports of the pipelines
@@ -203,27 +202,21 @@ def test_prompts_of_unequal_length_are_padded_and_masked():
 
 
 def test_every_prompt_comes_once_an_epoch_in_an_order_of_its_own():
-    source = PromptSource(["a", "b", "c", "d", "e"])
-    dealt = [text for step in range(5) for text in source.prompts(3, seed=1, step=step)]
+    def prompts(step):
+        return ["abcde"[row] for row in shuffled_walk(5, 3, purpose="prompts", seed=1, step=step)]
+
+    dealt = [text for step in range(5) for text in prompts(step)]
     epochs = [dealt[i : i + 5] for i in range(0, 15, 5)]
     assert all(sorted(epoch) == ["a", "b", "c", "d", "e"] for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert source.prompts(3, seed=1, step=2) == dealt[6:9]
+    assert prompts(2) == dealt[6:9]
 
 
 def test_prompt_files(tmp_path):
-    lines, objects, bad, empty = (tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl", "d.txt"))
+    lines, empty = tmp_path / "a.txt", tmp_path / "d.txt"
     lines.write_text("a red circle\n\n  two  \n")
-    objects.write_text('{"prompt": "x"}\n\n{"prompt": "y", "more": 1}\n')
-    bad.write_text('{"prompt": "x"}\n{"text": "y"}\n')
     empty.write_text("\n")
     assert read_prompts(lines) == ["a red circle", "two"]
-    assert read_prompts(objects) == ["x", "y"]
-    with pytest.raises(ValueError, match=r"c.jsonl, line 2: expected an object with a text `prompt`"):
-        read_prompts(bad)
-    bad.write_text("nothing")
-    with pytest.raises(ValueError, match="line 1: no valid JSON"):
-        read_prompts(bad)
     with pytest.raises(ValueError, match="holds no prompt"):
         read_prompts(empty)
     with pytest.raises(FileNotFoundError, match="does not exist"):

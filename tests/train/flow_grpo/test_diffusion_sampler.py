@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from rollcorr.train.flow_grpo.families import velocity
-from rollcorr.train.flow_grpo.precision import RolloutModel, round_to_e4m3
-from rollcorr.train.flow_grpo.sampler import Sampler
-from rollcorr.train.flow_grpo.schedule import Schedule, draw_windows, make_schedule
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Schedule, draw_windows, make_schedule, round_to_e4m3
 
 
 @pytest.fixture
@@ -30,18 +28,18 @@ def test_only_the_steps_of_the_window_are_noisy(sampler):
         sigma, sigma_next = sampler.schedule.sigmas[number : number + 2]
         policy = sampler.policy
         with torch.no_grad():
-            v = velocity(policy.transformer, policy.family, x, sigma.expand(4), prompts.condition, size=policy.size)
+            v = velocity(policy.transformer, policy.family, x, sigma.expand(4), prompts, size=policy.size)
         if number in (1, 2):
-            torch.testing.assert_close(path.latents[:, number - 1], x, rtol=0, atol=0)
+            torch.testing.assert_close(path.data["latents"][:, number - 1], x, rtol=0, atol=0)
             g = 0.7 * math.sqrt(sigma / (1 - sigma))
             dt = sigma_next - sigma
             mean = x * (1 + g**2 * dt / (2 * sigma)) + v * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
             s = g * math.sqrt(-dt)
-            torch.testing.assert_close(path.prev_sample_mean[:, number - 1], mean, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(path.std[:, number - 1], torch.full((4,), s), rtol=1e-5, atol=0)
-            x = path.latents[:, number]
+            torch.testing.assert_close(path.data["prev_sample_mean"][:, number - 1], mean, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(path.data["std"][:, number - 1], torch.full((4,), s), rtol=1e-5, atol=0)
+            x = path.data["latents"][:, number]
             log_prob = torch.distributions.Normal(mean, s).log_prob(x).mean((1, 2, 3))
-            torch.testing.assert_close(path.rollout_log_probs[:, number - 1], log_prob, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(path.data["rollout_log_probs"][:, number - 1], log_prob, rtol=1e-5, atol=1e-5)
         else:
             x = x + (sigma_next - sigma) * v
     torch.testing.assert_close(path.final, x, rtol=1e-5, atol=1e-5)
@@ -52,11 +50,11 @@ def test_a_window_of_its_own_for_each_sample(sampler):
     sampler, prompts = sampler()
     own = sampler.sample(prompts, torch.tensor([[0, 1], [2, 3], [1, 2], [0, 1]]), seed=0, step=1)
     shared = sampler.sample(prompts, torch.tensor([[0, 1]] * 4), seed=0, step=1)
-    for name in ("latents", "prev_sample_mean", "rollout_log_probs", "final"):
-        mine, theirs = getattr(own, name), getattr(shared, name)
+    for name in ("latents", "prev_sample_mean", "rollout_log_probs"):
+        mine, theirs = own.data[name], shared.data[name]
         torch.testing.assert_close(mine[[0, 3]], theirs[[0, 3]], rtol=1e-5, atol=1e-5)
         assert not torch.allclose(mine[[1, 2]], theirs[[1, 2]], atol=1e-3)
-    assert own.batch()["timesteps"].tolist()[1] == own.schedule.timesteps[2:4].tolist()
+    assert own.data["timesteps"].tolist()[1] == own.schedule.timesteps[2:4].tolist()
 
 
 def test_rows_at_a_time_change_nothing_but_memory(sampler):
@@ -65,12 +63,12 @@ def test_rows_at_a_time_change_nothing_but_memory(sampler):
     few = Sampler(policy=sampler.policy, model=sampler.model, schedule=sampler.schedule, batch_size=3)
     one, other = (s.sample(prompts, steps, seed=0, step=1) for s in (sampler, few))
     torch.testing.assert_close(one.final, other.final, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(one.rollout_log_probs, other.rollout_log_probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*(s.data["rollout_log_probs"] for s in (one, other)), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_stored_is_float32_in_any_precision(flow_trainer):
     trainer = flow_trainer("rollout.dtype=fp8")
-    data = trainer._sample(1)[0].batch()
+    data = trainer._sample(1)[0].data
     assert {tensor.dtype for tensor in data.values()} == {torch.float32}
     shapes = {name: tuple(tensor.shape) for name, tensor in data.items()}
     one = (12, 2)
@@ -83,12 +81,6 @@ def test_what_is_stored_is_float32_in_any_precision(flow_trainer):
         "prev_sample_mean": (12, 2, 3, 16, 16),
     }
     assert (data["dt"] < 0).all()
-
-
-def test_a_window_beyond_the_schedule_is_refused(sampler):
-    sampler, prompts = sampler()
-    with pytest.raises(ValueError, match=r"windows hold steps 4 … 5, the schedule has 0 … 4"):
-        sampler.sample(prompts, torch.tensor([[4, 5]] * 4), seed=0, step=1)
 
 
 def test_windows_lie_in_their_range_and_repeat(flow_config):
@@ -106,7 +98,6 @@ def test_windows_lie_in_their_range_and_repeat(flow_config):
         (["rollout.sde_window_size=4"], r"sde_window_range=\[0, 3\] must lie in .* hold sde_window_size=4"),
         (["rollout.sde_window_range=[2, 9]"], r"must lie in \[0, num_steps=4\]"),
         (["rollout.sde_window_range=[3, 1]"], r"sde_window_range=\[3, 1\]"),
-        (["rollout.sde_type=cps", "rollout.sde_window_range=[0, 4]"], "end it at 3"),
         (["rollout.noise_level=0"], "a step without noise has no log-prob"),
     ],
 )
@@ -138,8 +129,6 @@ def test_e4m3_rounding_by_hand():
     rounded = round_to_e4m3(weight)
     torch.testing.assert_close(rounded[0], torch.tensor([448.0, 288.0, 9.0, 0.0]))
     torch.testing.assert_close(rounded[1], torch.tensor([-44.8, 28.8, 0.9, 0.0]), rtol=1e-6, atol=0)
-    whole = round_to_e4m3(weight, scale="tensor")
-    torch.testing.assert_close(whole[1], torch.tensor([-44.0, 30.0, 0.9375, 0.0]))
     assert torch.equal(round_to_e4m3(torch.zeros(2, 2)), torch.zeros(2, 2))
 
 

@@ -6,10 +6,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from make_shapes_model import draw_shapes
 from PIL import Image, ImageDraw, ImageFont
 
 from rollcorr.train.flow_grpo import rewards
-from rollcorr.train.flow_grpo.images import captioned_grid, save_grid
+from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.rewards import edit_distance, make_reward, quoted_text, text_score
 from rollcorr.train.flow_grpo.shapes import (
     CLASSES,
@@ -20,7 +21,6 @@ from rollcorr.train.flow_grpo.shapes import (
     TRAINED_PROMPTS,
     background_noise,
     class_of,
-    draw_shapes,
     likeness,
     recognized,
     render,
@@ -214,8 +214,10 @@ def test_a_grid_shows_pictures_row_by_row(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (7, 3, 3), (24, 4, 6)])
-def test_a_grid_is_about_square_and_enlarges_small_pictures(count, columns, rows):
-    assert captioned_grid(torch.zeros(count, 3, 16, 16), [""] * count).size == (columns * 100, rows * 112)
+def test_a_grid_is_about_square_and_enlarges_small_pictures(tmp_path, count, columns, rows):
+    save_grid(torch.zeros(count, 3, 16, 16), [""] * count, tmp_path / "grid.png")
+    with Image.open(tmp_path / "grid.png") as saved:
+        assert saved.size == (columns * 100, rows * 112)
 
 
 def test_a_caption_stands_below_its_picture_and_is_cut_to_its_width(tmp_path):

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.diffusion.actor_config import DiffusionActorConfig
-from rollcorr.diffusion.step_correction import StepPair, correct_steps
+from rollcorr.diffusion.step_correction import correct_steps
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard
 
 MOST_TIMESTEPS = 100
@@ -71,14 +71,15 @@ def denoising_statistics(
         def rectangle(values: Tensor, chosen: Tensor = chosen, width: int = width) -> Tensor:
             return values[chosen].view(-1, width)
 
-        pair = StepPair(
+        statistics = correct_steps(
             rectangle(train),
             rectangle(rollout),
-            None if kl is None else rectangle(kl),
-            None if times is None else rectangle(times),
-            int(size),
-        )
-        statistics = correct_steps(pair, actor, schedule=timesteps or None).statistics
+            actor,
+            exact_kl=None if kl is None else rectangle(kl),
+            timesteps=None if times is None else rectangle(times),
+            dimensions=int(size),
+            schedule=timesteps or None,
+        ).statistics
         if statistics is not None:
             yield statistics
 

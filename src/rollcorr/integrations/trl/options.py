@@ -14,12 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
 from rollcorr.config.criteria import Threshold
 from rollcorr.correction.overview import described
 from rollcorr.integrations.trl.generation_batch import Trainer, loss_type_of, multiplies, rejects
-
-# TRL has no such bound. This is the largest one that the compiled kernel takes, far beyond any weight that is of use.
-SAFETY_BOUND = 40.0
 
 # What each of TRL's losses divides by, in the words of the log.
 DIVISORS = {
@@ -87,7 +85,8 @@ def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GR
         rollout_is_threshold=threshold,
         rollout_is_floor=lower if constraint == "truncate" else None,
         nonfinite="neutral",
-        safety_bound=SAFETY_BOUND,
+        # TRL has no such bound. The largest one that the compiled kernels take is far beyond any useful weight.
+        safety_bound=KERNEL_SAFETY_BOUND,
     )
 
 

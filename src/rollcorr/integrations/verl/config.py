@@ -13,6 +13,7 @@ from torch import Tensor
 from rollcorr.config import CRITERIA, PRESETS, InertOptionWarning, Threshold
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.checks import unknown_name
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import VERL, preset_constructor, preset_fields
 from rollcorr.core.metric_registry import PREFIX
@@ -126,7 +127,7 @@ class RolloutCorrectionConfig(RawConfig):
     rollout_token_veto_threshold: float | None = None
     apply_is: bool = True
     nonfinite: str = "reject_token"
-    safety_bound: float = 20.0
+    safety_bound: float = SAFETY_BOUND
     batch_normalize_over: str = "valid"
     rollout_is_floor: float | None = None
     verl_parity: bool = False

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
 from rollcorr.config.criteria import Threshold
-from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.layout import check_layout, sequence_mean
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
 from rollcorr.core.metric_registry import PREFIX
+from rollcorr.core.weights import ratio_above, ratio_below
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
 from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollcorr.config import LossAggMode
 from rollcorr.config.checks import check_choice
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.losses import ppo_clip_loss, reinforce_loss
 from rollcorr.core.mergeable_statistics import Statistics
@@ -156,7 +157,7 @@ def compute_policy_loss_vanilla(
 
     clip_fraction, kl, dual_fraction = clip_statistics(statistics).cpu().tolist()
     if verl_parity:
-        log_ratio = (old_log_prob - log_prob.detach()).clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND)
+        log_ratio = (old_log_prob - log_prob.detach()).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         kl = float(parity.token_mean(log_ratio, parity.widened_mask(response_mask)))
     return loss, {"actor/pg_clipfrac": clip_fraction, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": dual_fraction}
 

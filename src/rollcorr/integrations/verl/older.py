@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollcorr.config import PRESETS, Implementation, convert
 from rollcorr.config import RolloutCorrectionConfig as CheckedConfig
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.config.generations import KEYS, OLDER_CRITERIA
 from rollcorr.config.presets import BAND_LOWER, VERL_2025_11, preset_constructor
 from rollcorr.core.metric_registry import PREFIX
@@ -48,7 +49,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     # A sequence's weight overflows long before its log does.
     if "rollout_is_log_max" in metrics and metrics["sequence_count"]:
         found["min"] = math.exp(metrics["rollout_is_log_min"])
-        found["max"] = math.exp(min(metrics["rollout_is_log_max"], parity.SAFETY_BOUND))
+        found["max"] = math.exp(min(metrics["rollout_is_log_max"], SAFETY_BOUND))
     return found
 
 
@@ -113,7 +114,7 @@ def reference_correction(
 def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tuple[Tensor, Tensor, parity.Metrics]:
     """The bounded ratio (B, T), where it is out of the band, (B, T) or (B, 1), and verl's statistics of it."""
     log_weight, raw = parity.level_ratio(log_ratio, mask, band.level)
-    unit = log_weight.clamp(-parity.SAFETY_BOUND, parity.SAFETY_BOUND).exp()
+    unit = log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
     return raw, outside, parity.weight_metrics(raw, raw, log_weight, mask, band)
 

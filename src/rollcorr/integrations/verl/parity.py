@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 
-SAFETY_BOUND = 20.0
 EPSILON = 1e-8
 
 # Where verl has no choice: its log weights end at ±20, it normalizes over all units, and it never looks for NaN, which

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config.conversion import convert
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core.layout import sequence_mean
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import correction as newest
@@ -146,7 +147,7 @@ def compute_is_metrics(
     log_threshold_lower: Tensor | None = None,
     has_catastrophic: Tensor | None = None,
     catastrophic_tokens: Tensor | None = None,
-    SAFETY_BOUND: float = 20.0,
+    SAFETY_BOUND: float = SAFETY_BOUND,
     *,
     verl_parity: bool = False,
 ) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What bounds do: to weights, which they limit or set to 0, and to statistics, which they accept or reject.
 
 Each criterion is decided on the valid tokens alone, and the decisions are AND-ed, so their order never matters. Bounds
-are inclusive (`rollcorr.core.bounds`). `reference` and `torch` decide here; C and Triton repeat it in their languages.
+are inclusive (`rollcorr.core.weights`). `reference` and `torch` decide here; C and Triton repeat it in their languages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import divergence_bound, exceeds, log_band, ratio_above, ratio_below
-from rollcorr.core.weights import between, masked_weights
+from rollcorr.core.weights import between, divergence_bound, exceeds, log_band, masked_weights, ratio_above, ratio_below
 
 _MATCHING_SCOPE = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 

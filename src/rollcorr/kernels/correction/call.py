@@ -11,9 +11,6 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.boundary import check_tensors, is_traced, why_no_address
 from rollcorr.core.mergeable_statistics import Statistics
 
-LARGEST_SAFETY_BOUND = 40.0
-"""Nats, where squares of weights are summed in float32, which ends at e^88."""
-
 Out = tuple["Tensor | None", Tensor]
 """Buffers for the weights (None where there are none) and the loss mask."""
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.histograms import histogram_of
-from rollcorr.core.integer_checks import truth
+from rollcorr.core.boundary import truth
+from rollcorr.core.detail_rows import histogram_of, top_entries, top_indices
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens, token_log_ratio
-from rollcorr.core.tops import top_entries, top_indices
 from rollcorr.kernels.correction.call import Batch
 from rollcorr.kernels.correction.cpu.kernel import cpu_detail, why_not
 from rollcorr.kernels.correction.torch.blocks import read_blocks

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rollcorr.config import Implementation, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import warn_once
-from rollcorr.core.boundary import in_host_memory, in_transform
-from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
+from rollcorr.core.boundary import check_cu_seqlens, check_mask_values, in_host_memory, in_transform, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to
 from rollcorr.kernels.correction.cpu.kernel import cpu_correction, why_not

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
-from rollcorr.core.bounds import catastrophic_tokens, ratio_above, ratio_below, within_ratio_band
 from rollcorr.core.mergeable_statistics import extremes_of
+from rollcorr.core.weights import ratio_above, ratio_below, within_ratio_band
 from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput
 from rollcorr.kernels.correction.rows import Computed, Sequences
@@ -88,7 +88,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
     sums["abs_log_ratio"] = _masked_sum(d.abs(), measured)
     sums["k3"] = _masked_sum(divergence.k3(d), measured)
     sums["chi2_token"] = _masked_sum(divergence.chi_squared(d), compared)
-    sums["capped"] = (measured & (d.abs() > divergence.CAP)).sum()
+    sums["capped"] = (measured & (d.abs() > divergence.SAFETY_BOUND)).sum()
     sums["ratio_outside_10pct"] = (compared & ~within_ratio_band(d, lower=0.9, upper=1.1)).sum()
 
     difference = divergence.probability_difference(batch.train, batch.rollout)
@@ -165,7 +165,7 @@ def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> 
     rejected = {criterion.name: _criterion(batch, criterion, rows) for criterion in config.criteria}
     threshold = config.rollout_token_veto_threshold
     if threshold is not None:
-        catastrophic = batch.counted & catastrophic_tokens(batch.log_ratio, threshold=threshold)
+        catastrophic = batch.counted & ratio_below(batch.log_ratio, threshold)
         vetoed = batch.counts(catastrophic) > 0
         sums["catastrophic_tokens"], sums["vetoed_sequences"] = catastrophic.sum(), vetoed.sum()
         rejected["veto"] = batch.valid & batch.expand(vetoed)

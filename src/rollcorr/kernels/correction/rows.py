@@ -66,7 +66,7 @@ class Sequences:
     def capped(self) -> Tensor:
         """Whether S_i is finite and beyond the cap."""
         size = self.log_product.abs()
-        return (size > divergence.CAP) & (size < torch.inf)
+        return (size > divergence.SAFETY_BOUND) & (size < torch.inf)
 
 
 class Row(NamedTuple):

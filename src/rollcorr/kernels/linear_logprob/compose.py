@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import in_host_memory
-from rollcorr.core.integer_checks import NO_LIMIT
+from rollcorr.core.boundary import NO_LIMIT, in_host_memory
 from rollcorr.kernels.linear_logprob.dense import Epilogue, dense_sums
 from rollcorr.kernels.linear_logprob.kept import Membership, RaggedProducts, kept_sums, membership
 from rollcorr.kernels.linear_logprob.problem import (

@@ -20,8 +20,8 @@ from rollcorr.core.boundary import (
     in_transform,
     plain,
     type_name,
+    usable_ids,
 )
-from rollcorr.core.integer_checks import usable_ids
 from rollcorr.core.logprobs import check_temperature
 from rollcorr.core.sampling import KeptSets, usable_kept_sets
 from rollcorr.kernels.linear_logprob.compose import composed_log_prob, id_ranges

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rollcorr.train.flow_grpo.families import Family, config_of, family_of
+from rollcorr.train.flow_grpo.families import FAMILIES, Family
 from rollcorr.train.flow_grpo.prompts import WORD_TABLE, PipelineEncoder, PromptEncoder, WordTable
 from rollcorr.train.model_files import demo_model_directory, model_directory
 
@@ -82,12 +82,7 @@ class DiffusionPolicy:
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """The shape of one latent."""
-        return self.family.latent_shape(config_of(self.transformer), *self.size)
-
-    @property
-    def sequence_length(self) -> int:
-        """Image tokens."""
-        return self.family.sequence_length(config_of(self.transformer), *self.size)
+        return self.family.latent_shape(self.transformer.config, *self.size)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -141,10 +136,14 @@ def load_policy(
     path = os.fspath(path)
     directory = demo_model_directory(SMALL_MODEL) if path == SMALL_MODEL else model_directory(path)
 
-    base = Path(_note_of(directory).get("path", directory))
-    part = {name: _part(directory, base, name) for name in ("transformer", "scheduler")}
+    # A checkpoint says where the rest is; a directory of diffusers says nothing.
+    file = directory / "base.json"
+    note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    base = Path(note.get("path", directory))
+    part = {name: _part(directory, base, name, note.get(name)) for name in ("transformer", "scheduler")}
     class_name = _class_name(part["transformer"] / "config.json")
-    family = family_of(class_name)
+    if class_name not in FAMILIES:
+        raise ValueError(f"transformer class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}")
 
     scheduler_class = _class_name(part["scheduler"] / "scheduler_config.json")
     if scheduler_class != "FlowMatchEulerDiscreteScheduler":
@@ -158,12 +157,15 @@ def load_policy(
     transformer.register_to_config(_name_or_path="")  # saved again, it must not depend on where it was loaded from
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
-    vae = _load_vae(base, encoder_dtype, device)
+    vae = None
+    if (base / "vae").is_dir():
+        vae = getattr(diffusers, _class_name(base / "vae" / "config.json")).from_pretrained(base / "vae")
+        nn.Module.to(vae, device, encoder_dtype).eval().requires_grad_(False)
 
     return DiffusionPolicy(
         transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(part["scheduler"]),
-        family=family,
+        family=FAMILIES[class_name],
         encoder=_load_encoder(base, encoder_dtype, device),
         decoder=vae,
         size=_latent_size(transformer.config, vae, height, width),
@@ -189,13 +191,7 @@ def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> N
         note["transformer"] = str(policy.origin.resolve())
     else:
         policy.transformer.save_pretrained(directory / "transformer")
-    text = json.dumps(note, indent=2)
-    (directory / "base.json").write_text(text + "\n", encoding="utf-8")
-
-
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the optimizer changes."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    (directory / "base.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
 
 def _add_adapters(transformer: Any, lora: LoraSettings, directory: Path, seed: int) -> None:  # noqa: ANN401
@@ -253,22 +249,12 @@ def _load_adapters(transformer: nn.Module, path: Path) -> None:
 
 def _load_encoder(base: Path, dtype: torch.dtype, device: str) -> PromptEncoder:
     if (base / WORD_TABLE).is_file():
-        return WordTable.load(base).to(device)
+        return WordTable.load(base, device)
     if (base / "model_index.json").is_file():
         return PipelineEncoder(base, dtype=dtype, device=device)
     raise FileNotFoundError(
         f"{base} cannot read prompts: it holds neither model_index.json with text encoders nor {WORD_TABLE}"
     )
-
-
-def _load_vae(base: Path, dtype: torch.dtype, device: str) -> Any:  # noqa: ANN401
-    import diffusers
-
-    if not (base / "vae").is_dir():
-        return None
-    class_name = _class_name(base / "vae" / "config.json")
-    vae = getattr(diffusers, class_name).from_pretrained(base / "vae")
-    return nn.Module.to(vae, device, dtype).eval().requires_grad_(False)
 
 
 def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
@@ -301,18 +287,10 @@ def _downsampling(config: Mapping[str, Any]) -> int:
     return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
 
 
-def _note_of(directory: Path) -> dict[str, str]:
-    """What a checkpoint's base.json says; empty in a directory of diffusers."""
-    file = directory / "base.json"
-    note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return note
-
-
-def _part(directory: Path, base: Path, name: str) -> Path:
+def _part(directory: Path, base: Path, name: str, noted: str | None) -> Path:
     """The folder of a part: in the directory, where its base.json says, or in the base."""
-    own, noted = directory / name, _note_of(directory).get(name)
-    if own.is_dir():
-        return own
+    if (directory / name).is_dir():
+        return directory / name
 
     # Adapters belong on the transformer that they were trained on, and on no other.
     if noted is not None:

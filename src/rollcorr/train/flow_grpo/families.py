@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Flux and Qwen-Image pack 2 × 2 latent pixels into one token.
 PACKED = 2
@@ -32,19 +32,38 @@ class Condition:
     pooled: Tensor | None = None
     mask: Tensor | None = None
 
-    def __len__(self) -> int:
-        return self.embeds.shape[0]
-
     def select(self, rows: Tensor) -> Condition:
         """The condition of some rows."""
         pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
         return Condition(self.embeds[rows], pooled, mask)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Condition:
-        """The same condition elsewhere, or in another floating dtype; the mask keeps its own."""
-        embeds, pooled = (None if x is None else x.to(device=device, dtype=dtype) for x in (self.embeds, self.pooled))
-        assert embeds is not None
-        return Condition(embeds, pooled, None if self.mask is None else self.mask.to(device=device))
+    def to(self, dtype: torch.dtype) -> Condition:
+        """The same condition in another floating dtype; the mask keeps its own."""
+        pooled = None if self.pooled is None else self.pooled.to(dtype)
+        return Condition(self.embeds.to(dtype), pooled, self.mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Prompts as the transformer reads them.
+
+    Attributes:
+        condition: B rows.
+        unconditional: the empty prompt, B rows; None without guidance.
+        guidance: γ of classifier-free guidance, 1 for none.
+    """
+
+    condition: Condition
+    unconditional: Condition | None = None
+    guidance: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.condition.embeds)
+
+    def select(self, rows: Tensor) -> Prompts:
+        """Some rows."""
+        empty = None if self.unconditional is None else self.unconditional.select(rows)
+        return Prompts(self.condition.select(rows), empty, self.guidance)
 
 
 class Family(abc.ABC):
@@ -162,27 +181,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(class_name: str) -> Family:
-    """The family of a transformer class.
-
-    Raises:
-        ValueError: it is none of `FAMILIES`.
-    """
-    if class_name not in FAMILIES:
-        raise ValueError(f"transformer class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}")
-    return FAMILIES[class_name]
-
-
 def velocity(
-    model: nn.Module,
+    model: Any,  # noqa: ANN401
     family: Family,
     latents: Tensor,
     sigma: Tensor,
-    condition: Condition,
+    prompts: Prompts,
     *,
     size: tuple[int, int],
-    guidance: float = 1.0,
-    unconditional: Condition | None = None,
 ) -> Tensor:
     """v_θ(x_σ, σ, prompt) in float32, in the shape of the latents; with guidance γ, v(∅) + γ (v(prompt) − v(∅)).
 
@@ -191,48 +197,29 @@ def velocity(
         family: how it is called.
         latents: (B, …).
         sigma: (B,) float32.
-        condition: prompts, B rows.
+        prompts: B rows. A guidance-distilled model reads γ as an input; another one runs on the empty prompt too.
         size: height and width in latent pixels.
-        guidance: γ; a guidance-distilled model reads it as an input instead of being run twice.
-        unconditional: condition of the empty prompt, B rows; needed when γ ≠ 1 and the model is not distilled.
     """
-    dtype = dtype_of(model)
-    distilled = is_distilled(model)
-    scale = latents.new_full((len(latents),), guidance, dtype=torch.float32) if distilled else None
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    distilled = model.config.get("guidance_embeds", False)
+    scale = latents.new_full((len(latents),), prompts.guidance, dtype=torch.float32) if distilled else None
 
-    def run(prompts: Condition) -> Tensor:
-        arguments = family.arguments(latents.to(dtype), sigma * 1000, prompts.to(dtype=dtype), scale, *size)
+    def run(condition: Condition) -> Tensor:
+        arguments = family.arguments(latents.to(dtype), sigma * 1000, condition.to(dtype), scale, *size)
         predicted: Tensor = model(**arguments, return_dict=False)[0]
         return predicted.float()
 
-    predicted = run(condition)
-    if distilled or guidance == 1.0:
+    predicted = run(prompts.condition)
+    if distilled or prompts.unconditional is None:
         return predicted
 
-    assert unconditional is not None, "guidance without an unconditional prompt"
-    empty = run(unconditional)
-    guided = empty + guidance * (predicted - empty)
+    empty = run(prompts.unconditional)
+    guided = empty + prompts.guidance * (predicted - empty)
 
     # Qwen-Image's pipeline scales the guided velocity back, and its trained models expect that.
     if not family.guidance_keeps_norm:
         return guided
     return guided * (predicted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
-
-def is_distilled(model: nn.Module) -> bool:
-    """Whether the transformer takes the guidance scale as an input."""
-    return bool(config_of(model).get("guidance_embeds", False))
-
-
-def config_of(model: nn.Module) -> Mapping[str, Any]:
-    """The diffusers configuration, also under LoRA adapters."""
-    config: Mapping[str, Any] = getattr(model, "config")  # noqa: B009 (nn.Module knows no such attribute)
-    return config
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype that the model computes in."""
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def stack_conditions(conditions: Sequence[Condition]) -> Condition:

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings
-from rollcorr.train.flow_grpo.precision import Fp8Scale, RolloutDtype
 from rollcorr.train.flow_grpo.rewards import COLORS
-from rollcorr.train.flow_grpo.schedule import SdeVariant
+from rollcorr.train.flow_grpo.sampler import RolloutDtype
 from rollcorr.train.run_config import AlgorithmConfig, LogConfig, OptimConfig, RunConfig, at_least
 
 
@@ -47,14 +46,11 @@ class PromptConfig:
     """What to draw.
 
     Attributes:
-        path: a file with one prompt per line, or .jsonl with `prompt`; null takes the prompts of the small model,
-            without those that are held out.
-        held_out: a file of prompts that are not trained on, for the evaluation; null with `path` null takes four of the
-            small model's.
+        path: a file with one prompt per line; null takes the prompts of the small model,
+            four of which are held out for the evaluation.
     """
 
     path: str | None = None
-    held_out: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +87,10 @@ class DiffusionRolloutConfig:
         group_size: pictures of each.
         num_steps: denoising steps, S.
         noise_level: a, inside the window.
-        sde_type: "sde" (Flow-GRPO), "dance" (DanceGRPO) or "cps".
         sde_window_size: steps with noise, W: those are trained on.
         sde_window_range: [lo, hi): where the window may lie; null is the whole trajectory but its last step.
         sde_window: one window for the batch ("shared"), or one for each picture ("per_sample").
         dtype: precision of the sampling copy: "bfloat16", "fp8" (emulated) or the trainer's "float32".
-        fp8_scale: one scale per output channel ("channel"), or one for each tensor ("tensor").
         guidance_scale: γ of classifier-free guidance, 1 for none; a distilled model reads it as an input.
         refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
         batch_size: pictures sampled at a time; null for all at once.
@@ -106,12 +100,10 @@ class DiffusionRolloutConfig:
     group_size: int = 8
     num_steps: int = 10
     noise_level: float = 0.7
-    sde_type: SdeVariant = "sde"
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] | None = None
     sde_window: Literal["shared", "per_sample"] = "shared"
     dtype: RolloutDtype = "bfloat16"
-    fp8_scale: Fp8Scale = "channel"
     guidance_scale: float = 1.0
     refresh_every: int = 1
     batch_size: int | None = None
@@ -136,11 +128,6 @@ class DiffusionRolloutConfig:
             raise ValueError(
                 f"rollout.sde_window_range=[{low}, {high}] must lie in [0, num_steps={self.num_steps}] and hold "
                 f"sde_window_size={self.sde_window_size} steps"
-            )
-        if self.sde_type == "cps" and high == self.num_steps:
-            raise ValueError(
-                f"rollout.sde_window_range=[{low}, {high}] holds the last step, which a cps step takes without noise; "
-                f"end it at {self.num_steps - 1}"
             )
 
     @property

@@ -6,19 +6,21 @@ name colored shapes, every step and both evaluations say how often a picture has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from rollcorr.diffusion.batch_checks import dimensions_of
+from rollcorr.diffusion.step_correction import step_kl
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
-from rollcorr.train.flow_grpo.denoising_log import write_denoising_log
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureStepResult
+from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureBatch, PictureStepResult
 from rollcorr.train.flow_grpo.images import save_grid
-from rollcorr.train.flow_grpo.prompts import PromptSource, read_prompts
+from rollcorr.train.flow_grpo.prompts import read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
 from rollcorr.train.flow_grpo.shapes import (
     HELD_OUT_PROMPTS,
@@ -26,6 +28,7 @@ from rollcorr.train.flow_grpo.shapes import (
     TRAINED_PROMPTS,
     background_noise,
     class_of,
+    classes_in,
     recognized,
 )
 from rollcorr.train.loop import Evaluation, Recipe
@@ -45,15 +48,15 @@ class FlowGrpoRecipe(Recipe):
     config_class = FlowGrpoConfig
     evaluation_text = "reward {reward:.3f} over {pictures} pictures drawn without exploring"
 
-    def __init__(self, trainer: FlowGrpoTrainer, directory: RunDirectory, held_out: PromptSource | None = None) -> None:
+    def __init__(self, trainer: FlowGrpoTrainer, directory: RunDirectory, held_out: Sequence[str] = ()) -> None:
         self.trainer: FlowGrpoTrainer = trainer
         self.directory = directory
         self.held_out = held_out
-        self.shows_shapes = all(map(_names_a_shape, trainer.source.all))
+        self.shows_shapes = all(len(classes_in(text)) == 1 for text in trainer.texts)
         self.newest: PictureStepResult | None = None
         if self.shows_shapes:
             self.evaluation_text += "; color right in {color_accuracy:.0%}, shape in {shape_accuracy:.0%}"
-        if held_out is not None:
+        if held_out:
             self.evaluation_text += "; of prompts that are not trained on, reward {held_out_reward:.3f}"
             if self.shows_shapes:
                 self.evaluation_text += ", color {held_out_color_accuracy:.0%}, shape {held_out_shape_accuracy:.0%}"
@@ -80,7 +83,7 @@ class FlowGrpoRecipe(Recipe):
             checkpoint: where to go on from. None: from the start.
         """
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
-        source = make_prompts(config)
+        texts, held_out = make_prompts(config)
         policy = make_policy(config, config.model.path if checkpoint is None else checkpoint.path)
 
         # Adapters have the reference of a KL penalty below them.
@@ -92,9 +95,9 @@ class FlowGrpoRecipe(Recipe):
                 checkpoint,
                 lambda folder: make_policy(config, folder).transformer,
             )
-        trainer = FlowGrpoTrainer(config, policy, source, reward, reference=reference)
+        trainer = FlowGrpoTrainer(config, policy, texts, reward, reference=reference)
         trainer.engine.weight_version = 0 if checkpoint is None else checkpoint.state.step
-        return cls(trainer, directory, make_held_out(config))
+        return cls(trainer, directory, held_out)
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the trainer."""
@@ -116,9 +119,9 @@ class FlowGrpoRecipe(Recipe):
     def evaluate(self, when: str) -> Evaluation:
         """Draw held-out pictures without exploring, judge them, and save a grid of the first ones."""
         config = self.trainer.config
-        found, shown = self._evaluated(self.trainer.source)
+        found, shown = self._evaluated(self.trainer.texts)
         measured = {"reward": found["reward"], "pictures": config.log.evaluate, **found}
-        if self.held_out is not None:
+        if self.held_out:
             found, new = self._evaluated(self.held_out)
             measured |= {f"held_out_{name}": value for name, value in found.items()}
 
@@ -133,16 +136,16 @@ class FlowGrpoRecipe(Recipe):
             save_grid(torch.stack(images), captions, self.directory.picture(when))
         return measured
 
-    def _evaluated(self, source: PromptSource) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
+    def _evaluated(self, prompts: Sequence[str]) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
         """What the pictures of some prompts earn and show; and the pictures with their prompts."""
         trainer, config = self.trainer, self.trainer.config
         count = config.log.evaluate
-        texts = [source.all[i % len(source.all)] for i in range(count)]
+        texts = [prompts[i % len(prompts)] for i in range(count)]
 
         pictures = []
         for number, part in enumerate(torch.arange(count, device="cpu").split(config.rollout.batch_size or count)):
-            prompts = trainer.prompts(texts[i] for i in part.tolist())
-            latents = trainer.sampler.draw(prompts, seed=config.seed, step=HELD_OUT + number)
+            read = trainer.prompts(texts[i] for i in part.tolist())
+            latents = trainer.sampler.draw(read, seed=config.seed, step=HELD_OUT + number)
             pictures.append(trainer.policy.decode(latents).cpu())
         images = torch.cat(pictures)
 
@@ -168,25 +171,10 @@ class FlowGrpoRecipe(Recipe):
         }
 
 
-def make_prompts(config: FlowGrpoConfig) -> PromptSource:
-    """The prompts that a configuration names."""
-    return PromptSource(TRAINED_PROMPTS if config.prompts.path is None else read_prompts(config.prompts.path))
-
-
-def make_held_out(config: FlowGrpoConfig) -> PromptSource | None:
-    """The prompts that are only evaluated; None where the configuration names none."""
-    if config.prompts.held_out is not None:
-        return PromptSource(read_prompts(config.prompts.held_out))
-    return PromptSource(HELD_OUT_PROMPTS) if config.prompts.path is None else None
-
-
-def _names_a_shape(prompt: str) -> bool:
-    """Whether a prompt names one color and one shape, as those of the small model do."""
-    try:
-        class_of(prompt)
-    except ValueError:
-        return False
-    return True
+def make_prompts(config: FlowGrpoConfig) -> tuple[Sequence[str], Sequence[str]]:
+    """The prompts to train on, and those that are only evaluated: the small model's, or a file's and none."""
+    path = config.prompts.path
+    return (TRAINED_PROMPTS, HELD_OUT_PROMPTS) if path is None else (read_prompts(path), ())
 
 
 def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
@@ -213,3 +201,43 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     if model.gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
     return policy
+
+
+def write_denoising_log(path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig) -> None:
+    """Write one step's pictures: one row for each, one token for each denoising step of its window.
+
+    Latents and means are not written: they are large, and what the diagnosis needs of them is one number, the exact KL.
+
+    Args:
+        path: the Parquet file; replaced.
+        step: the training step.
+        batch: with log π_old.
+        config: of the run.
+    """
+    from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+    data, trajectories = batch.data, batch.trajectories
+    window = torch.ones_like(data["rollout_log_probs"], dtype=torch.bool)
+    sigma, sigma_next = trajectories.schedule.at(trajectories.steps)
+    log = RolloutBatch.from_padded(
+        window,
+        step=step,
+        sequence_id=[f"{step}-{row}" for row in range(len(batch))],
+        group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
+        rollout_log_prob=data["rollout_log_probs"],
+        old_log_prob=data["old_log_probs"],
+        reward=batch.rewards,
+        advantages=data["advantages"][:, None].expand_as(window),
+        policy_versions=[trajectories.version] * len(batch),
+        engine=f"rollout copy, {config.rollout.dtype}",
+        model=config.model.path,
+        prompt=batch.texts,
+        dimensions=dimensions_of(data),
+        timestep=data["timesteps"],
+        sigma=sigma,
+        sigma_next=sigma_next,
+        step_std=data["std"],
+        exact_kl=step_kl(data["old_prev_sample_mean"], data["prev_sample_mean"], data["std"]),
+    )
+    with RolloutLogWriter(path, overwrite=True) as writer:
+        writer.write(log)

@@ -15,8 +15,8 @@ Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,10 @@ from rollcorr.diffusion import (
     check_schedule,
     loss_step_metrics,
 )
-from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, trained_parameters
+from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
+from rollcorr.train.flow_grpo.families import Prompts, velocity
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.precision import RolloutModel
-from rollcorr.train.flow_grpo.prompts import PromptSource
-from rollcorr.train.flow_grpo.sampler import Prompts, Sampler, Trajectories, predict
-from rollcorr.train.flow_grpo.schedule import draw_windows, make_schedule
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Trajectories, draw_windows, make_schedule
 from rollcorr.train.steps import (
     ADVANTAGES,
     Clock,
@@ -47,6 +45,7 @@ from rollcorr.train.steps import (
     own_rows,
     refresh_weights,
     set_learning_rate,
+    shuffled_walk,
 )
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class FlowGrpoTrainer:
     Args:
         config: the run's configuration.
         policy: trained in place, in float32.
-        source: where prompts come from.
+        texts: the prompts to draw.
         reward: judges pictures.
         reference: frozen transformer for the KL penalty; with adapters it is the policy without them, and None here.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
@@ -107,7 +106,7 @@ class FlowGrpoTrainer:
         self,
         config: FlowGrpoConfig,
         policy: DiffusionPolicy,
-        source: PromptSource,
+        texts: Sequence[str],
         reward: PictureReward,
         *,
         reference: nn.Module | None = None,
@@ -115,21 +114,20 @@ class FlowGrpoTrainer:
     ) -> None:
         self.config = config
         self.policy = policy
-        self.source = source
+        self.texts = tuple(texts)
         self.reward = reward
         self.reference = reference
         self.group = group
         self.actor = config.algorithm.actor
         self.model: nn.Module = policy.transformer
-        self.parameters = trained_parameters(self.model)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
         rollout = config.rollout
-        self.engine = RolloutModel(self.model, dtype=rollout.dtype, fp8_scale=rollout.fp8_scale)
-        self.schedule = make_schedule(
-            policy, rollout.num_steps, noise_level=rollout.noise_level, variant=rollout.sde_type
-        )
+        self.engine = RolloutModel(self.model, dtype=rollout.dtype)
+        self.schedule = make_schedule(policy, rollout.num_steps, noise_level=rollout.noise_level)
         self.sampler = Sampler(policy=policy, model=self.engine, schedule=self.schedule, batch_size=rollout.batch_size)
         self.optimizer = make_optimizer(self.parameters, config.optim)
+        self.micro_batch_size = micro_batch_size(rollout.rows, config.optim)
         self.skipped_steps = 0
         self.forward_passes = 0
         _check_divisible_among(group, rollout.rows, config.optim.mini_batch_size)
@@ -146,7 +144,8 @@ class FlowGrpoTrainer:
             self._add_old_log_probs(batch)
         with clock("correction"):
             metrics = self._add_correction(batch)
-            self._add_advantages(batch)
+            advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
+            batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
         with clock("update"):
             metrics |= self._update(batch, step)
 
@@ -181,7 +180,8 @@ class FlowGrpoTrainer:
     def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
         """The trajectories of the step, a group for each prompt, and the prompt of each."""
         rollout, seed = self.config.rollout, self.config.seed
-        texts = self.source.prompts(rollout.prompts_per_step, seed=seed, step=step)
+        walk = shuffled_walk(len(self.texts), rollout.prompts_per_step, purpose="prompts", seed=seed, step=step)
+        texts = [self.texts[row] for row in walk]
         windows = draw_windows(
             rollout.rows,
             rollout.sde_window_size,
@@ -206,7 +206,7 @@ class FlowGrpoTrainer:
             images=images,
             rewards=self.reward(images, texts),
             group_ids=groups,
-            data=trajectories.batch(),
+            data=trajectories.data,
         )
 
     def _add_old_log_probs(self, batch: PictureBatch) -> None:
@@ -220,7 +220,7 @@ class FlowGrpoTrainer:
 
         if self.actor.kl_coef:
             # With adapters, the reference is the model below them.
-            with self.policy.without_adapters() if self.reference is None else nullcontext():
+            with self.policy.without_adapters():
                 reference = self._score_all(batch, self.reference or self.model)
             batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
 
@@ -230,7 +230,7 @@ class FlowGrpoTrainer:
         rows, window = batch.trajectories.steps.shape
         parts = [
             [self._score(batch, model, chunk, column) for column in range(window)]
-            for chunk in torch.arange(rows, device="cpu").split(self._micro_batch_size)
+            for chunk in torch.arange(rows, device="cpu").split(self.micro_batch_size)
         ]
         return {
             name: torch.cat([torch.cat([step[name] for step in part], dim=1) for part in parts])
@@ -242,7 +242,8 @@ class FlowGrpoTrainer:
         x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
         steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
-        v = predict(self.policy, model, x, self.schedule.at(steps)[0], batch.trajectories.prompts.select(rows))
+        prompts, size = batch.trajectories.prompts.select(rows), self.policy.size
+        v = velocity(model, self.policy.family, x, self.schedule.at(steps)[0], prompts, size=size)
 
         # How likely the step that was taken is under this model: a Gaussian around the mean that its velocity gives.
         mean, std = self.schedule.moments(v, x, steps)
@@ -254,33 +255,20 @@ class FlowGrpoTrainer:
         if self.actor.bypass_mode:
             apply_bypass_mode_to_diffusion_batch(batch.data, schedule=schedule)
             return {}
-        _, metrics = apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)
-        return metrics
-
-    def _add_advantages(self, batch: PictureBatch) -> None:
-        advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
-        batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
+        return apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)[1]
 
     def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
         """Every optimizer step of the batch; returns the metrics of all of them together."""
         optim = self.config.optim
         set_learning_rate(self.optimizer, optim, step)
-        outputs: list[PolicyLossOutput] = []
-        losses, norms, kept = [], [], []
-        for _, mini_batch in mini_batches(len(batch), optim, seed=self.config.seed, step=step):
-            found, loss, norm, share = self._optimizer_step(batch, mini_batch)
-            outputs += found
-            losses.append(loss)
-            norms.append(norm)
-            kept.append(share)
+        parts = mini_batches(len(batch), optim, seed=self.config.seed, step=step)
+        done = [self._optimizer_step(batch, mini_batch) for _, mini_batch in parts]
 
-        return loss_step_metrics(outputs, self.actor, group=self.group) | {
-            "actor/loss": sum(losses) / len(losses),
-            "actor/grad_norm": sum(norms) / len(norms),
-            "actor/kept_fraction": sum(kept) / len(kept),
-        }
+        outputs = [output for found, _ in done for output in found]
+        means = {name: sum(numbers[name] for _, numbers in done) / len(done) for name in done[0][1]}
+        return loss_step_metrics(outputs, self.actor, group=self.group) | means
 
-    def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], float, float, float]:
+    def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], dict[str, float]]:
         """Accumulate a mini-batch's gradients over micro-batches and steps, then step, unless there is a reason not to.
 
         The reasons: nothing (or less than `min_keep_fraction`) was kept, or something is not finite.
@@ -289,7 +277,7 @@ class FlowGrpoTrainer:
         self.optimizer.zero_grad()
         outputs = []
         with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
-            for micro_batch in own_rows(rows, self.group).split(self._micro_batch_size):
+            for micro_batch in own_rows(rows, self.group).split(self.micro_batch_size):
                 for column in range(window):
                     output = gradients.diffusion_loss(
                         self._score(batch, self.model, micro_batch, column),
@@ -304,17 +292,13 @@ class FlowGrpoTrainer:
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm)
         numbers = outcome.loss, norm.to(outcome.loss), outcome.kept_fraction, outcome.skipped.double()
         value, size, kept_fraction, skipped = torch.stack(numbers).tolist()
-        if skipped or not _finite(value + size):
+        if skipped or not math.isfinite(value + size):
             self.skipped_steps += 1
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-        return outputs, value, size, kept_fraction
-
-    @property
-    def _micro_batch_size(self) -> int:
-        return micro_batch_size(self.config.rollout.rows, self.config.optim)
+        return outputs, {"actor/loss": value, "actor/grad_norm": size, "actor/kept_fraction": kept_fraction}
 
 
 def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:
@@ -324,10 +308,6 @@ def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tens
         name: tensor[rows] if name == "advantages" else tensor[:, column : column + width.get(name, 1)][rows]
         for name, tensor in data.items()
     }
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0
 
 
 def _check_divisible_among(group: ProcessGroup | None, rows: int, mini_batch_size: int | None) -> None:

@@ -29,10 +29,18 @@ def to_pil(image: Tensor) -> Any:  # noqa: ANN401
     return Image.fromarray((image.detach().float().cpu().permute(1, 2, 0) * 255).round().byte().numpy())
 
 
-def captioned_grid(images: Tensor, captions: Sequence[str]) -> Any:  # noqa: ANN401
-    """Pictures (B, 3, H, W) in [0, 1] side by side on white, each with its caption below it, as a Pillow image.
+def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
+    """Write pictures side by side on white, each with its caption below it, as PNG, whole or not at all.
 
-    A caption has one line or several; long lines are cut.
+    The folder is made when missing.
+
+    Args:
+        images: (B, 3, H, W) in [0, 1].
+        captions: one for each picture, of one line or several; long lines are cut.
+        path: the file.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
     """
     from PIL import Image, ImageDraw, ImageFont, ImageOps
 
@@ -54,26 +62,12 @@ def captioned_grid(images: Tensor, captions: Sequence[str]) -> Any:  # noqa: ANN
             while shown and draw.textlength(shown, font=font) > width - 2 * GAP:
                 shown = shown.removesuffix("...")[:-1] + "..." if shown.strip(".") else ""
             draw.text((left + GAP, top + height + line * LINE - GAP), shown, fill="black", font=font)
-    return whole
 
-
-def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
-    """Write a grid of pictures as PNG, whole or not at all; the folder is made when missing.
-
-    Args:
-        images: (B, 3, H, W) in [0, 1].
-        captions: one for each picture.
-        path: the file.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
     file = io.BytesIO()
-    captioned_grid(images, captions).save(file, format="PNG")
-    content = file.getvalue()
+    whole.save(file, format="PNG")
     make_folder_durably(path.parent)
-    with atomic_write(path, needed=len(content)) as partial:
-        partial.write_bytes(content)
+    with atomic_write(path, needed=file.tell()) as partial:
+        partial.write_bytes(file.getvalue())
 
 
 def _columns(count: int) -> int:

@@ -1,7 +1,7 @@
 """Prompts, and what the transformer reads of them.
 
-`PromptSource` deals prompts from a file, as a function of (seed, step). An encoder turns them into a `Condition`: the
-word table of a small model, or the text encoders of a diffusers pipeline.
+An encoder turns prompts into a `Condition`: the word table of a small model, or the text encoders of a diffusers
+pipeline.
 """
 
 from __future__ import annotations
@@ -9,59 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.families import Condition, stack_conditions
-from rollcorr.train.steps import shuffled_walk
 
 WORD_TABLE = "word_table.safetensors"
 
 
-class PromptEncoder(Protocol):
-    """Turns prompts into what the transformer reads."""
-
-    def encode(self, prompts: Sequence[str]) -> Condition:
-        """One row per prompt, on the model's device."""
-
-
-class PromptSource:
-    """Prompts of a step: the next ones of an endless walk through a list, shuffled anew in every epoch.
-
-    Args:
-        prompts: at least one.
-    """
-
-    def __init__(self, prompts: Sequence[str]) -> None:
-        if not prompts:
-            raise ValueError("at least one prompt is needed")
-        self.all = tuple(prompts)
-
-    def prompts(self, count: int, *, seed: int, step: int) -> list[str]:
-        """The `count` prompts of a step: a function of its arguments."""
-        walk = shuffled_walk(len(self.all), count, purpose="prompts", seed=seed, step=step)
-        return [self.all[row] for row in walk]
-
-
 def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a file: one per line, or JSON objects with `prompt` when it ends in .jsonl; empty lines do not count.
+    """Prompts of a file, one per line; empty lines do not count.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds no prompt, or a line is not an object with a `prompt`; the message names the line.
+        ValueError: it holds no prompt.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"prompts.path={str(path)!r} does not exist")
-    lines = [(number, line.strip()) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
-    lines = [(number, line) for number, line in lines if line]
+    lines = [line for line in map(str.strip, path.read_text(encoding="utf-8").splitlines()) if line]
     if not lines:
         raise ValueError(f"{path} holds no prompt; write one per line")
-    if path.suffix != ".jsonl":
-        return [line for _, line in lines]
-    return [_prompt_of(line, f"{path}, line {number}") for number, line in lines]
+    return lines
 
 
 class WordTable:
@@ -101,20 +71,9 @@ class WordTable:
         used = (embeds != 0).any(-1).sum(1, keepdim=True).clamp(min=1)
         return Condition(embeds, embeds.sum(1) / used)
 
-    def to(self, device: torch.device | str) -> WordTable:
-        """The table elsewhere."""
-        return WordTable(list(self.words), self.vectors.to(device), length=self.length)
-
-    def save(self, directory: Path) -> None:
-        """Write `word_table.safetensors`."""
-        from safetensors.torch import save_file
-
-        metadata = {"words": json.dumps(list(self.words)), "length": str(self.length)}
-        save_file({"vectors": self.vectors.cpu().contiguous()}, directory / WORD_TABLE, metadata=metadata)
-
     @classmethod
-    def load(cls, directory: Path) -> WordTable:
-        """Read `word_table.safetensors`.
+    def load(cls, directory: Path, device: str) -> WordTable:
+        """Read `word_table.safetensors`, with its vectors on a device.
 
         Raises:
             ValueError: it is no word table.
@@ -125,7 +84,8 @@ class WordTable:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
-                return cls(json.loads(metadata["words"]), file.get_tensor("vectors"), length=int(metadata["length"]))
+                vectors = file.get_tensor("vectors").to(device)
+                return cls(json.loads(metadata["words"]), vectors, length=int(metadata["length"]))
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} is no word table ({error})") from error
 
@@ -177,11 +137,5 @@ class PipelineEncoder:
         return Condition(embeds.float(), mask=mask)
 
 
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: no valid JSON ({error.msg})") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise ValueError(f"{where}: expected an object with a text `prompt`")
-    return str(row["prompt"])
+PromptEncoder = WordTable | PipelineEncoder
+"""Turns prompts into what the transformer reads: `encode` returns one row per prompt, on the model's device."""

@@ -55,20 +55,18 @@ def color_and_shape(images: Tensor, prompts: Sequence[str]) -> Tensor:
     return (likeness(images, classes) + shape_share(images, classes)) / 2
 
 
-def color(images: Tensor, prompts: Sequence[str], *, name: str = "red") -> Tensor:
+def color(images: Tensor, _: Sequence[str], *, name: str = "red") -> Tensor:
     """Mean over pixels of the channels of a color minus the mean of the others: 1 is pure, 0 is gray, (B,)."""
-    del prompts
     wanted = torch.tensor(COLORS[name], device="cpu").bool()
     means = images.detach().float().cpu().mean((-2, -1))
     return means[:, wanted].mean(1) - means[:, ~wanted].mean(1)
 
 
-def jpeg_compressibility(images: Tensor, prompts: Sequence[str]) -> list[float]:
+def jpeg_compressibility(images: Tensor, _: Sequence[str]) -> list[float]:
     """Minus the size as JPEG of quality 95, in kB (1000 bytes).
 
     Source: Black et al. (2023), "Training Diffusion Models with Reinforcement Learning", arXiv:2305.13301.
     """
-    del prompts
     return [-_jpeg_bytes(image) / 1000 for image in images]
 
 
@@ -139,18 +137,15 @@ def load_function(where: str) -> RewardFunction:
     """A function by `package.module:name` or `path/to/file.py:name`.
 
     Raises:
-        ValueError: the text has no colon, there is no such file, module or name, or it cannot be called.
+        ValueError: there is no such file, module or name, or it cannot be called.
     """
-    place, separator, name = where.rpartition(":")
-    if not separator or not place:
-        raise ValueError(f"reward.function={where!r} must be package.module:name or file.py:name")
+    place, _, name = where.rpartition(":")
     try:
         names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
-    except (ImportError, OSError) as error:
-        raise ValueError(f"reward.function={where!r} cannot be loaded: {error}") from error
-    if name not in names:
-        raise ValueError(f"reward.function={where!r} cannot be loaded: {place} defines no {name!r}")
-    found = names[name]
+        found = names[name]
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        fix = "it must be package.module:name or file.py:name"
+        raise ValueError(f"reward.function={where!r} cannot be loaded: {error}; {fix}") from error
     if not callable(found):
         raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
     return cast("RewardFunction", found)

@@ -1,46 +1,219 @@
-"""Trajectories: what the rollout policy draws, step by step, and its log-prob of each step in the window.
+"""The rollout policy: the schedule and its window, the copy that samples, and what it draws, step by step.
 
-The copy computes in its own precision; the latents, the step and its log-prob are float32 always, because rounding them
-would be a mismatch of its own. Steps outside the window follow the ODE on the copy too: that shift changes which
-pictures are drawn, and no importance weight of the window's steps corrects it.
+A trajectory of S steps visits σ_0 = 1 > σ_1 > … > σ_S = 0, along diffusers' own schedule. Inside the window of W steps
+the sampler takes SDE steps, which are trained on; outside it follows the ODE.
+
+The copy of the transformer computes in the precision that an inference engine would use:
+
+    float32    the trainer's own, as a control: log-ratios are 0
+    bfloat16   parameters and activations in bfloat16
+    fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
+
+fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16. It has the
+rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines keep them.
+
+The latents, the step and its log-prob are float32 always, because rounding them would be a mismatch of its own. Steps
+outside the window follow the ODE on the copy too: that shift changes which pictures are drawn, and no importance weight
+of the window's steps corrects it.
 """
 
 from __future__ import annotations
 
+import copy
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rollcorr.core.diffusion import gaussian_log_prob, take_step
+from rollcorr.core.diffusion import gaussian_log_prob, sde_step_mean, take_step
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-from rollcorr.train.flow_grpo.families import Condition, velocity
-from rollcorr.train.flow_grpo.precision import RolloutModel
-from rollcorr.train.flow_grpo.schedule import Schedule
-from rollcorr.train.steps import derived_generator
+from rollcorr.train.flow_grpo.families import Prompts, velocity
+from rollcorr.train.steps import derived_generator, derived_seed
+
+RolloutDtype = Literal["bfloat16", "fp8", "float32"]
+LARGEST_E4M3 = 448.0
 
 
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """Prompts as the transformer reads them.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Schedule:
+    """σ of every step, and how noise is added.
 
     Attributes:
-        condition: B rows.
-        unconditional: the empty prompt, B rows; None without guidance.
-        guidance: γ of classifier-free guidance, 1 for none.
+        sigmas: (S + 1,) float32 on the CPU, falling, the last one 0.
+        noise_level: a, inside the window.
     """
 
-    condition: Condition
-    unconditional: Condition | None = None
-    guidance: float = 1.0
+    sigmas: Tensor
+    noise_level: float = 0.7
 
-    def __len__(self) -> int:
-        return len(self.condition)
+    def __post_init__(self) -> None:
+        sigmas = self.sigmas
+        falling = bool((sigmas.diff() < 0).all()) and sigmas[0] <= 1 and sigmas[-1] == 0
+        if not falling:
+            raise ValueError(f"sigmas must fall from at most 1 to 0, got {[round(s, 4) for s in sigmas.tolist()]}")
 
-    def select(self, rows: Tensor) -> Prompts:
-        """Some rows."""
-        empty = None if self.unconditional is None else self.unconditional.select(rows)
-        return Prompts(self.condition.select(rows), empty, self.guidance)
+    @property
+    def steps(self) -> int:
+        """S."""
+        return len(self.sigmas) - 1
+
+    @property
+    def timesteps(self) -> Tensor:
+        """(S,) σ × 1000, as the transformer reads it."""
+        return self.sigmas[:-1] * 1000
+
+    def at(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """σ and the next σ of some step numbers, any shape, on their device."""
+        sigmas = self.sigmas.to(steps.device)
+        return sigmas[steps], sigmas[steps + 1]
+
+    def moments(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean m and deviation s of an SDE step from x at given step numbers: see `rollcorr.core.diffusion`.
+
+        Args:
+            velocity: v, (B, …) float32.
+            sample: x, same shape.
+            steps: step numbers, (B,).
+
+        Returns:
+            m in the shape of the sample, s (B,).
+        """
+        mean, std = self._step(velocity, sample, steps, self.noise_level)
+        assert std is not None, "a step without noise has no log-prob"
+        return mean, std.flatten()
+
+    def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
+        """x + (σ_next − σ) v: the Euler step of the ODE, (B, …)."""
+        return self._step(velocity, sample, steps, 0.0)[0]
+
+    def _step(
+        self, velocity: Tensor, sample: Tensor, steps: Tensor, noise_level: float
+    ) -> tuple[Tensor, Tensor | None]:
+        sigma, sigma_next = self.at(steps)
+        largest = float(self.sigmas[1])
+        return sde_step_mean(
+            velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=largest, noise_level=noise_level
+        )
+
+
+def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0.7) -> Schedule:
+    """The schedule that the pipeline of this model would use, by diffusers' own scheduler.
+
+    Raises:
+        ValueError: the scheduler's σ do not fall from 1 to 0 (`invert_sigmas`, for instance).
+    """
+    # Setting the steps changes a scheduler, and the policy keeps its own.
+    scheduler: Any = copy.deepcopy(policy.scheduler)
+    config = scheduler.config
+    shift = {}
+    if config.use_dynamic_shifting:
+        # μ is linear in the number of image tokens, as the pipelines of diffusers take it from the configuration.
+        tokens = policy.family.sequence_length(policy.transformer.config, *policy.size)
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        shift["mu"] = config.base_shift + slope * (tokens - config.base_image_seq_len)
+    if policy.family.even_sigmas:
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
+    else:
+        scheduler.set_timesteps(steps, **shift)
+
+    return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level)
+
+
+def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: bool, seed: int, step: int) -> Tensor:
+    """Step numbers of each sample's window: (rows, W) integers.
+
+    Args:
+        rows: samples.
+        size: W.
+        span: [lo, hi): steps that a window may hold.
+        per_sample: draw for every sample, else once for all.
+        seed: the run's.
+        step: training step.
+    """
+    rng = random.Random(derived_seed(seed, "window", step))
+    low, high = span
+    starts = [rng.randint(low, high - size) for _ in range(rows if per_sample else 1)]
+    return (torch.tensor(starts, device="cpu")[:, None] + torch.arange(size, device="cpu")).expand(rows, size)
+
+
+class RolloutModel:
+    """A frozen copy that is brought up to date on request.
+
+    Args:
+        model: the trained transformer, float32.
+        dtype: precision of the copy.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: RolloutDtype) -> None:
+        self.dtype = dtype
+        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        if dtype != "float32":
+            nn.Module.to(self.module, torch.bfloat16)  # not diffusers' own, which remarks on it
+        self.update_weights(model, version=0)
+
+    @torch.no_grad()
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
+        """Take over the trainer's weights, rounded.
+
+        Raises:
+            ValueError: the copy has other tensors than the model; nothing is left out silently.
+        """
+        source, target = model.state_dict(), self.module.state_dict()
+        if source.keys() != target.keys():
+            different = sorted(source.keys() ^ target.keys())
+            raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
+
+        # Rounded from the trainer's float32, never from the copy: roundings must not add up.
+        linear = _linear_weights(model) if self.dtype == "fp8" else set()
+        for name, value in source.items():
+            target[name].copy_(round_to_e4m3(value) if name in linear else value)
+        self.weight_version = version
+
+    def export_weights(self) -> Mapping[str, Tensor]:
+        """The copy's weights, for a checkpoint: with adapters those alone, because nothing else ever changes."""
+        weights = self.module.state_dict()
+        adapters = {name: value for name, value in weights.items() if "lora_" in name}
+        return {name: value.detach().cpu().contiguous() for name, value in (adapters or weights).items()}
+
+    def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+        """Weights from a checkpoint, rounded already; those that it leaves out are as the copy was made.
+
+        Raises:
+            ValueError: they are not those that `export_weights` returns.
+        """
+        different = sorted(weights.keys() ^ self.export_weights().keys())
+        if different:
+            raise ValueError(
+                f"the engine's weights do not fit model.lora: {different[0]} and {len(different) - 1} more are on one "
+                "side only; set model.lora as it was when they were saved"
+            )
+        self.module.load_state_dict(dict(weights), strict=False)
+        self.weight_version = version
+
+
+def round_to_e4m3(weight: Tensor) -> Tensor:
+    """s · e4m3(w / s), s = max |w| / 448: a weight as a weight-only fp8 layer holds it, in the weight's dtype.
+
+    Args:
+        weight: (out, in); s is one for each output channel.
+
+    Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
+    """
+    s = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / s).to(torch.float8_e4m3fn).to(weight.dtype) * s
+
+
+def _linear_weights(model: nn.Module) -> set[str]:
+    """Names of the weights of linear layers, adapters left out."""
+    return {
+        f"{name}.weight"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and "lora_" not in name
+    }
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,38 +224,19 @@ class Trajectories:
         schedule: σ of every step.
         prompts: B rows.
         steps: step numbers inside the window, (B, W) int64.
-        latents: x before each step of the window, and after the last, (B, W + 1, …).
-        prev_sample_mean: m of each step under the rollout policy, (B, W, …).
-        std: s of each step, (B, W).
-        rollout_log_probs: log μ of each step, averaged over the D latent dimensions, (B, W), nats.
         final: x at σ = 0, (B, …).
         version: of the weights that sampled.
+        data: by the keys of `rollcorr.diffusion`: `latents` (x before each step of the window, and after the last),
+            `prev_sample_mean` (m of each step under the rollout policy), `std` (s), `rollout_log_probs` (log μ of each
+            step, averaged over the D latent dimensions, nats), `timesteps` and `dt`.
     """
 
     schedule: Schedule
     prompts: Prompts
     steps: Tensor
-    latents: Tensor
-    prev_sample_mean: Tensor
-    std: Tensor
-    rollout_log_probs: Tensor
     final: Tensor
     version: int
-
-    def __len__(self) -> int:
-        return self.steps.shape[0]
-
-    def batch(self) -> dict[str, Tensor]:
-        """What `rollcorr.diffusion` corrects and trains on, by its keys."""
-        sigma, sigma_next = self.schedule.at(self.steps)
-        return {
-            "rollout_log_probs": self.rollout_log_probs,
-            "latents": self.latents,
-            "timesteps": sigma * 1000,
-            "prev_sample_mean": self.prev_sample_mean,
-            "std": self.std,
-            "dt": sigma_next - sigma,
-        }
+    data: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +266,8 @@ class Sampler:
             step: names the noise, with the seed.
 
         Raises:
-            ValueError: a window leaves the schedule, or a latent is not finite.
+            ValueError: a latent is not finite.
         """
-        if int(steps.min()) < 0 or int(steps.max()) >= self.schedule.steps:
-            raise ValueError(
-                f"windows hold steps {int(steps.min())} … {int(steps.max())}, the schedule has 0 … "
-                f"{self.schedule.steps - 1}; lower rollout.sde_window_range or raise rollout.num_steps"
-            )
-
         rows, window = steps.shape
         x = self._noise(rows, seed, step, "start")
         steps = steps.to(x.device)
@@ -147,16 +295,22 @@ class Sampler:
             x = straight.index_copy(0, row, taken[row])
 
         _check_finite(x, self.model.dtype)
+        sigma, sigma_next = self.schedule.at(steps)
+        data = {
+            "rollout_log_probs": log_probs,
+            "latents": latents,
+            "timesteps": sigma * 1000,
+            "prev_sample_mean": means,
+            "std": stds,
+            "dt": sigma_next - sigma,
+        }
         return Trajectories(
             schedule=self.schedule,
             prompts=prompts,
             steps=steps,
-            latents=latents,
-            prev_sample_mean=means,
-            std=stds,
-            rollout_log_probs=log_probs,
             final=x,
             version=self.model.weight_version,
+            data=data,
         )
 
     @torch.no_grad()
@@ -175,7 +329,14 @@ class Sampler:
         sigma, _ = self.schedule.at(at)
         rows = torch.arange(len(x), device=x.device)
         parts = [
-            predict(self.policy, self.model.module, x[part], sigma[part], prompts.select(part))
+            velocity(
+                self.model.module,
+                self.policy.family,
+                x[part],
+                sigma[part],
+                prompts.select(part),
+                size=self.policy.size,
+            )
             for part in rows.split(self.batch_size or len(x))
         ]
         return torch.cat(parts), at
@@ -185,20 +346,6 @@ class Sampler:
         generator = derived_generator(seed, f"latents {purpose}", step)
         noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")
         return noise.to(next(self.model.module.parameters()).device)
-
-
-def predict(policy: DiffusionPolicy, model: torch.nn.Module, x: Tensor, sigma: Tensor, prompts: Prompts) -> Tensor:
-    """v_θ of a model of the policy's kind, float32, in the shape of x (B, …); σ is (B,)."""
-    return velocity(
-        model,
-        policy.family,
-        x,
-        sigma,
-        prompts.condition,
-        size=policy.size,
-        guidance=prompts.guidance,
-        unconditional=prompts.unconditional,
-    )
 
 
 def _check_finite(x: Tensor, dtype: str) -> None:

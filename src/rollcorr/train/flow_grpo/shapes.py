@@ -34,19 +34,6 @@ TRAINED_PROMPTS = tuple(prompt for prompt in PROMPTS if prompt not in HELD_OUT_P
 SHAPE_EVIDENCE = 8.0
 
 
-def draw_shapes(classes: Tensor, *, generator: torch.Generator) -> Tensor:
-    """One picture of each class, at a random place and size: (B, 3, 16, 16) in [−1, 1].
-
-    Args:
-        classes: (B,) integers that index `CLASSES`.
-        generator: decides places (± 2 pixels around the middle) and radii (4 to 6 pixels).
-    """
-    count = len(classes)
-    center = SIZE / 2 + 4 * torch.rand(count, 2, generator=generator, device="cpu") - 2
-    radius = 4 + 2 * torch.rand(count, generator=generator, device="cpu")
-    return render(classes, center, radius)
-
-
 def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     """Pictures of given classes (B,), centers (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
     # Every pixel's place relative to the center, in radii.
@@ -73,14 +60,19 @@ def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     return (GROUND + (color - GROUND) * cover) * 2 - 1
 
 
+def classes_in(prompt: str) -> list[int]:
+    """The classes whose color and shape are words of a prompt."""
+    words = prompt.lower().replace(",", " ").replace(".", " ").split()
+    return [i for i, (color, shape) in enumerate(CLASSES) if color in words and shape in words]
+
+
 def class_of(prompt: str) -> int:
     """The class that a prompt names.
 
     Raises:
         ValueError: it does not name exactly one color and one shape.
     """
-    words = prompt.lower().replace(",", " ").replace(".", " ").split()
-    found = [i for i, (color, shape) in enumerate(CLASSES) if color in words and shape in words]
+    found = classes_in(prompt)
     if len(found) != 1:
         raise ValueError(
             f"prompt {prompt!r} must name one color ({', '.join(COLORS)}) and one shape ({', '.join(SHAPES)})"

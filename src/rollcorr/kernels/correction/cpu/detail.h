@@ -1,6 +1,6 @@
 /* What is shown in detail: histograms of d and of the weights, the worst tokens, and the sums of each sequence. A twin of
-   detail.py, core/histograms.py and core/tops.py. Counts are integers and the order of entries is total, so what the
-   threads saw adds up to the same whatever each of them read. */
+   detail.py and core/detail_rows.py. Counts are integers and the order of entries is total, so what the threads saw
+   adds up to the same whatever each of them read. */
 
 #ifndef ROLLCORR_DETAIL_H
 #define ROLLCORR_DETAIL_H

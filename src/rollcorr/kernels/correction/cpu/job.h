@@ -9,7 +9,7 @@
 
 #define ABI 9 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
-#define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.CAP */
+#define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.SAFETY_BOUND */
 
 /* --- Rows. THE list is rows.py, which says what each row is. Python reads these names, so any order will do. --------- */
 

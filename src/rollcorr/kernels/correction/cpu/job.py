@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import log_band
+from rollcorr.config.correction_options import SAFETY_BOUND
+from rollcorr.core.weights import log_band
 from rollcorr.kernels.correction.bands import accepted_band, exceedance_band, zeroing_band
 
 MAX_CRITERIA = 11
@@ -146,7 +147,7 @@ def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
     if kind == "k2":
         return -math.sqrt(2 * upper), math.sqrt(2 * upper)
     ends = []
-    for sign, far in ((-1.0, upper + 1.0), (1.0, 20.0)):
+    for sign, far in ((-1.0, upper + 1.0), (1.0, SAFETY_BOUND)):
         inside, outside = 0.0, far
         if sign > 0 and math.expm1(far) - far <= upper:
             inside = math.inf

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.core.boundary import why_no_address
-from rollcorr.core.histograms import BINS
-from rollcorr.core.integer_checks import check_cu_seqlens, check_mask_values, truth
+from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
+from rollcorr.core.boundary import check_cu_seqlens, check_mask_values, truth, why_no_address
+from rollcorr.core.detail_rows import BINS, TOP, merge_tops
 from rollcorr.core.layout import sequence_count
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
-from rollcorr.core.tops import TOP, merge_tops
-from rollcorr.kernels.correction.call import LARGEST_SAFETY_BOUND, Batch, CorrectionOutput, Out, outputs
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.cpu.job import LOG_PROB_TYPES, MASK_TYPES, MAX_CRITERIA, OF_BATCH, thresholds_of
 from rollcorr.kernels.correction.cpu.library import Library, library, places_of, status
 from rollcorr.kernels.correction.rows import empty_statistics
@@ -42,8 +41,8 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
             return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
         if not _rows_are_contiguous(tensor):
             return f"the tokens of {name} do not lie next to each other (strides {tensor.stride()})"
-    if config.safety_bound > LARGEST_SAFETY_BOUND:
-        limit = f"the squares of weights up to e^{LARGEST_SAFETY_BOUND:g}"
+    if config.safety_bound > KERNEL_SAFETY_BOUND:
+        limit = f"the squares of weights up to e^{KERNEL_SAFETY_BOUND:g}"
         return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"
     return status()[1] or _why_incomplete(config)
 

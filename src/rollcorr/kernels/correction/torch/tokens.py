@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import log_band
-from rollcorr.core.divergence import CAP, ESTIMATES
+from rollcorr.core.divergence import ESTIMATES, SAFETY_BOUND
 from rollcorr.core.mergeable_statistics import no_extremes
+from rollcorr.core.weights import log_band
 from rollcorr.kernels.correction.bands import accepted_band, applied_weights, exceedance_band
 from rollcorr.kernels.correction.rows import Computed
 from rollcorr.kernels.correction.torch.table import Block, SequenceTable
@@ -87,12 +87,12 @@ class TokenPass:
         d, sums, (low, high) = self._d, self.rows.sums, log_band(0.9, 1.1)
         self._sample("log_ratio", d, self._measured)
         size = d.abs()
-        sums["abs_log_ratio"], sums["capped"] = size.sum(), self._count(torch.gt, size, CAP)
+        sums["abs_log_ratio"], sums["capped"] = size.sum(), self._count(torch.gt, size, SAFETY_BOUND)
         sums["ratio_outside_10pct"] = self._count(torch.gt, d, high) + self._count(torch.lt, self._log_ratio, low)
 
         # k3 = expm1(d) − d, and ρ² − 1 = (ρ − 1)² + 2 (ρ − 1).
-        capped = torch.clamp(d, max=CAP, out=size)
-        rho_1 = capped.clamp(min=-CAP).expm1_()
+        capped = torch.clamp(d, max=SAFETY_BOUND, out=size)
+        rho_1 = capped.clamp(min=-SAFETY_BOUND).expm1_()
         self._k3 = rho_1 - capped
         self.table["k3"] = self._block.sum(self._k3).clamp_(min=0.0)  # rounding may leave −1e-17
         rho_1 = rho_1.sub_(self._zero).view(-1)

@@ -23,8 +23,9 @@ from functools import lru_cache
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.correction_options import KERNEL_SAFETY_BOUND
 from rollcorr.core.boundary import FLOATING, why_no_address
-from rollcorr.kernels.correction.call import LARGEST_SAFETY_BOUND, Batch, CorrectionOutput, Out
+from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out
 from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.triton.plan import abilities
 
@@ -42,8 +43,8 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
             return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
         if name != "response_mask" and tensor.dtype not in FLOATING:
             return f"{name} is {tensor.dtype}, and they read bfloat16, float16, float32 and float64"
-    if config.safety_bound > LARGEST_SAFETY_BOUND:
-        return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{LARGEST_SAFETY_BOUND:g}"
+    if config.safety_bound > KERNEL_SAFETY_BOUND:
+        return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{KERNEL_SAFETY_BOUND:g}"
     return _why_not_shape(config) or abilities().why_not(config) or status()
 
 

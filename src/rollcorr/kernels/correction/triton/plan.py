@@ -11,8 +11,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.bounds import log_band
-from rollcorr.core.divergence import CAP
+from rollcorr.config.correction_options import SAFETY_BOUND
+from rollcorr.core.weights import log_band
 from rollcorr.kernels.correction.bands import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
@@ -114,7 +114,7 @@ def plan_of(config: RolloutCorrectionConfig) -> Plan:
         mode=config.is_mode,
         nonfinite="reject_token" if config.nonfinite == "raise" else config.nonfinite,
         normalize=normalize,
-        own_bound=config.safety_bound != CAP,
+        own_bound=config.safety_bound != SAFETY_BOUND,
         banded=lower is not None or upper is not None,
         banded_below=lower is not None,
         veto=config.rollout_token_veto_threshold is not None,

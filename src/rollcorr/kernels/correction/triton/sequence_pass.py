@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.kernels.correction.triton.arithmetic import k3_of
 from rollcorr.kernels.correction.triton.row_slots import (
     INFINITY,
@@ -25,7 +26,7 @@ from rollcorr.kernels.correction.triton.row_slots import (
     put_token_moments,
 )
 
-CAP = tl.constexpr(20.0)
+CAP = tl.constexpr(SAFETY_BOUND)
 
 
 @triton.jit

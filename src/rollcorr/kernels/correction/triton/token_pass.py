@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.kernels.correction.triton.arithmetic import (
     add_deviations,
     around,
@@ -35,7 +36,7 @@ BLOCK = tl.constexpr(512)
 MOST_OF_LANE = tl.constexpr(128)  # tokens that a lane adds before lanes are added in float64: a byte counts them
 REACH = tl.constexpr(2.75)  # of d in a regular block
 ORDINARY = tl.constexpr(60.0)  # of |log μ| in a regular block
-CAP = tl.constexpr(20.0)
+CAP = tl.constexpr(SAFETY_BOUND)
 LARGEST = tl.constexpr(1e16)  # |d| beyond is read as this: its square still adds up in float32
 LARGEST_EXPONENT = tl.constexpr(60.0)  # of μ, beside ρ ≤ e^20
 KEPT = tl.constexpr(1)
