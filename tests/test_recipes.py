@@ -5,10 +5,12 @@ A block marked `recipe=NAME` contains lines under headers that name their place:
     # FILE, in TABLE          at the end of the table or function TABLE
     # FILE, above NAME        in front of the definition of NAME
     # FILE, instead of NAME   in place of the line that defines NAME
+    # FILE, new file          the whole file
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CPU = Path("rollcorr/kernels/correction/cpu")
 COMPILER = shutil.which("gcc")
 BLOCK = re.compile(r"^```(py|c) recipe=(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HEADER = re.compile(r"^(?:#|//) ([\w/.]+), (in|above|instead of) (\w+)\n", re.MULTILINE)
+HEADER = re.compile(r"^(?:#|//) ([\w/.]+), (in|above|instead of|new) (\w+)\n", re.MULTILINE)
 
 BATCH = """
 import torch
@@ -57,6 +59,9 @@ def recipe(name: str, language: str = "py") -> list[tuple[str, str, str, str]]:
 def apply(edits: list[tuple[str, str, str, str]], source: Path) -> None:
     for name, how, place, lines in edits:
         path = source / "rollcorr" / name
+        if how == "new":
+            path.write_text(lines, encoding="utf-8")
+            continue
         text = path.read_text(encoding="utf-8").splitlines(keepends=True)
         (start,) = [i for i, line in enumerate(text) if re.match(rf"(#define |static \w+ )?{place}\b(\(| =|:)", line)]
         end = start
@@ -170,3 +175,57 @@ narrow = RolloutCorrectionConfig.decoupled_seq_mean_k2_rs(rs_threshold=0.9)
 assert metrics(narrow)["rollout_rs_masked_fraction"] == 0.4
 """
     run(code, source)
+
+
+def command(source: Path, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
+    """Run `rollcorr` on the copy; return its output."""
+    program = [sys.executable, "-m", "rollcorr", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, env=environment, cwd=source, capture_output=True, text=True)
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout
+
+
+ONE_STEP = ["recipe=grpo", "model.path=demo", "steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2"]
+ONE_STEP += ["rollout.max_new_tokens=4", "log.null=0", "checkpoint.every=1"]
+
+
+def test_the_recipe_for_a_sink(source):
+    apply(recipe("sink"), source)
+    command(source, "train", *ONE_STEP, "log.sinks=[csv]", "run_dir=run")
+    assert "1,reward/mean," in (source / "run" / "metrics.csv").read_text(encoding="utf-8")
+    code = """
+from rollcorr import Monitor
+
+with Monitor("runs/watched", "tis", sinks=["csv"]) as monitor:
+    monitor.correct(rollout + d, rollout, mask)
+    monitor.step()
+assert "rollout_corr/k3_kl" in open("runs/watched/metrics.csv").read()
+"""
+    run(code, source)
+
+
+def test_the_recipe_for_an_engine(source):
+    apply(recipe("engine"), source)
+    command(source, "train", *ONE_STEP, "rollout.engine=single_precision", "run_dir=run")
+    policy = next((source / "run" / "checkpoints").rglob("config.json")).parent
+    (source / "prompts.txt").write_text("1+2=?\n3+4=?\n" * 8, encoding="utf-8")
+    sampling = ["--prompts", "prompts.txt", "--max-new-tokens", 4, "-o", "null.json"]
+    shown = command(source, "null", "--engine", "single_precision", "--model", policy, *sampling)
+    assert shown.startswith("null.json: 256 sequences")
+
+
+def test_the_recipe_for_a_dump(source):
+    """The two policies differ by 0.01 nats in every second token."""
+    apply(recipe("dump"), source)
+    rows = (
+        {"step": row // 32, "sampler_logps": [-1.0] * 64, "trainer_logps": [-1.01, -1.0] * 32} for row in range(256)
+    )
+    (source / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    command(source, "null", "steps.jsonl", "-o", "null.json")
+    command(source, "import", "steps.jsonl", "-o", "log.parquet")
+    for log in ("steps.jsonl", "log.parquet"):
+        assert command(source, "check", log, "--null", "null.json").startswith("healthy  256 sequences")
+    command(source, "advise", "steps.jsonl", "--null", "null.json", codes=(0, 1, 3))
+    command(source, "calibrate", "null.json", codes=(0, 1, 3))

@@ -13,6 +13,8 @@ from rollcorr.config import LossConfig, SamplingSpec
 from rollcorr.config.sampling_spec import IncompatibleSamplingError, compare
 from rollcorr.train.run_config import AlgorithmConfig, LogConfig, OptimConfig, RunConfig, above_zero, at_least
 
+EngineName = Literal["transformers", "ctranslate2", "vllm", "vllm_server", "sglang"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -95,7 +97,7 @@ class RolloutConfig:
         sampling: temperature, truncation, and which log-probs are recorded.
     """
 
-    engine: Literal["transformers", "ctranslate2", "vllm", "vllm_server", "sglang"] = "transformers"
+    engine: EngineName = "transformers"
     engine_options: dict[str, Any] = field(default_factory=dict, repr=False)
     prompts_per_step: int = 16
     group_size: int = 8
