@@ -141,6 +141,7 @@ def sequence_lengths(
     mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
     """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments are as in `count_denominators`."""
+    check_layout(mask=mask, cu_seqlens=cu_seqlens)
     return sum_over(token_count(truth(mask), cu_seqlens=cu_seqlens).double(), context_group)
 
 
