@@ -68,8 +68,11 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
             raise ValueError(f"the engine {rollout.engine!r} needs rollout.engine_options.{option}")
     for option in rollout.engine_options:
         if option not in options:
-            problem = f"rollout.engine_options.{option} is no option of the engine {rollout.engine!r}"
-            raise ValueError(unknown_name(problem, option, options))
+            raise ValueError(
+                unknown_name(
+                    f"rollout.engine_options.{option} is no option of the engine {rollout.engine!r}", option, options
+                )
+            )
 
     given |= engine_options(config)
     if options_class is not None:

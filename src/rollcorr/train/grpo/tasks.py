@@ -154,14 +154,8 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
         tokenizer: has `decode` and `all_special_ids`.
         bonus_length: tokens after the answer line that earn the whole bonus; 0 for no bonus.
 
-    Raises:
-        ValueError: `bonus_length` is negative.
-
     Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
     """
-    if bonus_length < 0:
-        raise ValueError(f"task.bonus_length must be at least 0 (no bonus), got {bonus_length}")
-
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
     text = tokenizer.decode(ids)
