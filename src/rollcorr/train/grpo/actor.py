@@ -128,6 +128,18 @@ class Actor:
             full = token_log_prob(logits, ids, temperature=self.spec.temperature)
         return ActorScores(log_prob, entropy, full, outside)
 
+    @torch.no_grad()
+    def log_prob(self, model: nn.Module, rollout: Rollout, *, rows_at_once: int) -> Tensor:
+        """The log-probs of the whole rollout without their graph, (B, T).
+
+        Args:
+            model: a causal language model.
+            rollout: the batch.
+            rows_at_once: rows of one forward pass.
+        """
+        chunks = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
+        return torch.cat([self.score(model, rollout, rows).log_prob for rows in chunks])
+
 
 def whole_scores(
     model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False

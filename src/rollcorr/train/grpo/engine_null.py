@@ -134,7 +134,6 @@ def engine_null_rollouts(
             on_rows(len(asked), rows)
 
 
-@torch.no_grad()
 def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
     """log π of the responses as a training step scores them, of the distribution that was sampled from, (B, T) nats."""
     # What the engine recorded of a truncation is better than to do it anew from other logits.
@@ -142,9 +141,7 @@ def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
         spec = rollout.sampling.for_actor("replay")
     else:
         spec = rollout.sampling.for_actor("recompute" if rollout.log_kept_mass is None else "kept_mass")
-    actor = Actor.of(rollout, spec)
-    parts = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
-    return torch.cat([actor.score(model, rollout, rows).log_prob.float() for rows in parts])
+    return Actor.of(rollout, spec).log_prob(model, rollout, rows_at_once=rows_at_once).float()
 
 
 def _load(path: str, *, with_tokenizer: bool) -> Policy:

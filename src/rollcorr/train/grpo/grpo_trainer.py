@@ -185,7 +185,8 @@ class GrpoTrainer:
         problems = self.task.problems(count, seed=seed, step=HELD_OUT + 1)
 
         def score(rollout: Rollout) -> Tensor:
-            return self._log_prob(self.model, rollout, Actor.of(rollout, self.config.actor.spec(rollout.sampling)))
+            actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
+            return actor.log_prob(self.model, rollout, rows_at_once=self._micro_batch_size)
 
         return measure_null(
             self.engine,
@@ -219,24 +220,23 @@ class GrpoTrainer:
 
     def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
         """log π_old and log π_ref; in bypass mode π_old is μ, and this forward pass is left out."""
-        old_log_prob = None if self.bypass else self._log_prob(self.model, batch.rollout, batch.actor)
+        rows = self._micro_batch_size
+        old_log_prob = None if self.bypass else batch.actor.log_prob(self.model, batch.rollout, rows_at_once=rows)
         ref_log_prob = None
         if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
-            ref_log_prob = self._log_prob(self.reference, batch.rollout, Actor(batch.actor.spec.for_actor("full")))
+            whole = Actor(batch.actor.spec.for_actor("full"))
+            ref_log_prob = whole.log_prob(self.reference, batch.rollout, rows_at_once=rows)
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
-
-    @torch.no_grad()
-    def _log_prob(self, model: nn.Module, rollout: Rollout, actor: Actor) -> Tensor:
-        chunks = torch.arange(len(rollout.tokens), device="cpu").split(self._micro_batch_size)
-        return torch.cat([actor.score(model, rollout, rows).log_prob for rows in chunks])
 
     def _add_correction(self, batch: GrpoBatch) -> GrpoBatch:
         if self.correction_config is None or batch.old_log_prob is None:
             return batch
-        correction = correct(
-            batch.old_log_prob, batch.rollout.rollout_log_prob, batch.response_mask, self.correction_config
+        return dataclasses.replace(
+            batch,
+            correction=correct(
+                batch.old_log_prob, batch.rollout.rollout_log_prob, batch.response_mask, self.correction_config
+            ),
         )
-        return dataclasses.replace(batch, correction=correction)
 
     def _add_advantages(self, batch: GrpoBatch) -> GrpoBatch:
         algorithm = self.config.algorithm

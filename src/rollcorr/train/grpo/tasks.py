@@ -141,8 +141,7 @@ class Gsm8kTask:
             seed: of the run.
             step: number of the training step, so that each gets others.
         """
-        walk = shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)
-        return [self.rows[row] for row in walk]
+        return [self.rows[row] for row in shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)]
 
 
 def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)
@@ -158,8 +157,7 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     """
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
-    text = tokenizer.decode(ids)
-    lines = list(ANSWER_LINE.finditer(text))
+    lines = list(ANSWER_LINE.finditer(tokenizer.decode(ids)))
     if len(lines) != 1 or not same_number(lines[0].group(1), answer):
         return Reward(0.0, correct=False)
     if not bonus_length:
