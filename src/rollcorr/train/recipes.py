@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pkgutil
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,5 @@ def train(config: RunConfig, *, console: Console | None = None, sinks: str | Seq
 def _recipe_class(name: str) -> type[Recipe]:
     if name not in RECIPES:
         raise ValueError(f"recipe={name!r} is unknown; choose from {', '.join(RECIPES)}")
-    module, _, class_name = RECIPES[name].partition(":")
-    found: type[Recipe] = getattr(import_module(module), class_name)
+    found: type[Recipe] = pkgutil.resolve_name(RECIPES[name])
     return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from typing import Any, get_type_hints
 
 import torch
@@ -40,8 +40,7 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
         EngineError: the engine did not start.
     """
     rollout = config.rollout
-    module, _, name = CLASSES[rollout.engine].partition(":")
-    engine_class = getattr(importlib.import_module(module), name)
+    engine_class = pkgutil.resolve_name(CLASSES[rollout.engine])
     settings = GenerationSettings(
         sampling=rollout.sampling,
         max_new_tokens=rollout.max_new_tokens,
