@@ -133,8 +133,9 @@ class SglangEngine(RemoteEngine):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
+        raw = _full_is_raw(sampling)
         return [
-            read_completion(answer, row, masked=self._masked, raw=_full_is_raw(sampling), initial=self._initial_version)
+            read_completion(answer, row, masked=self._masked, raw=raw, initial=self._initial_version)
             for row, answer in enumerate(self._client.post_all("/generate", bodies))
         ]
 

@@ -87,10 +87,12 @@ class TransformersEngine(Engine):
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
 
-        # The copy's own generation defaults would fill every field that is left unset.
+        # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
         self.model: Any = copied_model(model).requires_grad_(False).eval()
-        for parameter in self.model.parameters():  # `model.to(dtype)` would round the rotary frequencies too
+        for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
+
+        # The copy's own generation defaults would fill every field that is left unset.
         self.generation_config = _generation_config(settings)
         self.model.generation_config = self.generation_config
 
