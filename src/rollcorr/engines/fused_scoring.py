@@ -23,7 +23,7 @@ from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
 
 # Whether a model needs its logits to be scored, see `needs_logits`.
-_is_refused: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_known_to_need_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def score_responses_fused(
@@ -78,12 +78,12 @@ def score_responses_fused(
 
 def needs_logits(model: nn.Module) -> bool:
     """Return whether `score_responses_fused` refuses a model; one forward pass over a probe decides, once per model."""
-    if model not in _is_refused:
-        _is_refused[model] = True
+    if model not in _known_to_need_logits:
+        _known_to_need_logits[model] = True
         with torch.no_grad(), suppress(TypeError, ValueError):  # such as a cap on the logits, or an adapter in the head
             _hidden_states(model, make_probe(model))
-            _is_refused[model] = False
-    return _is_refused[model]
+            _known_to_need_logits[model] = False
+    return _known_to_need_logits[model]
 
 
 def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]:  # noqa: ANN401 (transformers is lazy)
