@@ -50,8 +50,8 @@ def main() -> None:
         engine.update_weights(policy.model, version=step)
         result = evaluate(engine, policy, task, problems=PROBLEMS, bonus_length=24, seed=SEED)
         policy.model.train()
-        console.print(f"step {step}: loss {loss:.3f} nats, accuracy {result.accuracy:.3f}")
-        return result.accuracy >= TARGET_ACCURACY
+        console.print(f"step {step}: loss {loss:.3f} nats, accuracy {result['accuracy']:.3f}")
+        return result["accuracy"] >= TARGET_ACCURACY
 
     warm_up(policy, task, steps=STEPS, batch_size=128, learning_rate=1.5e-3, seed=SEED, good_enough=good_enough)
     folder = demo_model_directory(DEMO_POLICY)

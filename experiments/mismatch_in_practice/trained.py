@@ -212,7 +212,7 @@ def held_out(policy: Policy, task: Any, *, problems: int, seed: int) -> dict[str
         pad_token_id=policy.pad_token_id,
     )
     engine = CTranslate2Engine(policy.model, settings, compute_type="float32", batch_size=64, threads=1)
-    accuracy = evaluate(engine, policy, task, problems=problems, bonus_length=0, seed=seed).accuracy
+    accuracy = evaluate(engine, policy, task, problems=problems, bonus_length=0, seed=seed)["accuracy"]
     return {"accuracy": accuracy, "standard_error": math.sqrt(accuracy * (1 - accuracy) / problems)}
 
 

@@ -97,7 +97,8 @@ def accuracy_at_one(config: Any, run_dir: Path) -> float:
         dtype=torch.float32,
     )
     bonus, problems = config.task.bonus_length, config.log.evaluate
-    return evaluate(engine, policy, make_task(config.task), problems=problems, bonus_length=bonus, seed=0).accuracy
+    found = evaluate(engine, policy, make_task(config.task), problems=problems, bonus_length=bonus, seed=0)
+    return found["accuracy"]
 
 
 def spread(values: Sequence[float]) -> str:

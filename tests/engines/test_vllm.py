@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import sys
+from contextlib import closing
 
 import fake_vllm
 import pytest
@@ -354,7 +355,7 @@ def test_equal_prompts_of_a_group_draw_apart(micro_policy):
 
 
 def test_a_closed_engine_answers_nothing_and_leaves_no_folder(micro_policy):
-    with make_engine(micro_policy) as engine:
+    with closing(make_engine(micro_policy)) as engine:
         folder = engine._folder
         assert folder.is_dir()
     assert not folder.exists()
@@ -373,7 +374,9 @@ def test_a_real_worker_process_answers_and_dies_with_its_engine(micro_policy, mo
     """The program itself in an interpreter of its own, with the stand-in under vLLM's name."""
     monkeypatch.undo()
     path = f"{fake_vllm.as_package(tmp_path)}:{os.environ['PYTHONPATH']}"
-    with make_engine(micro_policy, sampling=TRUNCATED, python=sys.executable, env={"PYTHONPATH": path}) as engine:
+    with closing(
+        make_engine(micro_policy, sampling=TRUNCATED, python=sys.executable, env={"PYTHONPATH": path})
+    ) as engine:
         rollout = engine.generate(PROMPTS, seed=0)
         process = engine._worker._process
         assert process.poll() is None

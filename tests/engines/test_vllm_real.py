@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def demo():
 @pytest.fixture(scope="module")
 def demo_engine(demo):
     begun = time.monotonic()
-    with make_engine(demo, sampling=TRUNCATED, tokens=48, engine_args={"block_size": 32}) as engine:
+    with closing(make_engine(demo, sampling=TRUNCATED, tokens=48, engine_args={"block_size": 32})) as engine:
         say(f"vLLM {engine.sampling.engine_version} started and verified in {time.monotonic() - begun:.0f} s")
         yield engine
 
@@ -233,7 +234,7 @@ def test_the_old_head_of_a_tied_model_is_caught(demo, monkeypatch):
 def test_a_pretrained_model_replays_to_its_noise_floor():
     policy = Policy(load_stories_with_wide_heads(), StoriesTokenizer)
     prompts = [[1], [1, 403, 407], [1, 410], [1, 404]] * 8
-    with make_engine(policy, sampling=TRUNCATED, tokens=128) as engine:
+    with closing(make_engine(policy, sampling=TRUNCATED, tokens=128)) as engine:
         begun = time.monotonic()
         rollout = engine.generate(prompts, seed=1)
         say(f"{int(rollout.tokens.response_mask.sum())} tokens in {time.monotonic() - begun:.1f} s")
@@ -266,7 +267,7 @@ def test_a_server_takes_weights_and_gives_kept_sets_both_ways(server, tmp_path, 
     with torch.no_grad():  # neither flat nor certain
         policy.model.model.norm.weight.mul_(2)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]] * 8
-    with VllmServerEngine(
+    server_engine = VllmServerEngine(
         policy.model,
         GenerationSettings(
             sampling=SamplingSpec(**TRUNCATED),
@@ -275,7 +276,8 @@ def test_a_server_takes_weights_and_gives_kept_sets_both_ways(server, tmp_path, 
             pad_token_id=policy.pad_token_id,
         ),
         VllmServerOptions(url=server, folder=tmp_path / "weights"),
-    ) as engine:
+    )
+    with closing(server_engine) as engine:
         (full, _, _), (k3, ratio, _) = compare("server", policy, engine.generate(prompts, seed=0))
         change(policy, by=0.01)
         engine.update_weights(policy.model, version=7)

@@ -1,7 +1,7 @@
 """The engine in front of a vLLM server: a stand-in on this machine, and the recorded answers of a real one."""
 
 import json
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import fake_vllm
@@ -237,7 +237,7 @@ def test_a_server_cannot_score_at_another_temperature(micro_policy, tmp_path):
 
 def test_a_closed_engine_answers_nothing(micro_policy, tmp_path):
     with server_of(micro_policy, tmp_path) as (url, _):
-        with make_engine(url, micro_policy) as engine:
+        with closing(make_engine(url, micro_policy)) as engine:
             assert engine.max_model_len == 64
         with pytest.raises(EngineError, match="it was closed"):
             engine.generate(PROMPTS, seed=0)

@@ -122,6 +122,12 @@ def test_a_linear_head_is_scored_without_logits(micro_policy, monkeypatch, reaso
     assert bool(made) == (reason != "linear")
 
 
+def test_an_error_of_the_fused_scoring_is_raised(micro_policy):
+    tokens = sample(micro_policy.model, [[1, 2]], sampling=SamplingSpec()).tokens
+    with pytest.raises(ValueError, match="temperature"):
+        whole_scores(micro_policy.model, tokens, temperature=-1.0)
+
+
 @pytest.mark.parametrize(
     ("actor", "field", "what"), [("replay", "kept", "sets"), ("kept_mass", "log_kept_mass", "mass")]
 )

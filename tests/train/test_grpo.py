@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.engines.fused_scoring import needs_logits
 from rollcorr.train.grpo import grpo_trainer as grpo
 from rollcorr.train.grpo.policy import make_tiny_policy
 from rollcorr.train.grpo.tasks import Reward
@@ -111,6 +112,7 @@ def test_bypass_really_skips_the_old_log_probs(micro_trainer):
         trainer = micro_trainer(
             f"algorithm.rollout_correction={preset}", "optim.ppo_epochs=2", "optim.mini_batch_size=6"
         )
+        needs_logits(trainer.model)  # its probe is a forward pass, once per model
         calls = forwards(trainer)
         trainer.step(1)
         batches[preset] = [shape[0] for shape in calls]

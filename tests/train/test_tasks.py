@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcorr.train.grpo.grpo_config import TaskConfig
 from rollcorr.train.grpo.policy import make_byte_tokenizer
 from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask, hard_gated_reward, same_number
 
@@ -53,8 +54,8 @@ def test_a_bonus_over_no_tokens_is_no_bonus():
 
 
 def test_a_bonus_over_fewer_than_no_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"bonus_length must be at least 0 \(no bonus\), got -1"):
-        reward("#### 85", bonus_length=-1)
+    with pytest.raises(ValueError, match="bonus_length must be at least 0, got -1"):
+        TaskConfig(bonus_length=-1)
 
 
 @given(text=st.text(max_size=30), tail=st.text(alphabet="abc. ", max_size=20))

@@ -55,5 +55,5 @@ def test_an_evaluation_is_repeatable_and_counts_right_answers(micro_policy):
     engine = TransformersEngine(micro_policy.model, settings)
     first, again = (evaluate(engine, micro_policy, task, problems=32, bonus_length=8, seed=0) for _ in range(2))
     assert first == again
-    assert 0 < first.accuracy <= 1
-    assert first.accuracy <= first.reward <= 2 * first.accuracy
+    assert 0 < first["accuracy"] <= 1
+    assert first["accuracy"] <= first["reward"] <= 2 * first["accuracy"]

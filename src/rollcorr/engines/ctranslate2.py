@@ -247,19 +247,14 @@ class CTranslate2Engine(Engine):
 
         # The converter takes the module apart, so it gets one of its own, around the same tensors.
         shell = _copy_with(model, lambda p: self._rounded(p.detach()))
-
-        class InProcess(TransformersConverter):  # type: ignore[misc]
-            """Converts a module that is in memory already, instead of reading one from a directory."""
-
-            def load_model(self, *_: object, **__: object) -> Any:  # noqa: ANN401
-                return shell
-
-            def load_tokenizer(self, *_: object, **__: object) -> Any:  # noqa: ANN401
-                return names
-
         with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _short_collections():
             model.config.save_pretrained(directory)
-            output = Path(InProcess(directory).convert(str(Path(directory) / "converted")))
+
+            # The module is in memory already, and nothing is read from a directory but its configuration.
+            converter = TransformersConverter(directory)
+            converter.load_model = lambda *_, **__: shell
+            converter.load_tokenizer = lambda *_, **__: names
+            output = Path(converter.convert(str(Path(directory) / "converted")))
             return {path.name: path.read_bytes() for path in output.iterdir()}
 
     def _load(self, compute_type: str, files: dict[str, bytes]) -> Any:  # noqa: ANN401 (lazy package)

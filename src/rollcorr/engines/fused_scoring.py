@@ -6,21 +6,24 @@ times any factor that it puts on its logits (`logits_scaling`, `logit_scale` and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import TokenBatch
-from rollcorr.engines.response_scoring import response_logits
+from rollcorr.engines.response_scoring import make_probe, response_logits
 from rollcorr.kernels.linear_logprob.linear_dispatch import Implementation, linear_log_prob
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 
 # Fields of model configurations that bend logits.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
+
+# Whether a model needs its logits to be scored, see `needs_logits`.
+_known_to_need_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def score_responses_fused(
@@ -56,12 +59,7 @@ def score_responses_fused(
         TypeError: the model has no output head, or one that is not a plain `nn.Linear`.
         ValueError: the model bends its logits, so the logits are needed: use `score_responses`.
     """
-    # With the head left out the model's "logits" are the hidden states before it.
-    head = output_head(model)
-    with _left_out(model, head) as seen:
-        hidden = response_logits(model, tokens)
-    _check_factor(hidden, seen, head)
-
+    hidden, head = _hidden_states(model, tokens)
     return linear_log_prob(
         hidden,
         head.weight,
@@ -78,12 +76,21 @@ def score_responses_fused(
     )
 
 
-def output_head(model: Any) -> nn.Linear:  # noqa: ANN401 (transformers is not imported)
-    """The output head of a model whose logits are a linear function of its hidden states.
+def needs_logits(model: nn.Module) -> bool:
+    """Return whether `score_responses_fused` refuses a model; one forward pass over a probe decides, once per model."""
+    if model not in _known_to_need_logits:
+        _known_to_need_logits[model] = True
+        with torch.no_grad(), suppress(TypeError, ValueError):  # such as a cap on the logits, or an adapter in the head
+            _hidden_states(model, make_probe(model))
+            _known_to_need_logits[model] = False
+    return _known_to_need_logits[model]
+
+
+def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]:  # noqa: ANN401 (transformers is lazy)
+    """Return what the output head is given, times any factor on the logits, (B, T, d), and that head.
 
     Raises:
-        TypeError: there is none, or it is not a plain `nn.Linear`.
-        ValueError: the configuration says that logits are capped.
+        TypeError, ValueError: as `score_responses_fused`.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is not nn.Linear:
@@ -91,26 +98,22 @@ def output_head(model: Any) -> nn.Linear:  # noqa: ANN401 (transformers is not i
             f"the output head of {type(model).__name__} is {type(head).__name__}, and an nn.Linear is needed: merge an "
             "adapter into it, or use score_responses"
         )
-
-    config = model.config.get_text_config()
     for name in SOFT_CAPS:
-        if (cap := getattr(config, name, None)) is not None:
+        if (cap := getattr(model.config.get_text_config(), name, None)) is not None:
             raise ValueError(f"{type(model).__name__} bends its logits ({name}={cap}): use score_responses")
-    return head
 
-
-@contextmanager
-def _left_out(model: Any, head: nn.Linear) -> Iterator[list[tuple[Tensor, int]]]:  # noqa: ANN401
-    """The model with an identity for its head, and a list of what that is given and how often that was written to."""
+    # With an identity for its head the model's "logits" are the hidden states before it. The identity notes what it is
+    # given, and how often that was written to.
     seen: list[tuple[Tensor, int]] = []
     identity = nn.Identity()
     identity.register_forward_hook(lambda _, inputs, __: seen.append((inputs[0], inputs[0]._version)))
-
     model.set_output_embeddings(identity)
     try:
-        yield seen
+        hidden = response_logits(model, tokens)
     finally:
         model.set_output_embeddings(head)
+    _check_factor(hidden, seen, head)
+    return hidden, head
 
 
 def _check_factor(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:

@@ -44,8 +44,6 @@ from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_po
 from rollcorr.run_directory.durable_files import disk_failure
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from rollcorr.engines.transport.http import JsonClient
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -180,12 +178,6 @@ class RemoteEngine(Engine, abc.ABC):
 
     def _abandon(self) -> None:
         """Make sure that weights that may be mixed sample nothing, here or for others."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Answer nothing more; a server keeps running."""

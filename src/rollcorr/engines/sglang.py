@@ -81,13 +81,23 @@ class SglangEngine(RemoteEngine):
     def __init__(
         self, model: nn.Module, settings: GenerationSettings, options: SglangOptions, *, version: int = 0
     ) -> None:
-        _check_sampling(settings.sampling)
+        sampling = settings.sampling
+        if sampling.logprobs == "raw" and not _full_is_raw(sampling):
+            raise ValueError(
+                "SGLang returns raw log-probs at temperature 1 without penalties and min_new_tokens only: set "
+                "logprobs='tempered', or 'processed' under a truncation"
+            )
+        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
+        self._masked = sampling.logprobs == "processed" and sampling.truncates
+        if self._masked and sampling.top_k < 1:
+            raise ValueError(
+                f"top_p={sampling.top_p:g}, min_p={sampling.min_p:g} without top_k: SGLang reports kept sets of "
+                "bounded size only; set top_k too"
+            )
+
         super().__init__(model, settings, options, version=version)
         self.sampling = dataclasses.replace(self.sampling, engine_version=options.engine_version)
-        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
-        self._masked = settings.sampling.logprobs == "processed" and settings.sampling.truncates
-        per_token = 2 + settings.sampling.top_k if self._masked else 1
-        self._connect(model, options, version, log_probs_per_token=per_token)
+        self._connect(model, options, version, log_probs_per_token=2 + sampling.top_k if self._masked else 1)
 
     @property
     def _folder(self) -> Path:
@@ -123,7 +133,7 @@ class SglangEngine(RemoteEngine):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-        raw = _full_is_raw(self.sampling)
+        raw = _full_is_raw(sampling)
         return [
             read_completion(answer, row, masked=self._masked, raw=raw, initial=self._initial_version)
             for row, answer in enumerate(self._client.post_all("/generate", bodies))
@@ -155,19 +165,6 @@ class SglangEngine(RemoteEngine):
 def _full_is_raw(sampling: SamplingSpec) -> bool:
     """Whether log-probs over the whole vocabulary are those at temperature 1 without penalties."""
     return not settings_in_use(sampling, CHANGES_WHOLE)
-
-
-def _check_sampling(sampling: SamplingSpec) -> None:
-    if sampling.logprobs == "raw" and not _full_is_raw(sampling):
-        raise ValueError(
-            "SGLang returns raw log-probs at temperature 1 without penalties and min_new_tokens only: set "
-            "logprobs='tempered', or 'processed' under a truncation"
-        )
-    if sampling.logprobs == "processed" and sampling.truncates and sampling.top_k < 1:
-        raise ValueError(
-            f"top_p={sampling.top_p:g}, min_p={sampling.min_p:g} without top_k: SGLang reports kept sets of bounded "
-            "size only; set top_k too"
-        )
 
 
 def read_completion(

@@ -87,8 +87,12 @@ class TransformersEngine(Engine):
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
 
+        # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
+        self.model: Any = copied_model(model).requires_grad_(False).eval()
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+
         # The copy's own generation defaults would fill every field that is left unset.
-        self.model = _low_precision_copy(model, dtype)
         self.generation_config = _generation_config(settings)
         self.model.generation_config = self.generation_config
 
@@ -215,15 +219,6 @@ class TransformersEngine(Engine):
             mass,
         ]
         return chunk, kept
-
-
-def _low_precision_copy(model: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401 (a transformers model)
-    twin = copied_model(model).requires_grad_(False).eval()
-
-    # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
-    for parameter in twin.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return twin
 
 
 def _generation_config(settings: GenerationSettings) -> GenerationConfig:

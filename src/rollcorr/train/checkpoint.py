@@ -140,8 +140,7 @@ def delete_older_checkpoints(directory: Path, step: int, *, keep: int) -> None:
 
     `save_checkpoint` does this too. A run that continues does it because it may have been killed in between.
     """
-    paths = paths_by_step(directory)
-    up_to_now = [path for at, path in paths.items() if at <= step and path.is_dir()]
+    up_to_now = [path for at, path in paths_by_step(directory).items() if at <= step and path.is_dir()]
     for path in up_to_now[:-keep]:
         delete_folder_durably(path)
 
@@ -267,9 +266,11 @@ def _write_files(
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     (folder / MANIFEST).write_bytes(_manifest_text({"step": step, "files": files}))
 
 

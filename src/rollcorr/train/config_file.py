@@ -70,8 +70,7 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     given: dict[str, Any] = reduce(_merged, layers, {})
     engine_options = given.get("rollout", {}).pop("engine_options", {})
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config_class), given)
-        config: Any = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class), given))
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
         raise ValueError(where + str(error).splitlines()[0]) from error
@@ -196,8 +195,9 @@ def _check_values(layer: Mapping[str, Any]) -> None:
             if value == "???":
                 raise ValueError(f"{name} is ???, which means that it is still to be given; give it: {name}=VALUE")
             if "${" in value and not name.startswith(f"{ENGINE_OPTIONS_KEY}."):
-                shown = _shown(value)
-                raise ValueError(f"{name} is {shown}, but nothing is filled in for ${{…}} here; write the value itself")
+                raise ValueError(
+                    f"{name} is {_shown(value)}, but nothing is filled in for ${{…}} here; write the value itself"
+                )
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
         elif isinstance(value, int) and value.bit_length() > 63:
@@ -223,8 +223,9 @@ def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> 
         if name not in known:
             section = name.rpartition(".")[0]
             siblings = [other for other in known if other.rpartition(".")[0] == (section if section in known else "")]
-            problem = f"unknown option {_shown(name)}"
-            raise ValueError(unknown_name(problem, name, siblings, {other: repr(other) for other in known}))
+            raise ValueError(
+                unknown_name(f"unknown option {_shown(name)}", name, siblings, {other: repr(other) for other in known})
+            )
         if (known[name] is not None or name == ENGINE_OPTIONS_KEY) and not isinstance(value, Mapping):
             raise ValueError(f"{name} is a block of options, got {_shown(value)}; set {name}.<option> instead")
 
@@ -243,8 +244,6 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
     """Dotted names of all options, each with its dataclass when it is a block."""
     hints = get_type_hints(cls)
     for option in dataclasses.fields(cls):
-        if not option.init:
-            continue
         block = hints[option.name] if dataclasses.is_dataclass(hints[option.name]) else None
         yield f"{prefix}{option.name}", block
         if block is not None:

@@ -500,7 +500,9 @@ def _restore(trainer: Trainer, beginning: Beginning, say: Callable[[str], None])
     if trainer.engine is None or checkpoint.engine_weights is None:
         return
     if any(change.name.startswith(ENGINE_OPTIONS) for change in beginning.changes):
-        version = trainer.engine.weight_version
-        say(f"the engine starts with the policy's weights, version {version}, because its options changed")
-        return
-    trainer.engine.import_weights(checkpoint.engine_weights, version=checkpoint.state.engine_version)
+        say(
+            f"the engine starts with the policy's weights, version {trainer.engine.weight_version}, because its "
+            "options changed"
+        )
+    else:
+        trainer.engine.import_weights(checkpoint.engine_weights, version=checkpoint.state.engine_version)

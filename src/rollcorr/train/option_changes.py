@@ -105,8 +105,7 @@ def find_changes(old: Mapping[str, Any], config: RunConfig) -> list[OptionChange
     new = compared_options(config)
     config_class: Any = type(config)  # a recipe's, whose options all have defaults
     defaults = {} if old.keys() >= new.keys() else compared_options(config_class())
-    names = [*new, *(name for name in old if name not in new)]
-    changes = [OptionChange(name, old.get(name, defaults.get(name)), new.get(name)) for name in names]
+    changes = [OptionChange(name, old.get(name, defaults.get(name)), new.get(name)) for name in {**new, **old}]
     return [change for change in changes if _text(change.old) != _text(change.new)]
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pkgutil
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     name = recipe_of(path, overrides) or next(iter(RECIPES))
     config = read_config(path, overrides, _recipe_class(name).config_class)
     if path is not None:
-        names_run_dir = any(text.startswith("run_dir=") for text in overrides)
-        check_stored_config(Path(path), config, names_run_dir=names_run_dir)
+        check_stored_config(Path(path), config, names_run_dir=any(text.startswith("run_dir=") for text in overrides))
     return config
 
 
@@ -64,12 +63,20 @@ def train(config: RunConfig, *, console: Console | None = None, sinks: str | Seq
         sinks: where the metrics go besides what `config.log` names: names such as "wandb", or objects.
 
     Raises:
-        ValueError: also when there is no such device here.
+        ValueError: also when torch cannot use `config.device` on this machine.
     """
-    check_device(config.device)
+    # Each backend has an error of its own. What cannot hold a number cannot train.
+    try:
+        torch.zeros(1, device=config.device).item()
+    except (AssertionError, RuntimeError, NotImplementedError, ImportError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise ValueError(
+            f"device={config.device[:60]!r} cannot be used here: {reason}; write cpu, cuda or cuda:N, or check "
+            "`rollcorr info`"
+        ) from error
+
     console = console or Console()
-    places = secret_places(dataclasses.asdict(config))
-    if places:
+    if places := secret_places(dataclasses.asdict(config)):
         console.print(advice(places), highlight=False, markup=False, soft_wrap=True)
     return run_recipe(_recipe_class(config.recipe), config, console=console, sinks=sinks)
 
@@ -77,25 +84,5 @@ def train(config: RunConfig, *, console: Console | None = None, sinks: str | Seq
 def _recipe_class(name: str) -> type[Recipe]:
     if name not in RECIPES:
         raise ValueError(f"recipe={name!r} is unknown; choose from {', '.join(RECIPES)}")
-    module, _, class_name = RECIPES[name].partition(":")
-    found: type[Recipe] = getattr(import_module(module), class_name)
+    found: type[Recipe] = pkgutil.resolve_name(RECIPES[name])
     return found
-
-
-def check_device(name: str) -> None:
-    """Check that torch can use a device on this machine.
-
-    Args:
-        name: as in torch: "cpu", "cuda", "cuda:1", "mps".
-
-    Raises:
-        ValueError: the name means no device, or this machine does not have it. The message is one line.
-    """
-    # Each backend has an error of its own. What cannot hold a number cannot train.
-    try:
-        torch.zeros(1, device=name).item()
-    except (AssertionError, RuntimeError, NotImplementedError, ImportError) as error:
-        reason = str(error).partition("\n")[0][:200]
-        raise ValueError(
-            f"device={name[:60]!r} cannot be used here: {reason}; write cpu, cuda or cuda:N, or check `rollcorr info`"
-        ) from error

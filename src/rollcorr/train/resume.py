@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
         ValueError: no checkpoint is sound, or what the run fixes was changed, or files of two runs are mixed.
     """
     place = f"run_dir {str(directory.path)!r}"
-    stored = _stored_history(directory)
+    stored = None
+    with suppress(OSError, ValueError):  # missing or damaged: the checkpoints have it too
+        stored = RunHistory.from_json(directory.history.read_text(encoding="utf-8"))
     if not has_checkpoints(directory.checkpoints):
         return _from_the_start(config, directory, stored)
     if config.resume is False:
@@ -68,7 +71,14 @@ def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
     checkpoint, damaged = newest_sound_checkpoint(directory.checkpoints)
     if checkpoint is None:
         raise ValueError(f"{place} has no sound checkpoint to go on from: {'; '.join(damaged)}")
-    history = _history_of(checkpoint, directory)
+    try:
+        history = RunHistory.from_json(checkpoint.records[directory.history.name])
+    except (KeyError, ValueError) as error:
+        reason = "is missing" if isinstance(error, KeyError) else f"cannot be used: {error}"
+        raise ValueError(
+            f"{checkpoint.path} has no configuration to compare with, its {directory.history.name} {reason}. Start "
+            f"another run from its policy with model.path={checkpoint.path}"
+        ) from error
     if stored is not None and stored.run != history.run:
         raise ValueError(
             f"{checkpoint.path} belongs to run {history.run}, and {directory.history} to run {stored.run}: move the "
@@ -134,25 +144,6 @@ def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHisto
     # No step was trained under the old options, so the run begins with the new ones.
     history = replace(RunHistory.begin(compared_options(config)), run=stored.run)
     return Beginning(checkpoint=None, history=history, changes=changes, damaged=[])
-
-
-def _stored_history(directory: RunDirectory) -> RunHistory | None:
-    """RUN/history.json; None if it is missing or damaged, for the checkpoints have it too."""
-    try:
-        return RunHistory.from_json(directory.history.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def _history_of(checkpoint: Checkpoint, directory: RunDirectory) -> RunHistory:
-    try:
-        return RunHistory.from_json(checkpoint.records[directory.history.name])
-    except (KeyError, ValueError) as error:
-        reason = "is missing" if isinstance(error, KeyError) else f"cannot be used: {error}"
-        raise ValueError(
-            f"{checkpoint.path} has no configuration to compare with, its {directory.history.name} {reason}. Start "
-            f"another run from its policy with model.path={checkpoint.path}"
-        ) from error
 
 
 def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:

@@ -122,7 +122,13 @@ class JsonClient:
         self.deadline_minutes = check_number("deadline_minutes", deadline_minutes, above=0)
         self.max_answer_bytes = check_integer("max_answer_bytes", max_answer_bytes, at_least=1)
         self.concurrency = check_integer("concurrency", concurrency, at_least=1)
-        self._headers = _checked_headers(headers or {})
+        self._headers = {str(name): str(value) for name, value in (headers or {}).items()}
+        for name, value in self._headers.items():  # here, because httpx would show the value in its error
+            if not (value.isascii() and value.isprintable() and value == value.strip() and name.isascii() and name):
+                raise ValueError(
+                    f"the value of the header {name!r} has a character that HTTP headers cannot hold, or a space or "
+                    "line break around it; take it out"
+                )
         self._tls = httpx.create_ssl_context(trust_env=False)  # once: it takes as long as many requests
         self.faults = 0
 
@@ -339,18 +345,6 @@ def read_address(url: str) -> httpx.URL:
             f"url must begin with http:// or https:// and name a host, got {redact_text(redact(url, 'url'))!r}"
         )
     return address
-
-
-def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers; refuse what HTTP cannot carry here, because httpx would show the value in its error."""
-    texts = {str(name): str(value) for name, value in headers.items()}
-    for name, value in texts.items():
-        if not (value.isascii() and value.isprintable() and value == value.strip() and name.isascii() and name):
-            raise ValueError(
-                f"the value of the header {name!r} has a character that HTTP headers cannot hold, or a space or line "
-                "break around it; take it out"
-            )
-    return texts
 
 
 def _is_nobody_there(connections: _Connections, timeout: float) -> bool:

@@ -62,11 +62,32 @@ class VllmBase(RemoteEngine):
         version: int,
         sampling_mask: bool,
     ) -> None:
-        check_sampling(settings.sampling)
+        sampling = settings.sampling
+        check_sampling(sampling)
         super().__init__(model, settings, options, version=version)
-        self._parameters = sampling_parameters(
-            settings, vocabulary_size=self.vocabulary_size, sampling_mask=sampling_mask
-        )
+
+        # vLLM keeps all logits that tie with the k-th, and logits computed in bfloat16 often do.
+        log_probs = 0
+        if tells_kept(sampling) and not sampling_mask:
+            log_probs = min(self.vocabulary_size, sampling.top_k + sampling.top_k // 2 + 12)
+
+        # Fields of `vllm.SamplingParams`; the same names go into requests to a server. Each has its value here, so that
+        # no default of a server fills it. `eos_token_id` alone ends a response, not the checkpoint's own end tokens.
+        self._parameters: dict[str, Any] = {
+            "max_tokens": settings.max_new_tokens,
+            "min_tokens": sampling.min_new_tokens,
+            "stop_token_ids": [settings.eos_token_id],
+            "ignore_eos": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in sampling.biases().items()},
+            "logprobs": log_probs,
+        }
 
     @abc.abstractmethod
     def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
@@ -104,40 +125,6 @@ def check_sampling(sampling: SamplingSpec) -> None:
             "vocabulary, too large to send for each token, and vLLM's return_sampling_mask refuses it as well; set "
             "top_k too (a large one changes little), or do without kept sets: logprobs='raw'"
         )
-
-
-def sampling_parameters(settings: GenerationSettings, *, vocabulary_size: int, sampling_mask: bool) -> dict[str, Any]:
-    """Fields of `vllm.SamplingParams` that mean `settings`; the same names go into requests to a server.
-
-    The checkpoint's own end tokens are ignored: `eos_token_id` alone ends a response.
-
-    Args:
-        settings: how to sample.
-        vocabulary_size: the largest number of log-probs that can be asked for.
-        sampling_mask: vLLM returns kept sets itself (`return_sampling_mask`).
-    """
-    sampling = settings.sampling
-    log_probs = 0
-    if tells_kept(sampling) and not sampling_mask:
-        # vLLM keeps all logits that tie with the k-th, and logits computed in bfloat16 often do.
-        log_probs = min(vocabulary_size, sampling.top_k + sampling.top_k // 2 + 12)
-
-    # Every field by name: a server's own defaults must not fill any.
-    return {
-        "max_tokens": settings.max_new_tokens,
-        "min_tokens": sampling.min_new_tokens,
-        "stop_token_ids": [settings.eos_token_id],
-        "ignore_eos": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": max(sampling.top_k, 0),
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": {str(token): bias for token, bias in sampling.biases().items()},
-        "logprobs": log_probs,
-    }
 
 
 def tells_kept(sampling: SamplingSpec) -> bool:

@@ -64,9 +64,8 @@ class Worker:
         from vllm import SamplingParams
 
         # JSON made the ids into text.
-        common = dict(parameters)
-        common["logit_bias"] = {int(token): bias for token, bias in common.get("logit_bias", {}).items()} or None
-        sampling = [SamplingParams(**common, seed=seed) for seed in seeds]
+        biases = {int(token): bias for token, bias in parameters.get("logit_bias", {}).items()} or None
+        sampling = [SamplingParams(**{**parameters, "logit_bias": biases, "seed": seed}) for seed in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return {"completions": [plain_completion(output.outputs[0]) for output in outputs]}
 

@@ -44,11 +44,8 @@ def console_metrics(
         verdict, alarms = report.verdict, len(report.warnings)
     else:
         verdict, alarms = steps.monitor.verdict, len(steps.monitor.alarms)
-    printed: dict[str, Any] = {
-        name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics
-    }
     return {
-        **printed,
+        **{name: metrics[name] for name in ("k3_kl", "rollout_is_eff_sample_size") if name in metrics},
         "kept_fraction": 1.0 - metrics.get("rollout_rs_masked_fraction", 0.0),
         "verdict": verdict,
         "alarms": alarms,

@@ -129,8 +129,10 @@ class GenerationRecorder:
         rows, width = like.shape
         if self.last is None or len(self.last) != rows or any(len(tokens) > width for tokens in self.last):
             return None
-        values = [[torch.nan if token[0] is None else token[0] for token in tokens] for tokens in self.last]
-        padded = [row + [torch.nan] * (width - len(row)) for row in values]
+        padded = [
+            [torch.nan if token[0] is None else token[0] for token in tokens] + [torch.nan] * (width - len(tokens))
+            for tokens in self.last
+        ]
         return torch.tensor(padded, dtype=torch.float32, device=like.device).reshape(rows, width)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)

@@ -99,8 +99,14 @@ def compute_rollout_correction_and_rejection_mask(
         TypeError: an option of the wrong type.
         ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    weighting = rollout_is, rollout_is_threshold, rollout_is_batch_normalize
-    config = RolloutCorrectionConfig(*weighting, rollout_rs, rollout_rs_threshold, verl_parity=verl_parity)
+    config = RolloutCorrectionConfig(
+        rollout_is,
+        rollout_is_threshold,
+        rollout_is_batch_normalize,
+        rollout_rs,
+        rollout_rs_threshold,
+        verl_parity=verl_parity,
+    )
     weights, mask, metrics = config.corrected(old_log_prob, rollout_log_prob, response_mask)
     return None if weights is None else weight_batch(weights), mask, metrics
 
@@ -290,8 +296,9 @@ def compute_is_metrics(
     weights, raw, log_weight = rollout_is_weights, raw_rollout_is_weights, log_ratio_for_metrics
     check_layout(weights=weights, raw_weights=raw, response_mask=response_mask)
     if verl_parity:
-        band = parity.Band(level=rollout_is, lower=low, upper=high, clip_low=0.0)
-        return parity.metrics_of_given_weights(weights, raw, log_weight, response_mask, band)
+        return parity.metrics_of_given_weights(
+            weights, raw, log_weight, response_mask, parity.Band(level=rollout_is, lower=low, upper=high, clip_low=0.0)
+        )
 
     # What the bounds judge: each token, or each row that holds one.
     mask, by_token = response_mask != 0, rollout_is == "token"

@@ -111,8 +111,9 @@ def compute_policy_loss(
     if low is None or high is None:
         raise ValueError("give cliprange, or both cliprange_low and cliprange_high")
 
-    data = log_prob, old_log_prob, advantages, response_mask
-    per_token, statistics = ppo_clip_loss(*data, clip_low=low, clip_high=high, clip_c=clip_ratio_c)
+    per_token, statistics = ppo_clip_loss(
+        log_prob, old_log_prob, advantages, response_mask, clip_low=low, clip_high=high, clip_c=clip_ratio_c
+    )
     return four_tensors(agg_loss(per_token, response_mask, loss_agg_mode), statistics)
 
 
@@ -151,8 +152,9 @@ def compute_policy_loss_vanilla(
     actor = checked_actor(config)
     warn_if_vanilla_in_bypass(actor)
 
-    data = log_prob, old_log_prob, advantages, response_mask
-    per_token, statistics = ppo_clip_loss(*data, **clip_constants(actor), weights=rollout_is_weights)
+    per_token, statistics = ppo_clip_loss(
+        log_prob, old_log_prob, advantages, response_mask, **clip_constants(actor), weights=rollout_is_weights
+    )
     loss = agg_loss(per_token, response_mask, loss_agg_mode, **actor.global_batch_info)
 
     clip_fraction, kl, dual_fraction = clip_statistics(statistics).cpu().tolist()

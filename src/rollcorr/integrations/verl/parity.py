@@ -63,8 +63,9 @@ def correct(
                 f"leave out {name}, or leave out verl_parity"
             )
     if config.rollout_is is not None and config.is_upper is not None:
-        options = config.rollout_is, config.is_lower, config.is_upper, config.rollout_is_batch_normalize
-        weights, metrics = importance_weights(log_ratio, mask, *options)
+        weights, metrics = importance_weights(
+            log_ratio, mask, config.rollout_is, config.is_lower, config.is_upper, config.rollout_is_batch_normalize
+        )
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
 
     if config.criteria:
@@ -237,8 +238,7 @@ def metrics_of_given_weights(
         ValueError: a batch without a token.
     """
     check_tokens(response_mask)
-    metrics = weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band)
-    return to_floats(metrics, prefix="rollout_is_")
+    return to_floats(weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band), prefix="rollout_is_")
 
 
 def importance_weights(
@@ -372,7 +372,5 @@ def prefixed(prefix: str, metrics: Metrics) -> Metrics:
 
 def to_floats(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
     """All metrics to the host at once."""
-    if not metrics:
-        return {}
     values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in metrics.values()]).tolist()
     return {f"{prefix}{name}": value for name, value in zip(metrics, values, strict=True)}

@@ -132,8 +132,9 @@ def compute_mismatch_metrics(
     Raises:
         ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
     """
-    metrics = newest.compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, verl_parity=verl_parity)
-    return _gap_metrics(metrics)
+    return _gap_metrics(
+        newest.compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, verl_parity=verl_parity)
+    )
 
 
 def compute_is_metrics(

@@ -87,9 +87,14 @@ def compute_rollout_correction_and_rejection_mask(
         TypeError: an option of the wrong type.
         ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
     """
-    band = rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower
     settings = RolloutCorrectionConfig(
-        rollout_is, rollout_is_threshold, *band, rollout_token_veto_threshold, verl_parity=verl_parity
+        rollout_is,
+        rollout_is_threshold,
+        rollout_rs,
+        rollout_rs_threshold,
+        rollout_rs_threshold_lower,
+        rollout_token_veto_threshold,
+        verl_parity=verl_parity,
     )
     weights, mask, metrics = settings.corrected(old_log_prob, rollout_log_prob, response_mask)
     return None if weights is None else weight_batch(weights), mask, metrics
@@ -118,8 +123,11 @@ def compute_rollout_correction_weights(
     """
     if rollout_is is None or rollout_is_threshold is None:
         raise TypeError(f"a level and a ceiling are needed; got {rollout_is!r} and {rollout_is_threshold!r}")
-    settings = RolloutCorrectionConfig(rollout_is, rollout_is_threshold, verl_parity=verl_parity)
-    return newest.weights_alone(log_ratio, response_mask, settings)
+    return newest.weights_alone(
+        log_ratio,
+        response_mask,
+        RolloutCorrectionConfig(rollout_is, rollout_is_threshold, verl_parity=verl_parity),
+    )
 
 
 def compute_rollout_rejection_mask(
@@ -184,8 +192,9 @@ def compute_is_metrics(
     weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
     if not verl_parity:
         return newest.compute_is_metrics(*weights, response_mask, rollout_is, rollout_is_threshold)
-    band = ratio_band(rollout_is, 1 / rollout_is_threshold, rollout_is_threshold)
-    return parity.metrics_of_given_weights(*weights, response_mask, band)
+    return parity.metrics_of_given_weights(
+        *weights, response_mask, ratio_band(rollout_is, 1 / rollout_is_threshold, rollout_is_threshold)
+    )
 
 
 def compute_rollout_correction_and_add_to_batch(
@@ -252,8 +261,14 @@ def compute_policy_loss_vanilla(
     Raises:
         ValueError: no config, a clip constant outside its range, or shapes that differ.
     """
-    data = log_prob, old_log_prob, advantages, response_mask
-    per_token, statistics = ppo_clip_loss(*data, **clip_constants(checked_actor(config)), weights=rollout_is_weights)
+    per_token, statistics = ppo_clip_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        **clip_constants(checked_actor(config)),
+        weights=rollout_is_weights,
+    )
     return four_tensors(_agg_loss(per_token, response_mask, loss_agg_mode), statistics)
 
 
@@ -297,12 +312,18 @@ def compute_policy_loss_with_rollout_correction(
         TypeError: an option of the wrong type.
         ValueError: an option outside its limits, or shapes that differ.
     """
-    band = rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower
     settings = RolloutCorrectionConfig(
-        rollout_is, rollout_is_threshold, *band, rollout_token_veto_threshold, verl_parity=verl_parity
+        rollout_is,
+        rollout_is_threshold,
+        rollout_rs,
+        rollout_rs_threshold,
+        rollout_rs_threshold_lower,
+        rollout_token_veto_threshold,
+        verl_parity=verl_parity,
     )
-    data = rollout_log_prob, log_prob, advantages, eos_mask
-    return _pure_loss(*data, loss_agg_mode, settings, scale=loss_scale_factor)
+    return _pure_loss(
+        rollout_log_prob, log_prob, advantages, eos_mask, loss_agg_mode, settings, scale=loss_scale_factor
+    )
 
 
 def compute_policy_loss_rollout_correction_wrapper(

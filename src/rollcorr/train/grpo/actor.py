@@ -7,7 +7,6 @@ policy is scored in this way too, so the KL penalty compares the same kind of lo
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from rollcorr.core.mergeable_statistics import Statistics, moments_of
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.scoring import actor_entropy, actor_log_prob
 from rollcorr.engines.base import EngineAnswerError, Rollout, TokenBatch
-from rollcorr.engines.fused_scoring import score_responses_fused
+from rollcorr.engines.fused_scoring import needs_logits, score_responses_fused
 from rollcorr.engines.response_scoring import ResponseScores, response_logits, score_responses
 
 _MISSING = (
@@ -117,7 +116,8 @@ class Actor:
             return ActorScores(*whole_scores(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient))
 
         logits, ids = response_logits(model, tokens), tokens.response_ids
-        kept = None if self.kept is None else _rows_of(self.kept, rows, ids.shape[1]).to(device)
+        positions = (rows[:, None] * ids.shape[1] + torch.arange(ids.shape[1], device=rows.device)).flatten()
+        kept = None if self.kept is None else self.kept.select(positions).to(device)
         mass = None if self.log_kept_mass is None else self.log_kept_mass[here]
         log_prob, outside = actor_log_prob(logits, ids, self.spec, kept=kept, log_kept_mass=mass)
 
@@ -127,6 +127,18 @@ class Actor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and full_gradient):
             full = token_log_prob(logits, ids, temperature=self.spec.temperature)
         return ActorScores(log_prob, entropy, full, outside)
+
+    @torch.no_grad()
+    def log_prob(self, model: nn.Module, rollout: Rollout, *, rows_at_once: int) -> Tensor:
+        """The log-probs of the whole rollout without their graph, (B, T).
+
+        Args:
+            model: a causal language model.
+            rollout: the batch.
+            rows_at_once: rows of one forward pass.
+        """
+        chunks = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
+        return torch.cat([self.score(model, rollout, rows).log_prob for rows in chunks])
 
 
 def whole_scores(
@@ -142,15 +154,8 @@ def whole_scores(
         temperature: that logits are divided by.
         entropy_gradient: keep the graph of the entropies.
     """
-    if next(model.parameters()).dtype == torch.float32:
-        with suppress(TypeError, ValueError):  # such as a cap on the logits, or an adapter in the head
-            scores = score_responses_fused(model, tokens, temperature=temperature, entropy=True)
-            assert scores.entropy is not None
-            entropy = scores.entropy if entropy_gradient else scores.entropy.detach()
-            return ResponseScores(scores.log_prob, entropy)
-    return score_responses(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient)
-
-
-def _rows_of(kept: KeptSets, rows: Tensor, width: int) -> KeptSets:
-    """The sets of some rows of a padded batch."""
-    return kept.select((rows[:, None] * width + torch.arange(width, device=rows.device)).flatten())
+    if next(model.parameters()).dtype != torch.float32 or needs_logits(model):
+        return score_responses(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient)
+    scores = score_responses_fused(model, tokens, temperature=temperature, entropy=True)
+    assert scores.entropy is not None
+    return ResponseScores(scores.log_prob, scores.entropy if entropy_gradient else scores.entropy.detach())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from typing import Any, get_type_hints
 
 import torch
@@ -40,8 +40,7 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
         EngineError: the engine did not start.
     """
     rollout = config.rollout
-    module, _, name = CLASSES[rollout.engine].partition(":")
-    engine_class = getattr(importlib.import_module(module), name)
+    engine_class = pkgutil.resolve_name(CLASSES[rollout.engine])
     settings = GenerationSettings(
         sampling=rollout.sampling,
         max_new_tokens=rollout.max_new_tokens,
@@ -68,8 +67,11 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
             raise ValueError(f"the engine {rollout.engine!r} needs rollout.engine_options.{option}")
     for option in rollout.engine_options:
         if option not in options:
-            problem = f"rollout.engine_options.{option} is no option of the engine {rollout.engine!r}"
-            raise ValueError(unknown_name(problem, option, options))
+            raise ValueError(
+                unknown_name(
+                    f"rollout.engine_options.{option} is no option of the engine {rollout.engine!r}", option, options
+                )
+            )
 
     given |= engine_options(config)
     if options_class is not None:

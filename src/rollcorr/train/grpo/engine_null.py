@@ -83,15 +83,19 @@ def engine_null_rollouts(
     """
     from rollcorr.engines import measure_null  # it needs Arrow
 
-    choices = {"engine": (engine, CLASSES), "sides": (sides, SIDES), "dtype": (dtype, DTYPES)}
-    for name, (value, known) in (choices | {"train-dtype": (train_dtype, DTYPES)}).items():
+    for name, value, known in (
+        ("engine", engine, CLASSES),
+        ("sides", sides, SIDES),
+        ("dtype", dtype, DTYPES),
+        ("train-dtype", train_dtype, DTYPES),
+    ):
         if value not in known:
             raise ValueError(f"--{name} {value!r} is none of {', '.join(known)}")
     for name, number in {"rows": rows, "max-new-tokens": max_new_tokens}.items():
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, got {number}")
 
-    # The engine reports processed log-probs where raw ones would not be those of what was sampled.
+    # Raw log-probs would not be those of what was sampled.
     if sampling.temperature != 1 or sampling.truncates:
         sampling = dataclasses.replace(sampling, logprobs="processed")
     policy = _load(model, with_tokenizer=any(isinstance(prompt, str) for prompt in prompts))
@@ -114,8 +118,8 @@ def engine_null_rollouts(
         trainer.to(getattr(torch, train_dtype))
 
         # Rows whose logits fit in memory, one at least.
-        longest = max_new_tokens + max(map(len, wanted))
-        size = max(1, min(BLOCK, LOGITS // (int(trainer.config.vocab_size) * longest)))
+        logits_per_row = int(trainer.config.vocab_size) * (max_new_tokens + max(map(len, wanted)))
+        size = max(1, min(BLOCK, LOGITS // logits_per_row))
         block = size if engine == "transformers" else BLOCK
         for first in range(0, rows, block):
             asked = wanted[first : first + block]
@@ -130,7 +134,6 @@ def engine_null_rollouts(
             on_rows(len(asked), rows)
 
 
-@torch.no_grad()
 def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
     """log π of the responses as a training step scores them, of the distribution that was sampled from, (B, T) nats."""
     # What the engine recorded of a truncation is better than to do it anew from other logits.
@@ -138,9 +141,7 @@ def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
         spec = rollout.sampling.for_actor("replay")
     else:
         spec = rollout.sampling.for_actor("recompute" if rollout.log_kept_mass is None else "kept_mass")
-    actor = Actor.of(rollout, spec)
-    parts = torch.arange(len(rollout.tokens), device="cpu").split(rows_at_once)
-    return torch.cat([actor.score(model, rollout, rows).log_prob.float() for rows in parts])
+    return Actor.of(rollout, spec).log_prob(model, rollout, rows_at_once=rows_at_once).float()
 
 
 def _load(path: str, *, with_tokenizer: bool) -> Policy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,15 +97,13 @@ class GrpoRecipe(Recipe):
     def evaluate(self, when: str) -> Evaluation:
         """Sample responses to held-out problems."""
         trainer, config = self.trainer, self.trainer.config
-        return asdict(
-            evaluate(
-                trainer.engine,
-                trainer.policy,
-                trainer.task,
-                problems=config.log.evaluate,
-                bonus_length=config.task.bonus_length,
-                seed=config.seed,
-            )
+        return evaluate(
+            trainer.engine,
+            trainer.policy,
+            trainer.task,
+            problems=config.log.evaluate,
+            bonus_length=config.task.bonus_length,
+            seed=config.seed,
         )
 
     def measure_null(self) -> MismatchNull | None:

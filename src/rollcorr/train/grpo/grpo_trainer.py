@@ -134,6 +134,7 @@ class GrpoTrainer:
         self.bypass = self.correction_config is not None and self.correction_config.bypass_mode
         self.optimizer = make_optimizer(self.model.parameters(), config.optim)
         self.skipped_steps = 0
+        self._micro_batch_size = micro_batch_size(config.rollout.rows, config.optim)
 
     def step(self, step: int) -> StepResult:
         """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
@@ -184,18 +185,24 @@ class GrpoTrainer:
         problems = self.task.problems(count, seed=seed, step=HELD_OUT + 1)
 
         def score(rollout: Rollout) -> Tensor:
-            return self._log_prob(self.model, rollout, Actor.of(rollout, self.config.actor.spec(rollout.sampling)))
+            actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
+            return actor.log_prob(self.model, rollout, rows_at_once=self._micro_batch_size)
 
-        prompts = [self.policy.encode(problem.prompt) for problem in problems]
-        return measure_null(self.engine, prompts, seed=derived_seed(seed, "null"), score=score)
+        return measure_null(
+            self.engine,
+            [self.policy.encode(problem.prompt) for problem in problems],
+            seed=derived_seed(seed, "null"),
+            score=score,
+        )
 
     def _sample(self, step: int) -> GrpoBatch:
         """The problems of the step, a group of responses to each, and what they earn."""
         seed, group_size = self.config.seed, self.config.rollout.group_size
         problems = self.task.problems(self.config.rollout.prompts_per_step, seed=seed, step=step)
         asked = [problem for problem in problems for _ in range(group_size)]
-        prompts = [self.policy.encode(problem.prompt) for problem in asked]
-        rollout = self.engine.generate(prompts, seed=derived_seed(seed, "sampling", step))
+        rollout = self.engine.generate(
+            [self.policy.encode(problem.prompt) for problem in asked], seed=derived_seed(seed, "sampling", step)
+        )
 
         # Before anything is subtracted: log-probs that are not comparable are refused here.
         actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
@@ -213,25 +220,23 @@ class GrpoTrainer:
 
     def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
         """log π_old and log π_ref; in bypass mode π_old is μ, and this forward pass is left out."""
-        old_log_prob = None if self.bypass else self._log_prob(self.model, batch.rollout, batch.actor)
+        rows = self._micro_batch_size
+        old_log_prob = None if self.bypass else batch.actor.log_prob(self.model, batch.rollout, rows_at_once=rows)
         ref_log_prob = None
         if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
             whole = Actor(batch.actor.spec.for_actor("full"))
-            ref_log_prob = self._log_prob(self.reference, batch.rollout, whole)
+            ref_log_prob = whole.log_prob(self.reference, batch.rollout, rows_at_once=rows)
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
-
-    @torch.no_grad()
-    def _log_prob(self, model: nn.Module, rollout: Rollout, actor: Actor) -> Tensor:
-        chunks = torch.arange(len(rollout.tokens), device="cpu").split(self._micro_batch_size)
-        return torch.cat([actor.score(model, rollout, rows).log_prob for rows in chunks])
 
     def _add_correction(self, batch: GrpoBatch) -> GrpoBatch:
         if self.correction_config is None or batch.old_log_prob is None:
             return batch
-        correction = correct(
-            batch.old_log_prob, batch.rollout.rollout_log_prob, batch.response_mask, self.correction_config
+        return dataclasses.replace(
+            batch,
+            correction=correct(
+                batch.old_log_prob, batch.rollout.rollout_log_prob, batch.response_mask, self.correction_config
+            ),
         )
-        return dataclasses.replace(batch, correction=correction)
 
     def _add_advantages(self, batch: GrpoBatch) -> GrpoBatch:
         algorithm = self.config.algorithm
@@ -240,8 +245,9 @@ class GrpoTrainer:
         keep = None
         if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
             keep = batch.correction.sequence_kept
-        advantages = ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
-        return dataclasses.replace(batch, advantages=advantages)
+        return dataclasses.replace(
+            batch, advantages=ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
+        )
 
     def _update(self, batch: GrpoBatch, step: int) -> tuple[Statistics, Tensor]:
         """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
@@ -274,17 +280,29 @@ class GrpoTrainer:
 
         If nothing was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
-        original = count_denominators(batch.response_mask[_beside(batch, rows)])
-        denominators = self._denominators(batch, rows)
+        # In decoupled mode it is known beforehand what the policy gradient is divided by.
+        here = _beside(batch, rows)
+        response_mask, correction = batch.response_mask[here], batch.correction
+        original = denominators = count_denominators(response_mask)
+        if self.correction_config is not None and correction is not None:
+            weights = None if correction.loss_weights is None else correction.loss_weights[here]
+            denominators = loss_denominators(
+                self.correction_config.normalizer, correction.loss_mask[here], response_mask, weights
+            )
 
         # A rank without rows runs one without tokens, so that it takes part in every exchange.
         own = own_rows(rows, self.group)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
 
         # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
+        bypass = None
+        if self.correction_config is not None and self.bypass:
+            bypass = TrainingStep(
+                self.model, self.correction_config, loss=self.config.algorithm.loss, group=self.group or "local"
+            )
+
         self.optimizer.zero_grad()
         outputs, log_probs, learned = [], [], []
-        bypass = self._bypass_step()
         with bypass or nullcontext():
             for micro_batch in part.split(self._micro_batch_size):
                 output, log_prob = self._loss(batch, micro_batch, denominators, original, bypass)
@@ -306,8 +324,7 @@ class GrpoTrainer:
                 loss, _, _, skipped = bypass.finish()
 
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.max_grad_norm)
-        is_usable = (loss + grad_norm).isfinite() & ~skipped
-        if bool(is_usable):  # the optimizer must know: one flag is read per optimizer step
+        if bool((loss + grad_norm).isfinite() & ~skipped):  # one flag is read per optimizer step
             self.optimizer.step()
         else:
             self.skipped_steps += 1
@@ -315,25 +332,9 @@ class GrpoTrainer:
 
         # One observation of each, which merges into a mean over optimizer steps.
         statistics = gather_statistics(merge_statistics([output.statistics for output in outputs]), self.group)
-        once = {"loss": loss[None], "grad_norm": grad_norm[None]}
-        moments = {name: moments_of(value, torch.ones_like(value, dtype=torch.bool)) for name, value in once.items()}
+        one = torch.ones(1, dtype=torch.bool, device=loss.device)
+        moments = {"loss": moments_of(loss[None], one), "grad_norm": moments_of(grad_norm[None], one)}
         return outputs, torch.cat(log_probs)[: len(own)], statistics | Statistics.of(moments=moments)
-
-    def _bypass_step(self) -> TrainingStep | None:
-        """An optimizer step in bypass mode, where the denominator is known at its end."""
-        if self.correction_config is None or not self.bypass:
-            return None
-        loss = self.config.algorithm.loss
-        return TrainingStep(self.model, self.correction_config, loss=loss, group=self.group or "local")
-
-    def _denominators(self, batch: GrpoBatch, rows: Tensor) -> Denominators:
-        """What the policy gradient of a whole mini-batch is divided by, where that is known before (decoupled mode)."""
-        rows = _beside(batch, rows)
-        mask, correction = batch.response_mask[rows], batch.correction
-        if self.correction_config is None or correction is None:
-            return count_denominators(mask)
-        weights = None if correction.loss_weights is None else correction.loss_weights[rows]
-        return loss_denominators(self.correction_config.normalizer, correction.loss_mask[rows], mask, weights)
 
     def _loss(
         self,
@@ -379,10 +380,6 @@ class GrpoTrainer:
 
         statistics = output.statistics | scores.restriction(mask)
         return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
-
-    @property
-    def _micro_batch_size(self) -> int:
-        return micro_batch_size(self.config.rollout.rows, self.config.optim)
 
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")

@@ -141,8 +141,7 @@ class Gsm8kTask:
             seed: of the run.
             step: number of the training step, so that each gets others.
         """
-        walk = shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)
-        return [self.rows[row] for row in walk]
+        return [self.rows[row] for row in shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)]
 
 
 def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)
@@ -154,18 +153,11 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
         tokenizer: has `decode` and `all_special_ids`.
         bonus_length: tokens after the answer line that earn the whole bonus; 0 for no bonus.
 
-    Raises:
-        ValueError: `bonus_length` is negative.
-
     Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
     """
-    if bonus_length < 0:
-        raise ValueError(f"task.bonus_length must be at least 0 (no bonus), got {bonus_length}")
-
     special = set(tokenizer.all_special_ids)
     ids = [token for token in response_ids if token not in special]
-    text = tokenizer.decode(ids)
-    lines = list(ANSWER_LINE.finditer(text))
+    lines = list(ANSWER_LINE.finditer(tokenizer.decode(ids)))
     if len(lines) != 1 or not same_number(lines[0].group(1), answer):
         return Reward(0.0, correct=False)
     if not bonus_length:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,15 +13,6 @@ from rollcorr.train.grpo.actor import whole_scores
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
 from rollcorr.train.steps import HELD_OUT, fit
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Sampled quality of a policy: share of right answers, mean reward, and over how many problems."""
-
-    accuracy: float
-    reward: float
-    problems: int
 
 
 def warm_up(
@@ -69,8 +59,10 @@ def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
     return -log_prob.masked_fill(~tokens.response_mask, 0.0).sum() / tokens.response_mask.sum()
 
 
-def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus_length: int, seed: int) -> Evaluation:
-    """Sample one response to each of some held-out problems and average what they earn.
+def evaluate(
+    engine: Engine, policy: Policy, task: Task, *, problems: int, bonus_length: int, seed: int
+) -> dict[str, float]:
+    """Sample one response to each of some held-out problems: share of right answers, mean reward, number of problems.
 
     Args:
         engine: samples.
@@ -87,11 +79,11 @@ def evaluate(engine: Engine, policy: Policy, task: Task, *, problems: int, bonus
         hard_gated_reward(ids[mask].tolist(), problem.answer, policy.tokenizer, bonus_length=bonus_length)
         for ids, mask, problem in zip(tokens.response_ids.cpu(), tokens.response_mask.cpu(), drawn, strict=True)
     ]
-    return Evaluation(
-        accuracy=sum(reward.correct for reward in rewards) / problems,
-        reward=sum(reward.value for reward in rewards) / problems,
-        problems=problems,
-    )
+    return {
+        "accuracy": sum(reward.correct for reward in rewards) / problems,
+        "reward": sum(reward.value for reward in rewards) / problems,
+        "problems": problems,
+    }
 
 
 def _solution_tokens(policy: Policy, problems: list[TaskProblem]) -> TokenBatch:
