@@ -12,7 +12,7 @@ import rollcorr.diagnostics.report as reports
 from rollcorr import diagnostics, run_directory
 from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
 from rollcorr.cli.null_and_advice import parse_steps
-from rollcorr.config.input_file import BadInputError
+from rollcorr.config.documents import BadInputError
 
 
 def report(

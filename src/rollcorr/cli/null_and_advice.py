@@ -21,8 +21,7 @@ from rollcorr.cli.app import (
     terminal,
 )
 from rollcorr.config import SamplingSpec
-from rollcorr.config.input_file import BadInputError
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import BadInputError, load_yaml
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics.null.null_file import Sides

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rollcorr.config.documents import BadInputError
 from rollcorr.config.finding import Finding
-from rollcorr.config.input_file import BadInputError
 from rollcorr.rollout_log.arrow import pa
 
 
@@ -72,7 +72,7 @@ class FileLimits:
         rows: rows of a file.
         row_tokens: values of one row in any of its columns, except kept ids.
         row_kept_ids: kept ids of one row.
-        line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.json_text.MAX_DEPTH`.
+        line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.documents.MAX_DEPTH`.
         page_bytes: bytes that the largest pages of a row group decompress to, over all columns that are read.
         footer_bytes: bytes of the footer of a Parquet file.
         pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, where tensors lie beside it.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.config.checks import check_integer, check_number, unknown_name
-from rollcorr.config.yaml_text import read_yaml
+from rollcorr.config.documents import read_yaml
 from rollcorr.simulation.estimators import Estimators, every_estimator
 from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule, last_token_state
 from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
