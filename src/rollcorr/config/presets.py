@@ -72,204 +72,193 @@ _OLDER_GEO_RS_PARAMETERS = {
 # description, values, parameters
 _Row = tuple[str, Mapping[str, object], Mapping[str, tuple[str, ...]]]
 
-_NEWEST: dict[str, _Row] = {
-    "decoupled_token_is": (
-        "Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "decoupled_seq_is": (
-        "Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
-        _SEQ_IS,
-        _IS,
-    ),
-    "decoupled_token_icepop": (
-        "Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
-        _TOKEN_ICEPOP,
-        _IS,
-    ),
-    "decoupled_seq_is_rs": (
-        "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        _IS_RS,
-    ),
-    "decoupled_geo_rs": (
-        "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
-        _GEO_RS,
-        _RS,
-    ),
-    "decoupled_geo_rs_seq_tis": (
-        "Decoupled PPO; Geo-RS filter with sequence weights.",
-        _SEQ_IS | _GEO_RS,
-        _IS_RS,
-    ),
-    "decoupled_geo_rs_token_tis": (
-        "Decoupled PPO; Geo-RS filter with token weights.",
-        _TOKEN_IS | _GEO_RS,
-        _IS_RS,
-    ),
-    "decoupled_k3_rs": (
-        "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
-        _K3_RS,
-        _RS,
-    ),
-    "decoupled_k3_rs_seq_tis": (
-        "Decoupled PPO; K3-RS filter with sequence weights.",
-        _SEQ_IS | _K3_RS,
-        _IS_RS,
-    ),
-    "decoupled_k3_rs_token_tis": (
-        "Decoupled PPO; K3-RS filter with token weights.",
-        _TOKEN_IS | _K3_RS,
-        _IS_RS,
-    ),
-    "bypass_ppo_clip": (
-        "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
-        _BYPASS_PPO,
-        {},
-    ),
-    "bypass_ppo_clip_geo_rs": (
-        "PPO clipped against the rollout policy, with the Geo-RS filter.",
-        _GEO_RS | _BYPASS_PPO,
-        _RS,
-    ),
-    "bypass_ppo_clip_k3_rs": (
-        "PPO clipped against the rollout policy, with the K3-RS filter.",
-        _K3_RS | _BYPASS_PPO,
-        _RS,
-    ),
-    "bypass_pg_is": (
-        "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
-        _SEQ_IS | _BYPASS_PG,
-        _IS,
-    ),
-    "bypass_pg_token_icepop": (
-        "REINFORCE with banded token weights (IcePop) against the rollout policy.",
-        _TOKEN_ICEPOP | _BYPASS_PG,
-        _IS,
-    ),
-    "bypass_pg_geo_rs": (
-        "REINFORCE without weights; the Geo-RS filter alone.",
-        _GEO_RS | _BYPASS_PG,
-        _RS,
-    ),
-    "bypass_pg_geo_rs_seq_tis": (
-        "REINFORCE with sequence weights and the Geo-RS filter.",
-        _SEQ_IS | _GEO_RS | _BYPASS_PG,
-        _IS_RS,
-    ),
-    "bypass_pg_geo_rs_token_tis": (
-        "REINFORCE with token weights and the Geo-RS filter.",
-        _TOKEN_IS | _GEO_RS | _BYPASS_PG,
-        _IS_RS,
-    ),
-    "disabled": (
-        "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
-        {},
-        {},
-    ),
-}
-
-_NOVEMBER_2025: dict[str, _Row] = {
-    "token_is": (
-        "Older name of `decoupled_token_is`.",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "token_tis": (
-        "The same as `token_is`.",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "seq_is": (
-        "Older name of `decoupled_seq_is`.",
-        _SEQ_IS,
-        _IS,
-    ),
-    "seq_is_rs": (
-        "Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-        {**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
-    ),
-    "seq_mis": (
-        "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-        {"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
-    ),
-    "geo_rs": (
-        "Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
-        _OLDER_GEO_RS,
-        _OLDER_GEO_RS_PARAMETERS,
-    ),
-    "geo_mis": (
-        "Geo-RS with the band [0.999, 1.001] and the per-token veto.",
-        {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
-        _OLDER_GEO_RS_PARAMETERS,
-    ),
-    # Applying the weights would count the behavior ratio twice. Saying so keeps the preset free of the warning.
-    "ppo_is_bypass": (
-        "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
-        {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
-        _IS,
-    ),
-    "pure_is": (
-        "Older name of `bypass_pg_is`.",
-        _SEQ_IS | _BYPASS_PG,
-        _IS,
-    ),
-}
-
-_DECEMBER_2025: dict[str, _Row] = {
-    "bypass_pg_rs": (
-        "Older name of `bypass_pg_geo_rs`.",
-        _GEO_RS | _BYPASS_PG,
-        _RS,
-    ),
-}
-
-_OWN: dict[str, _Row] = {
-    "measure": (
-        "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
-        {**_TOKEN_IS, "apply_is": False},
-        _IS,
-    ),
-}
-
-_SHORT: dict[str, _Row] = {
-    "tis": (
-        "Short name of `decoupled_token_is`.",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "seq_tis": (
-        "Short name of `decoupled_seq_is`.",
-        _SEQ_IS,
-        _IS,
-    ),
-    "mis": (
-        "Short name of `decoupled_seq_is_rs`: sequences outside the band leave the loss.",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        _IS_RS,
-    ),
-    "icepop": (
-        "Short name of `decoupled_token_icepop`.",
-        _TOKEN_ICEPOP,
-        _IS,
-    ),
-}
-
-
-_SOURCES = {
-    VERL: _NEWEST,
-    OWN: _OWN,
-    SHORT: _SHORT,
-    VERL_2025_11: _NOVEMBER_2025,
-    VERL_2025_12: _DECEMBER_2025,
+_ROWS: dict[str, dict[str, _Row]] = {
+    VERL: {
+        "decoupled_token_is": (
+            "Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "decoupled_seq_is": (
+            "Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
+            _SEQ_IS,
+            _IS,
+        ),
+        "decoupled_token_icepop": (
+            "Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
+            _TOKEN_ICEPOP,
+            _IS,
+        ),
+        "decoupled_seq_is_rs": (
+            "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+            _IS_RS,
+        ),
+        "decoupled_geo_rs": (
+            "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
+            _GEO_RS,
+            _RS,
+        ),
+        "decoupled_geo_rs_seq_tis": (
+            "Decoupled PPO; Geo-RS filter with sequence weights.",
+            _SEQ_IS | _GEO_RS,
+            _IS_RS,
+        ),
+        "decoupled_geo_rs_token_tis": (
+            "Decoupled PPO; Geo-RS filter with token weights.",
+            _TOKEN_IS | _GEO_RS,
+            _IS_RS,
+        ),
+        "decoupled_k3_rs": (
+            "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
+            _K3_RS,
+            _RS,
+        ),
+        "decoupled_k3_rs_seq_tis": (
+            "Decoupled PPO; K3-RS filter with sequence weights.",
+            _SEQ_IS | _K3_RS,
+            _IS_RS,
+        ),
+        "decoupled_k3_rs_token_tis": (
+            "Decoupled PPO; K3-RS filter with token weights.",
+            _TOKEN_IS | _K3_RS,
+            _IS_RS,
+        ),
+        "bypass_ppo_clip": (
+            "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
+            _BYPASS_PPO,
+            {},
+        ),
+        "bypass_ppo_clip_geo_rs": (
+            "PPO clipped against the rollout policy, with the Geo-RS filter.",
+            _GEO_RS | _BYPASS_PPO,
+            _RS,
+        ),
+        "bypass_ppo_clip_k3_rs": (
+            "PPO clipped against the rollout policy, with the K3-RS filter.",
+            _K3_RS | _BYPASS_PPO,
+            _RS,
+        ),
+        "bypass_pg_is": (
+            "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
+            _SEQ_IS | _BYPASS_PG,
+            _IS,
+        ),
+        "bypass_pg_token_icepop": (
+            "REINFORCE with banded token weights (IcePop) against the rollout policy.",
+            _TOKEN_ICEPOP | _BYPASS_PG,
+            _IS,
+        ),
+        "bypass_pg_geo_rs": (
+            "REINFORCE without weights; the Geo-RS filter alone.",
+            _GEO_RS | _BYPASS_PG,
+            _RS,
+        ),
+        "bypass_pg_geo_rs_seq_tis": (
+            "REINFORCE with sequence weights and the Geo-RS filter.",
+            _SEQ_IS | _GEO_RS | _BYPASS_PG,
+            _IS_RS,
+        ),
+        "bypass_pg_geo_rs_token_tis": (
+            "REINFORCE with token weights and the Geo-RS filter.",
+            _TOKEN_IS | _GEO_RS | _BYPASS_PG,
+            _IS_RS,
+        ),
+        "disabled": (
+            "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
+            {},
+            {},
+        ),
+    },
+    OWN: {
+        "measure": (
+            "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
+            {**_TOKEN_IS, "apply_is": False},
+            _IS,
+        ),
+    },
+    SHORT: {
+        "tis": (
+            "Short name of `decoupled_token_is`.",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "seq_tis": (
+            "Short name of `decoupled_seq_is`.",
+            _SEQ_IS,
+            _IS,
+        ),
+        "mis": (
+            "Short name of `decoupled_seq_is_rs`: sequences outside the band leave the loss.",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+            _IS_RS,
+        ),
+        "icepop": (
+            "Short name of `decoupled_token_icepop`.",
+            _TOKEN_ICEPOP,
+            _IS,
+        ),
+    },
+    VERL_2025_11: {
+        "token_is": (
+            "Older name of `decoupled_token_is`.",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "token_tis": (
+            "The same as `token_is`.",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "seq_is": (
+            "Older name of `decoupled_seq_is`.",
+            _SEQ_IS,
+            _IS,
+        ),
+        "seq_is_rs": (
+            "Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+            {**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
+        ),
+        "seq_mis": (
+            "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+            {"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
+        ),
+        "geo_rs": (
+            "Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
+            _OLDER_GEO_RS,
+            _OLDER_GEO_RS_PARAMETERS,
+        ),
+        "geo_mis": (
+            "Geo-RS with the band [0.999, 1.001] and the per-token veto.",
+            {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
+            _OLDER_GEO_RS_PARAMETERS,
+        ),
+        # Applying the weights would count the behavior ratio twice. Saying so keeps the preset free of the warning.
+        "ppo_is_bypass": (
+            "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
+            {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
+            _IS,
+        ),
+        "pure_is": (
+            "Older name of `bypass_pg_is`.",
+            _SEQ_IS | _BYPASS_PG,
+            _IS,
+        ),
+    },
+    VERL_2025_12: {
+        "bypass_pg_rs": (
+            "Older name of `bypass_pg_geo_rs`.",
+            _GEO_RS | _BYPASS_PG,
+            _RS,
+        ),
+    },
 }
 
 PRESETS = {
     name: Preset(description=description, values=values, parameters=parameters, source=source)
-    for source, rows in _SOURCES.items()
+    for source, rows in _ROWS.items()
     for name, (description, values, parameters) in rows.items()
 }
 
@@ -317,10 +306,9 @@ def preset_constructor(
     preset = PRESETS[name]
     taken = list(preset.parameters if parameters is None else parameters)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    arguments = [
-        inspect.Parameter(argument, kind, default=_default(preset.parameters.get(argument, ()), preset.values))
-        for argument in taken
-    ]
+    # The default of an argument is the value of the first field that it sets.
+    defaults = {argument: preset.values.get(fields[0]) for argument, fields in preset.parameters.items()}
+    arguments = [inspect.Parameter(argument, kind, default=defaults.get(argument)) for argument in taken]
     signature = inspect.Signature([inspect.Parameter("cls", kind), *arguments])
 
     def constructor(owner: type, *positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
@@ -339,8 +327,3 @@ def with_named_presets(cls: type[Config]) -> type[Config]:
     for name in PRESETS:
         setattr(cls, name, preset_constructor(name, lambda owner, preset, **given: owner.preset(preset, **given)))
     return cls
-
-
-def _default(fields: Iterable[str], values: Mapping[str, object]) -> object:
-    """The default of an argument: the value of the first field that it sets."""
-    return next((values.get(name) for name in fields), None)
