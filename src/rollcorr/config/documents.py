@@ -127,8 +127,9 @@ class _Loader(yaml.SafeLoader):
         except yaml.YAMLError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            message = f"{node.value!r:.60} is no {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r:.60} is no {node.tag.rpartition(':')[2]}", node.start_mark
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping without a key twice, with thresholds kept as written."""

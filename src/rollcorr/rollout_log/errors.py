@@ -154,14 +154,25 @@ class FileLimits:
         name = "row_kept_ids" if column == "kept_ids" else "row_tokens"
         row = int(lengths.argmax())
         if lengths[row] > getattr(self, name):
-            found = f"{int(lengths[row]):,} values in one row"
-            raise limit_error(name, found, getattr(self, name), file=file, row=first_row + row, column=column)
+            raise limit_error(
+                name,
+                f"{int(lengths[row]):,} values in one row",
+                getattr(self, name),
+                file=file,
+                row=first_row + row,
+                column=column,
+            )
 
 
 def limit_error(
     name: str, found: str, limit: int, *, file: object, row: int | None = None, column: str | None = None
 ) -> RolloutLogError:
     """The error for something that exceeds the limit of this name."""
-    title = f"{found}; the limit is {limit:,}"
-    fix = f"if you trust the file, raise it: --limit {name}=NUMBER, or FileLimits({name}=NUMBER)"
-    return log_error("limit", title, fix=fix, file=file, row=row, column=column)
+    return log_error(
+        "limit",
+        f"{found}; the limit is {limit:,}",
+        fix=f"if you trust the file, raise it: --limit {name}=NUMBER, or FileLimits({name}=NUMBER)",
+        file=file,
+        row=row,
+        column=column,
+    )

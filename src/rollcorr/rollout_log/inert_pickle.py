@@ -139,8 +139,9 @@ class _InertUnpickler(pickle._Unpickler):
         """Count what an object takes."""
         self.left -= cost
         if self.left < 0:
-            found = f"more than {self.limit:,} objects in the pickle"
-            raise limit_error("pickle_objects", found, self.limit, file=self.file)
+            raise limit_error(
+                "pickle_objects", f"more than {self.limit:,} objects in the pickle", self.limit, file=self.file
+            )
 
     def _text(self, size_form: str = "<I") -> None:
         (size,) = struct.unpack(size_form, self.read(struct.calcsize(size_form)))
@@ -305,5 +306,9 @@ def check_pickle_bytes(size: int, *, file: object, limits: FileLimits) -> None:
 
 def unreadable(error: DamagedPickleError, path: Path) -> Exception:
     """The error for a file that is damaged."""
-    fix = "was it cut off while it was copied? Files older than torch 1.6 must be saved again"
-    return log_error("unreadable", str(error), fix=fix, file=path)
+    return log_error(
+        "unreadable",
+        str(error),
+        fix="was it cut off while it was copied? Files older than torch 1.6 must be saved again",
+        file=path,
+    )

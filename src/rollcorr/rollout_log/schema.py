@@ -151,8 +151,9 @@ def check_columns(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in COLUMNS and not name.startswith(OWN_PREFIX):
-            problem = f"{name!r} is not a column of the rollout log"
-            raise ValueError(unknown_name(problem, name, [*COLUMNS, "your own, x_…"]))
+            raise ValueError(
+                unknown_name(f"{name!r} is not a column of the rollout log", name, [*COLUMNS, "your own, x_…"])
+            )
 
 
 def check_column_names(names: Mapping[str, str]) -> None:
@@ -194,9 +195,13 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
     if not major.isdecimal():
         raise log_error("version", f"schema version {text!r} is not 'major.minor'", file=file, row=row)
     if int(major) > int(SCHEMA_VERSION.split(".")[0]):
-        title = f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads"
-        fix = "upgrade rollcorr, or write the log with the older release"
-        raise log_error("version", title, fix=fix, file=file, row=row)
+        raise log_error(
+            "version",
+            f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads",
+            fix="upgrade rollcorr, or write the log with the older release",
+            file=file,
+            row=row,
+        )
 
 
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
@@ -240,8 +245,14 @@ def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row
             missing = np.logical_or.reduce([pc.is_null(part).to_numpy(zero_copy_only=False) for part in nested])
             _, lengths, _ = ragged(array)
             row = first_row + int(np.repeat(np.arange(len(lengths)), lengths)[missing.argmax()])
-            fix = "only log-probs, rewards and advantages may miss single values"
-            raise log_error("null", "null inside the list", fix=fix, file=file, row=row, column=column)
+            raise log_error(
+                "null",
+                "null inside the list",
+                fix="only log-probs, rewards and advantages may miss single values",
+                file=file,
+                row=row,
+                column=column,
+            )
     return array
 
 

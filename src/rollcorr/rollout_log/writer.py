@@ -181,9 +181,12 @@ class _ParquetSink:
             for field in own:
                 known = self._schema.field(field.name).type if field.name in self._schema.names else "no such column"
                 if field.type != known:
-                    title = f"{field.type} in this batch, and {known} in the first"
-                    fix = "give every batch of a file the same columns of your own, of the same types"
-                    raise log_error("type", title, fix=fix, column=field.name)
+                    raise log_error(
+                        "type",
+                        f"{field.type} in this batch, and {known} in the first",
+                        fix="give every batch of a file the same columns of your own, of the same types",
+                        column=field.name,
+                    )
             return self._writer
         for field in own:
             self._schema = self._schema.append(field)
