@@ -112,11 +112,10 @@ def check(
     page = None
     with exit_on():
         file_limits, column_names = file_options(limit, columns)
-        correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:
             result = diagnostics.check_logs(
                 logs,
-                correction_config,
+                choose_config(preset=preset, file=config),
                 train_column=train_column,
                 diffusion=diffusion,
                 null=None if null is None else diagnostics.read_null(null),

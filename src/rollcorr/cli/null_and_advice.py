@@ -204,8 +204,9 @@ def _sample(
             given[name] = load_yaml(value)
         with row_progress("sampling") as on_rows:
             texts, spec = read_prompts(prompts), SamplingSpec(**sampling)
-            rollouts = engine_null_rollouts(texts, engine_options=given, sampling=spec, on_rows=on_rows, **settings)
-            batches = list(rollouts)
+            batches = list(
+                engine_null_rollouts(texts, engine_options=given, sampling=spec, on_rows=on_rows, **settings)
+            )
         with RolloutLogWriter(target) as log:
             for batch in batches:
                 log.write(batch)

@@ -48,17 +48,18 @@ def log_error(
         column: the column of the rollout log.
     """
     # A finding may stand for many rows: it has the first one and their number. This one stands for one row, if any.
-    finding = Finding(
-        code=code,
-        title=title,
-        fix=fix,
-        severity="error",
-        file=None if file is None else str(file),
-        column=column,
-        first_row=row,
-        rows=None if row is None else 1,
+    return RolloutLogError(
+        Finding(
+            code=code,
+            title=title,
+            fix=fix,
+            severity="error",
+            file=None if file is None else str(file),
+            column=column,
+            first_row=row,
+            rows=None if row is None else 1,
+        )
     )
-    return RolloutLogError(finding)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,6 @@ TOKEN_COLUMNS = tuple(column.name for column in _COLUMNS if column.per == "token
 @cache
 def arrow_type(column: str) -> pa.DataType:
     """The Arrow type of a column of the log."""
-    spans = [("start", pa.int32()), ("length", pa.int32()), ("version", pa.int64())]
     primitive = {
         "bool": pa.bool_(),
         "int32": pa.int32(),
@@ -113,7 +112,7 @@ def arrow_type(column: str) -> pa.DataType:
     }
 
     types = primitive | {f"list<{name}>": pa.list_(type_) for name, type_ in primitive.items()}
-    types[SPANS] = pa.list_(pa.struct(spans))
+    types[SPANS] = pa.list_(pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int64())]))
     fields = (field.split(": ") for field in SAMPLING[len("struct<") : -1].split(", "))
     types[SAMPLING] = pa.struct([(name, primitive[type_]) for name, type_ in fields])
     return types[COLUMNS[column].type]

@@ -243,12 +243,13 @@ def _open_private(path: str, flags: int) -> int:
 
 def _rename_new(source: Path, target: Path) -> None:
     """Rename unless the target exists: a hard link cannot replace a file, so two writers cannot both succeed."""
-    message = f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
     try:
         os.link(source, target)
     except OSError:  # the name is taken, or the file system has no hard links
         if os.path.lexists(target):
-            raise FileExistsError(message) from None
+            raise FileExistsError(
+                f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
+            ) from None
         os.replace(source, target)
     else:
         source.unlink()

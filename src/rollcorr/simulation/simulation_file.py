@@ -76,8 +76,13 @@ def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
     for length in lengths:
         pair_of(pair, length)
 
-    shared = {"pair": dict(pair), "chosen": chosen, "batch_sizes": _integers("batch_sizes", options["batch_sizes"])}
-    shared |= {"samples": options["samples"], "seed": options["seed"]}
+    shared = {
+        "pair": dict(pair),
+        "chosen": chosen,
+        "batch_sizes": _integers("batch_sizes", options["batch_sizes"]),
+        "samples": options["samples"],
+        "seed": options["seed"],
+    }
     return [Cell("estimators", {"length": length, **shared}) for length in lengths]
 
 

@@ -153,8 +153,7 @@ def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
     sampled = dataclasses.replace(every, probability=drawn / draws)
 
     found: list[ResultRow] = []
-    estimators = every_estimator()
-    for name, config in estimators.items():
+    for name, config in every_estimator().items():
         exact, seen = gradient_sums(every, config), gradient_sums(sampled, config)
         mean = exact.first.sum(0)
         error = ((exact.second.sum(0) - mean.square()).clamp(min=0) / draws).sqrt()
@@ -204,8 +203,15 @@ def orders(index: int) -> list[ResultRow]:
     check = ORDER_CHECKS[index]
     x, y = check.points()
     slope, error = fit_slope(x, y)
-    shared: ResultRow = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
-    shared |= {"published": check.published, "slope": slope, "error": error, "attained": check.attained}
+    shared = {
+        "estimator": check.estimator,
+        "quantity": check.quantity,
+        "pair": check.pair,
+        "published": check.published,
+        "slope": slope,
+        "error": error,
+        "attained": check.attained,
+    }
     return [shared | {"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
 
