@@ -129,7 +129,6 @@ class ParquetSource(LogSource):
     @contextmanager
     def _open(self, path: Path) -> Iterator[tuple[pq.ParquetFile, BinaryIO, Footer]]:
         """A Parquet file of a version that can be read: open, as bytes, and its footer. Errors name the file."""
-        fix = "copy or write it again; the writer of this library leaves whole files only"
         # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
         for column, field in self.names.items():
             if "." in field:
@@ -161,7 +160,10 @@ class ParquetSource(LogSource):
             RecursionError,
         ) as error:
             raise log_error(
-                "unreadable", f"not a whole Parquet file: {in_one_line(error)}", fix=fix, file=path
+                "unreadable",
+                f"not a whole Parquet file: {in_one_line(error)}",
+                fix="copy or write it again; the writer of this library leaves whole files only",
+                file=path,
             ) from error
 
 
