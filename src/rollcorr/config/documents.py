@@ -222,10 +222,8 @@ def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document may hold any pla
             or an integer has more digits than Python reads. The message is one line.
     """
     # Counting is cheap, and few texts have so many brackets that they could be too deep.
-    if openings(text) > MAX_DEPTH:
-        depth = _depth(text)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested {depth:,} levels deep; the limit is {MAX_DEPTH}. Flatten it")
+    if openings(text) > MAX_DEPTH and (depth := _depth(text)) > MAX_DEPTH:
+        raise ValueError(f"nested {depth:,} levels deep; the limit is {MAX_DEPTH}. Flatten it")
     try:
         return json.loads(text.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_without_repeats)
     except RecursionError as error:  # a caller that is itself deep
@@ -251,6 +249,5 @@ def _depth(text: bytes) -> int:
     # Without escaped characters, every second piece between quotes is outside of texts.
     if b"\\" in text:
         text = re.sub(rb"\\.", b"", text, flags=re.DOTALL)
-    outside = b"".join(text.split(b'"')[::2])
-    brackets = outside.translate(None, _NOT_BRACKETS)
+    brackets = b"".join(text.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
