@@ -72,104 +72,106 @@ _OLDER_GEO_RS_PARAMETERS = {
 # description, values, parameters
 _Row = tuple[str, Mapping[str, object], Mapping[str, tuple[str, ...]]]
 
+_NEWEST: dict[str, _Row] = {
+    "decoupled_token_is": (
+        "Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
+        _TOKEN_IS,
+        _IS,
+    ),
+    "decoupled_seq_is": (
+        "Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
+        _SEQ_IS,
+        _IS,
+    ),
+    "decoupled_token_icepop": (
+        "Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
+        _TOKEN_ICEPOP,
+        _IS,
+    ),
+    "decoupled_seq_is_rs": (
+        "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
+        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        _IS_RS,
+    ),
+    "decoupled_geo_rs": (
+        "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
+        _GEO_RS,
+        _RS,
+    ),
+    "decoupled_geo_rs_seq_tis": (
+        "Decoupled PPO; Geo-RS filter with sequence weights.",
+        _SEQ_IS | _GEO_RS,
+        _IS_RS,
+    ),
+    "decoupled_geo_rs_token_tis": (
+        "Decoupled PPO; Geo-RS filter with token weights.",
+        _TOKEN_IS | _GEO_RS,
+        _IS_RS,
+    ),
+    "decoupled_k3_rs": (
+        "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
+        _K3_RS,
+        _RS,
+    ),
+    "decoupled_k3_rs_seq_tis": (
+        "Decoupled PPO; K3-RS filter with sequence weights.",
+        _SEQ_IS | _K3_RS,
+        _IS_RS,
+    ),
+    "decoupled_k3_rs_token_tis": (
+        "Decoupled PPO; K3-RS filter with token weights.",
+        _TOKEN_IS | _K3_RS,
+        _IS_RS,
+    ),
+    "bypass_ppo_clip": (
+        "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
+        _BYPASS_PPO,
+        {},
+    ),
+    "bypass_ppo_clip_geo_rs": (
+        "PPO clipped against the rollout policy, with the Geo-RS filter.",
+        _GEO_RS | _BYPASS_PPO,
+        _RS,
+    ),
+    "bypass_ppo_clip_k3_rs": (
+        "PPO clipped against the rollout policy, with the K3-RS filter.",
+        _K3_RS | _BYPASS_PPO,
+        _RS,
+    ),
+    "bypass_pg_is": (
+        "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
+        _SEQ_IS | _BYPASS_PG,
+        _IS,
+    ),
+    "bypass_pg_token_icepop": (
+        "REINFORCE with banded token weights (IcePop) against the rollout policy.",
+        _TOKEN_ICEPOP | _BYPASS_PG,
+        _IS,
+    ),
+    "bypass_pg_geo_rs": (
+        "REINFORCE without weights; the Geo-RS filter alone.",
+        _GEO_RS | _BYPASS_PG,
+        _RS,
+    ),
+    "bypass_pg_geo_rs_seq_tis": (
+        "REINFORCE with sequence weights and the Geo-RS filter.",
+        _SEQ_IS | _GEO_RS | _BYPASS_PG,
+        _IS_RS,
+    ),
+    "bypass_pg_geo_rs_token_tis": (
+        "REINFORCE with token weights and the Geo-RS filter.",
+        _TOKEN_IS | _GEO_RS | _BYPASS_PG,
+        _IS_RS,
+    ),
+    "disabled": (
+        "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
+        {},
+        {},
+    ),
+}
+
 _ROWS: dict[str, dict[str, _Row]] = {
-    VERL: {
-        "decoupled_token_is": (
-            "Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
-            _TOKEN_IS,
-            _IS,
-        ),
-        "decoupled_seq_is": (
-            "Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
-            _SEQ_IS,
-            _IS,
-        ),
-        "decoupled_token_icepop": (
-            "Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
-            _TOKEN_ICEPOP,
-            _IS,
-        ),
-        "decoupled_seq_is_rs": (
-            "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
-            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-            _IS_RS,
-        ),
-        "decoupled_geo_rs": (
-            "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
-            _GEO_RS,
-            _RS,
-        ),
-        "decoupled_geo_rs_seq_tis": (
-            "Decoupled PPO; Geo-RS filter with sequence weights.",
-            _SEQ_IS | _GEO_RS,
-            _IS_RS,
-        ),
-        "decoupled_geo_rs_token_tis": (
-            "Decoupled PPO; Geo-RS filter with token weights.",
-            _TOKEN_IS | _GEO_RS,
-            _IS_RS,
-        ),
-        "decoupled_k3_rs": (
-            "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
-            _K3_RS,
-            _RS,
-        ),
-        "decoupled_k3_rs_seq_tis": (
-            "Decoupled PPO; K3-RS filter with sequence weights.",
-            _SEQ_IS | _K3_RS,
-            _IS_RS,
-        ),
-        "decoupled_k3_rs_token_tis": (
-            "Decoupled PPO; K3-RS filter with token weights.",
-            _TOKEN_IS | _K3_RS,
-            _IS_RS,
-        ),
-        "bypass_ppo_clip": (
-            "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
-            _BYPASS_PPO,
-            {},
-        ),
-        "bypass_ppo_clip_geo_rs": (
-            "PPO clipped against the rollout policy, with the Geo-RS filter.",
-            _GEO_RS | _BYPASS_PPO,
-            _RS,
-        ),
-        "bypass_ppo_clip_k3_rs": (
-            "PPO clipped against the rollout policy, with the K3-RS filter.",
-            _K3_RS | _BYPASS_PPO,
-            _RS,
-        ),
-        "bypass_pg_is": (
-            "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
-            _SEQ_IS | _BYPASS_PG,
-            _IS,
-        ),
-        "bypass_pg_token_icepop": (
-            "REINFORCE with banded token weights (IcePop) against the rollout policy.",
-            _TOKEN_ICEPOP | _BYPASS_PG,
-            _IS,
-        ),
-        "bypass_pg_geo_rs": (
-            "REINFORCE without weights; the Geo-RS filter alone.",
-            _GEO_RS | _BYPASS_PG,
-            _RS,
-        ),
-        "bypass_pg_geo_rs_seq_tis": (
-            "REINFORCE with sequence weights and the Geo-RS filter.",
-            _SEQ_IS | _GEO_RS | _BYPASS_PG,
-            _IS_RS,
-        ),
-        "bypass_pg_geo_rs_token_tis": (
-            "REINFORCE with token weights and the Geo-RS filter.",
-            _TOKEN_IS | _GEO_RS | _BYPASS_PG,
-            _IS_RS,
-        ),
-        "disabled": (
-            "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
-            {},
-            {},
-        ),
-    },
+    VERL: _NEWEST,
     OWN: {
         "measure": (
             "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
