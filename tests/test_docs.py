@@ -15,8 +15,8 @@ import typer
 from rollcorr.cli import app
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import convert
+from rollcorr.config.documents import load_yaml
 from rollcorr.config.presets import PRESETS
-from rollcorr.config.yaml_text import load_yaml
 from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
 from rollcorr.core.metric_tables import DIFFUSION_METRICS
 from rollcorr.simulation.simulation_file import read_simulation_file

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 
 OLD = """\
 algorithm:

@@ -7,7 +7,7 @@ import pytest
 
 from rollcorr.config import RolloutCorrectionConfig, SamplingSpec
 from rollcorr.config.conversion import convert, converted_document, resolve
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "configs"

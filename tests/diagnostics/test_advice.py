@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollcorr.config import RolloutCorrectionConfig, resolve
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 from rollcorr.diagnostics import advise, check_logs, null_of_logs
 from rollcorr.diagnostics.advice import SITUATIONS
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter

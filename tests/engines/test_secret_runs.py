@@ -16,7 +16,7 @@ from test_sglang import PretendedServer
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 from rollcorr.engines.transport.http import JsonClient
 from rollcorr.engines.transport.pipes import WorkerProcess

@@ -11,8 +11,8 @@ from secret_shapes import Shapes
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
+from rollcorr.config.documents import dump_yaml, load_yaml
 from rollcorr.config.secrets import hide_in_log, redact_text
-from rollcorr.config.yaml_text import dump_yaml, load_yaml
 from rollcorr.engines.transport.answer_body import printable
 from rollcorr.train import load_config
 from rollcorr.train.option_changes import OptionChange, RunHistory, compared_options

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import rollcorr
-from rollcorr.config.input_file import BadInputError
+from rollcorr.config.documents import BadInputError
 from rollcorr.config.secrets import redact_text
 
 if TYPE_CHECKING:

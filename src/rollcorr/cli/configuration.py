@@ -10,9 +10,9 @@ import typer
 from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import Conversion, Schema, convert, converted_document
+from rollcorr.config.documents import dump_yaml, read_yaml
 from rollcorr.config.generations import shown
 from rollcorr.config.secrets import redact_text
-from rollcorr.config.yaml_text import dump_yaml, read_yaml
 
 if TYPE_CHECKING:
     from rich.console import Console

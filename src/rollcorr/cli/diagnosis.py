@@ -12,7 +12,7 @@ import rollcorr.diagnostics.report as reports
 from rollcorr import diagnostics, run_directory
 from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
 from rollcorr.cli.null_and_advice import parse_steps
-from rollcorr.config.input_file import BadInputError
+from rollcorr.config.documents import BadInputError
 
 
 def report(
@@ -112,11 +112,10 @@ def check(
     page = None
     with exit_on():
         file_limits, column_names = file_options(limit, columns)
-        correction_config = choose_config(preset=preset, file=config)
         with row_progress() as on_rows:
             result = diagnostics.check_logs(
                 logs,
-                correction_config,
+                choose_config(preset=preset, file=config),
                 train_column=train_column,
                 diffusion=diffusion,
                 null=None if null is None else diagnostics.read_null(null),

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from rollcorr.cli.app import exit_on, terminal
+from rollcorr.config.documents import dump_yaml
 from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
-from rollcorr.config.yaml_text import dump_yaml
 
 
 def demo() -> None:

@@ -21,8 +21,7 @@ from rollcorr.cli.app import (
     terminal,
 )
 from rollcorr.config import SamplingSpec
-from rollcorr.config.input_file import BadInputError
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import BadInputError, load_yaml
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics.null.null_file import Sides
@@ -205,8 +204,9 @@ def _sample(
             given[name] = load_yaml(value)
         with row_progress("sampling") as on_rows:
             texts, spec = read_prompts(prompts), SamplingSpec(**sampling)
-            rollouts = engine_null_rollouts(texts, engine_options=given, sampling=spec, on_rows=on_rows, **settings)
-            batches = list(rollouts)
+            batches = list(
+                engine_null_rollouts(texts, engine_options=given, sampling=spec, on_rows=on_rows, **settings)
+            )
         with RolloutLogWriter(target) as log:
             for batch in batches:
                 log.write(batch)

@@ -82,8 +82,7 @@ def train(
         # What an engine says may be a whole page of its own; what a file says may be anything.
         failed = isinstance(error, engines.EngineError)
         reason = str(error) if failed else in_one_line(error)
-        message = f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}"
-        terminal(stderr=True).print(message, soft_wrap=True)
+        terminal(stderr=True).print(f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}", soft_wrap=True)
 
         # A path that is wrong is a wrong option; what is left is the disk.
         wrong_path = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)

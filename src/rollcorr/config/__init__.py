@@ -14,12 +14,12 @@ from rollcorr.config.correction_options import (
     RolloutCorrectionConfig,
 )
 from rollcorr.config.criteria import CRITERIA, Criterion, Threshold
+from rollcorr.config.documents import dump_yaml, load_yaml
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.config.loss_options import LossAggMode, LossConfig
 from rollcorr.config.option_types import ConfigOptions, CorrectionOptions, PresetName
 from rollcorr.config.presets import PRESETS
 from rollcorr.config.sampling_spec import IncompatibleSamplingError, SamplingSpec, check_compatible
-from rollcorr.config.yaml_text import dump_yaml, load_yaml
 
 __all__ = [
     "CRITERIA",

@@ -170,106 +170,97 @@ _NEWEST: dict[str, _Row] = {
     ),
 }
 
-_NOVEMBER_2025: dict[str, _Row] = {
-    "token_is": (
-        "Older name of `decoupled_token_is`.",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "token_tis": (
-        "The same as `token_is`.",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "seq_is": (
-        "Older name of `decoupled_seq_is`.",
-        _SEQ_IS,
-        _IS,
-    ),
-    "seq_is_rs": (
-        "Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-        {**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
-    ),
-    "seq_mis": (
-        "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-        {"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
-    ),
-    "geo_rs": (
-        "Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
-        _OLDER_GEO_RS,
-        _OLDER_GEO_RS_PARAMETERS,
-    ),
-    "geo_mis": (
-        "Geo-RS with the band [0.999, 1.001] and the per-token veto.",
-        {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
-        _OLDER_GEO_RS_PARAMETERS,
-    ),
-    # Applying the weights would count the behavior ratio twice. Saying so keeps the preset free of the warning.
-    "ppo_is_bypass": (
-        "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
-        {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
-        _IS,
-    ),
-    "pure_is": (
-        "Older name of `bypass_pg_is`.",
-        _SEQ_IS | _BYPASS_PG,
-        _IS,
-    ),
-}
-
-_DECEMBER_2025: dict[str, _Row] = {
-    "bypass_pg_rs": (
-        "Older name of `bypass_pg_geo_rs`.",
-        _GEO_RS | _BYPASS_PG,
-        _RS,
-    ),
-}
-
-_OWN: dict[str, _Row] = {
-    "measure": (
-        "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
-        {**_TOKEN_IS, "apply_is": False},
-        _IS,
-    ),
-}
-
-_SHORT: dict[str, _Row] = {
-    "tis": (
-        "Short name of `decoupled_token_is`.",
-        _TOKEN_IS,
-        _IS,
-    ),
-    "seq_tis": (
-        "Short name of `decoupled_seq_is`.",
-        _SEQ_IS,
-        _IS,
-    ),
-    "mis": (
-        "Short name of `decoupled_seq_is_rs`: sequences outside the band leave the loss.",
-        {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        _IS_RS,
-    ),
-    "icepop": (
-        "Short name of `decoupled_token_icepop`.",
-        _TOKEN_ICEPOP,
-        _IS,
-    ),
-}
-
-
-_SOURCES = {
+_ROWS: dict[str, dict[str, _Row]] = {
     VERL: _NEWEST,
-    OWN: _OWN,
-    SHORT: _SHORT,
-    VERL_2025_11: _NOVEMBER_2025,
-    VERL_2025_12: _DECEMBER_2025,
+    OWN: {
+        "measure": (
+            "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
+            {**_TOKEN_IS, "apply_is": False},
+            _IS,
+        ),
+    },
+    SHORT: {
+        "tis": (
+            "Short name of `decoupled_token_is`.",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "seq_tis": (
+            "Short name of `decoupled_seq_is`.",
+            _SEQ_IS,
+            _IS,
+        ),
+        "mis": (
+            "Short name of `decoupled_seq_is_rs`: sequences outside the band leave the loss.",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+            _IS_RS,
+        ),
+        "icepop": (
+            "Short name of `decoupled_token_icepop`.",
+            _TOKEN_ICEPOP,
+            _IS,
+        ),
+    },
+    VERL_2025_11: {
+        "token_is": (
+            "Older name of `decoupled_token_is`.",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "token_tis": (
+            "The same as `token_is`.",
+            _TOKEN_IS,
+            _IS,
+        ),
+        "seq_is": (
+            "Older name of `decoupled_seq_is`.",
+            _SEQ_IS,
+            _IS,
+        ),
+        "seq_is_rs": (
+            "Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+            {**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
+        ),
+        "seq_mis": (
+            "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
+            {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+            {"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
+        ),
+        "geo_rs": (
+            "Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
+            _OLDER_GEO_RS,
+            _OLDER_GEO_RS_PARAMETERS,
+        ),
+        "geo_mis": (
+            "Geo-RS with the band [0.999, 1.001] and the per-token veto.",
+            {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
+            _OLDER_GEO_RS_PARAMETERS,
+        ),
+        # Applying the weights would count the behavior ratio twice. Saying so keeps the preset free of the warning.
+        "ppo_is_bypass": (
+            "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
+            {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
+            _IS,
+        ),
+        "pure_is": (
+            "Older name of `bypass_pg_is`.",
+            _SEQ_IS | _BYPASS_PG,
+            _IS,
+        ),
+    },
+    VERL_2025_12: {
+        "bypass_pg_rs": (
+            "Older name of `bypass_pg_geo_rs`.",
+            _GEO_RS | _BYPASS_PG,
+            _RS,
+        ),
+    },
 }
 
 PRESETS = {
     name: Preset(description=description, values=values, parameters=parameters, source=source)
-    for source, rows in _SOURCES.items()
+    for source, rows in _ROWS.items()
     for name, (description, values, parameters) in rows.items()
 }
 
@@ -317,10 +308,9 @@ def preset_constructor(
     preset = PRESETS[name]
     taken = list(preset.parameters if parameters is None else parameters)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    arguments = [
-        inspect.Parameter(argument, kind, default=_default(preset.parameters.get(argument, ()), preset.values))
-        for argument in taken
-    ]
+    # The default of an argument is the value of the first field that it sets.
+    defaults = {argument: preset.values.get(fields[0]) for argument, fields in preset.parameters.items()}
+    arguments = [inspect.Parameter(argument, kind, default=defaults.get(argument)) for argument in taken]
     signature = inspect.Signature([inspect.Parameter("cls", kind), *arguments])
 
     def constructor(owner: type, *positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
@@ -339,8 +329,3 @@ def with_named_presets(cls: type[Config]) -> type[Config]:
     for name in PRESETS:
         setattr(cls, name, preset_constructor(name, lambda owner, preset, **given: owner.preset(preset, **given)))
     return cls
-
-
-def _default(fields: Iterable[str], values: Mapping[str, object]) -> object:
-    """The default of an argument: the value of the first field that it sets."""
-    return next((values.get(name) for name in fields), None)

@@ -359,8 +359,15 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
         if trainer.truncates:
             reason = "the trainer's softmax runs over a truncated set, the rollout's over the whole vocabulary"
             yield _different(code, reason, "truncate on both sides or on neither")
-        elif rollout.logprobs == "processed":
-            yield from _end_token(rollout, trainer)
+        elif (
+            rollout.logprobs == "processed"
+            and rollout.min_new_tokens != trainer.min_new_tokens
+            and trainer.support not in ("replayed", "kept_mass")
+        ):
+            reason = (
+                f"the end token was forbidden for {rollout.min_new_tokens} tokens, here for {trainer.min_new_tokens}"
+            )
+            yield _approximate("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
         return
 
     # It runs over a truncated set. Only a replay gives the trainer exactly that set.
@@ -381,12 +388,6 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
         if rollout.engine not in ENGINES or not rollout.engine_sampling.order:
             reason += ", and the engine's order of transforms is not known"
         yield _approximate(code, reason, replay)
-
-
-def _end_token(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
-    if rollout.min_new_tokens != trainer.min_new_tokens and trainer.support not in ("replayed", "kept_mass"):
-        reason = f"the end token was forbidden for {rollout.min_new_tokens} tokens, here for {trainer.min_new_tokens}"
-        yield _approximate("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
 
 
 def _settings_on(spec: SamplingSpec, names: Iterable[str]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollcorr.config.documents import load_json
 from rollcorr.config.finding import Finding
-from rollcorr.config.json_text import load_json
 from rollcorr.diffusion import check_schedule
 from rollcorr.rollout_log import read_rollout_log
 from rollcorr.run_directory.metrics_file import BadInputError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.documents import dump_yaml
 from rollcorr.config.finding import Finding
-from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import Correction, correct

@@ -231,9 +231,13 @@ class RolloutBatch:
         wrong = sizes != self.lengths + 1
         if wrong.any():
             row = int(wrong.int().argmax())
-            title = f"{int(sizes[row])} offsets for a response of {int(self.lengths[row])} tokens"
-            fix = "give every row one entry more than it has tokens"
-            raise self._error("kept_length", title, fix, row=row, column="kept_offsets")
+            raise self._error(
+                "kept_length",
+                f"{int(sizes[row])} offsets for a response of {int(self.lengths[row])} tokens",
+                "give every row one entry more than it has tokens",
+                row=row,
+                column="kept_offsets",
+            )
 
         # The offsets of each row start anew at 0. Those of all tokens together have one 0 alone, at the beginning.
         before = torch.repeat_interleave(id_counts.cumsum(0) - id_counts, sizes)

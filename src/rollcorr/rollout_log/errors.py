@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rollcorr.config.documents import BadInputError
 from rollcorr.config.finding import Finding
-from rollcorr.config.input_file import BadInputError
 from rollcorr.rollout_log.arrow import pa
 
 
@@ -48,17 +48,18 @@ def log_error(
         column: the column of the rollout log.
     """
     # A finding may stand for many rows: it has the first one and their number. This one stands for one row, if any.
-    finding = Finding(
-        code=code,
-        title=title,
-        fix=fix,
-        severity="error",
-        file=None if file is None else str(file),
-        column=column,
-        first_row=row,
-        rows=None if row is None else 1,
+    return RolloutLogError(
+        Finding(
+            code=code,
+            title=title,
+            fix=fix,
+            severity="error",
+            file=None if file is None else str(file),
+            column=column,
+            first_row=row,
+            rows=None if row is None else 1,
+        )
     )
-    return RolloutLogError(finding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class FileLimits:
         rows: rows of a file.
         row_tokens: values of one row in any of its columns, except kept ids.
         row_kept_ids: kept ids of one row.
-        line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.json_text.MAX_DEPTH`.
+        line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.documents.MAX_DEPTH`.
         page_bytes: bytes that the largest pages of a row group decompress to, over all columns that are read.
         footer_bytes: bytes of the footer of a Parquet file.
         pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, where tensors lie beside it.
@@ -154,14 +155,25 @@ class FileLimits:
         name = "row_kept_ids" if column == "kept_ids" else "row_tokens"
         row = int(lengths.argmax())
         if lengths[row] > getattr(self, name):
-            found = f"{int(lengths[row]):,} values in one row"
-            raise limit_error(name, found, getattr(self, name), file=file, row=first_row + row, column=column)
+            raise limit_error(
+                name,
+                f"{int(lengths[row]):,} values in one row",
+                getattr(self, name),
+                file=file,
+                row=first_row + row,
+                column=column,
+            )
 
 
 def limit_error(
     name: str, found: str, limit: int, *, file: object, row: int | None = None, column: str | None = None
 ) -> RolloutLogError:
     """The error for something that exceeds the limit of this name."""
-    title = f"{found}; the limit is {limit:,}"
-    fix = f"if you trust the file, raise it: --limit {name}=NUMBER, or FileLimits({name}=NUMBER)"
-    return log_error("limit", title, fix=fix, file=file, row=row, column=column)
+    return log_error(
+        "limit",
+        f"{found}; the limit is {limit:,}",
+        fix=f"if you trust the file, raise it: --limit {name}=NUMBER, or FileLimits({name}=NUMBER)",
+        file=file,
+        row=row,
+        column=column,
+    )

@@ -294,12 +294,6 @@ def recognize(names: Collection[str], *, form: str) -> tuple[Framework, Dump] | 
     return next((found for found in known if found[1].recognized_by.issubset(names)), None)
 
 
-def known_names(column: str) -> tuple[str, ...]:
-    """What others call a column of the log."""
-    tensors = [framework.tensors[column] for framework in FRAMEWORKS if column in framework.tensors]
-    return tuple(dict.fromkeys([*tensors, *_OTHER_NAMES.get(column, ())]))
-
-
 _FORMS = {".parquet": "Parquet", ".pt": "torch.save", ".pkl": "pickle"}
 _SHOWN_FIELDS = 30
 
@@ -382,7 +376,8 @@ def near_names(columns: Sequence[str], fields: Sequence[str]) -> dict[str, str]:
         # One of the columns that are missed is enough.
         if column in fields or (column in columns and any(other in found for other in columns)):
             continue
-        names = [name for name in known_names(column) if name in free]
+        tensors = [framework.tensors[column] for framework in FRAMEWORKS if column in framework.tensors]
+        names = [name for name in (*tensors, *_OTHER_NAMES.get(column, ())) if name in free]
         if not names and column in columns:
             names = get_close_matches(column, free, n=1, cutoff=0.8)
         if names:

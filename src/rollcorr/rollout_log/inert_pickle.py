@@ -11,7 +11,7 @@ import math
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,24 +91,27 @@ _DAMAGE = (
 )
 
 # Opcodes that need something outside the pickle, that reserve memory before they read, or that nobody writes any more.
-_REFUSED = (
-    pickle.EXT1,
-    pickle.EXT2,
-    pickle.EXT4,
-    pickle.NEXT_BUFFER,
-    pickle.UNICODE,
-    pickle.READONLY_BUFFER,
-    pickle.BYTEARRAY8,
+_REFUSED = b"".join(
+    (
+        pickle.EXT1,
+        pickle.EXT2,
+        pickle.EXT4,
+        pickle.NEXT_BUFFER,
+        pickle.UNICODE,
+        pickle.READONLY_BUFFER,
+        pickle.BYTEARRAY8,
+    )
 )
 # What an object takes, in units of a number in a list (40 bytes). An entry of the memo counts too.
 _CONTAINER, _MEMO = 4, 3
 _TEXT_BYTES = 8
 _COSTS = {
-    **dict.fromkeys((pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.LIST, pickle.DICT), _CONTAINER),
-    **dict.fromkeys((pickle.FROZENSET, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3), _CONTAINER),
-    **dict.fromkeys((pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.INST, pickle.OBJ), _CONTAINER),
-    **dict.fromkeys((pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.PERSID, pickle.BINPERSID, pickle.MARK), _CONTAINER),
-    **dict.fromkeys((pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE), _MEMO),
+    **dict.fromkeys(pickle.EMPTY_LIST + pickle.EMPTY_DICT + pickle.EMPTY_SET + pickle.LIST + pickle.DICT, _CONTAINER),
+    **dict.fromkeys(pickle.FROZENSET + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3, _CONTAINER),
+    **dict.fromkeys(pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.INST + pickle.OBJ, _CONTAINER),
+    **dict.fromkeys(pickle.NEWOBJ + pickle.NEWOBJ_EX + pickle.PERSID + pickle.BINPERSID + pickle.MARK, _CONTAINER),
+    **dict.fromkeys(pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE, _MEMO),
+    **dict.fromkeys(pickle.STOP, 0),
 }
 
 
@@ -139,8 +142,9 @@ class _InertUnpickler(pickle._Unpickler):
         """Count what an object takes."""
         self.left -= cost
         if self.left < 0:
-            found = f"more than {self.limit:,} objects in the pickle"
-            raise limit_error("pickle_objects", found, self.limit, file=self.file)
+            raise limit_error(
+                "pickle_objects", f"more than {self.limit:,} objects in the pickle", self.limit, file=self.file
+            )
 
     def _text(self, size_form: str = "<I") -> None:
         (size,) = struct.unpack(size_form, self.read(struct.calcsize(size_form)))
@@ -165,25 +169,19 @@ def _counted(step: Callable[[Any], None], cost: int) -> Callable[[Any], None]:
     return counted
 
 
-def _dispatch() -> Iterator[tuple[int, Callable[[Any], None]]]:
-    inert = {
-        pickle.REDUCE[0]: _InertUnpickler._reduce,
-        pickle.NEWOBJ[0]: _InertUnpickler._reduce,
-        pickle.NEWOBJ_EX[0]: _InertUnpickler._newobj_ex,
-        pickle.BUILD[0]: _InertUnpickler._build,
-        pickle.BINUNICODE[0]: _InertUnpickler._text,
-        pickle.BINUNICODE8[0]: lambda reader: reader._text("<Q"),
-    }
-    costs = {code[0]: cost for code, cost in _COSTS.items()}
-    refused = {code[0] for code in _REFUSED}
-    for code, step in pickle._Unpickler.dispatch.items():
-        if code == pickle.STOP[0]:
-            yield code, step
-        elif code not in refused:
-            yield code, _counted(inert.get(code, step), costs.get(code, 1))
-
-
-_InertUnpickler.dispatch = dict(_dispatch())
+_INERT: Mapping[int, Callable[[Any], None]] = {
+    pickle.REDUCE[0]: _InertUnpickler._reduce,
+    pickle.NEWOBJ[0]: _InertUnpickler._reduce,
+    pickle.NEWOBJ_EX[0]: _InertUnpickler._newobj_ex,
+    pickle.BUILD[0]: _InertUnpickler._build,
+    pickle.BINUNICODE[0]: _InertUnpickler._text,
+    pickle.BINUNICODE8[0]: lambda reader: reader._text("<Q"),
+}
+_InertUnpickler.dispatch = {
+    code: _counted(_INERT.get(code, step), _COSTS.get(code, 1))
+    for code, step in pickle._Unpickler.dispatch.items()
+    if code not in _REFUSED
+}
 
 
 _DTYPES: Mapping[str, str] = {
@@ -305,5 +303,9 @@ def check_pickle_bytes(size: int, *, file: object, limits: FileLimits) -> None:
 
 def unreadable(error: DamagedPickleError, path: Path) -> Exception:
     """The error for a file that is damaged."""
-    fix = "was it cut off while it was copied? Files older than torch 1.6 must be saved again"
-    return log_error("unreadable", str(error), fix=fix, file=path)
+    return log_error(
+        "unreadable",
+        str(error),
+        fix="was it cut off while it was copied? Files older than torch 1.6 must be saved again",
+        file=path,
+    )

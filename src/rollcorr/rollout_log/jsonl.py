@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcorr.config.json_text import load_json, openings
+from rollcorr.config.documents import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import FileLimits, limit_error, log_error
@@ -94,8 +94,13 @@ def prime_rl_row(record: Mapping[str, Any], *, file: str, row: int) -> Mapping[s
         RolloutLogError: another schema, lists of different lengths, or a value of another type.
     """
     if record.get("schema_version") != 1:
-        title = f"a token export of prime-rl of schema {record.get('schema_version')!r:.40}; this release reads 1"
-        raise log_error("version", title, fix="upgrade rollcorr", file=file, row=row)
+        raise log_error(
+            "version",
+            f"a token export of prime-rl of schema {record.get('schema_version')!r:.40}; this release reads 1",
+            fix="upgrade rollcorr",
+            file=file,
+            row=row,
+        )
 
     names = ("token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs", "advantages")
     lists: dict[str, Any] = {name: record.get(name) for name in names}
@@ -143,26 +148,41 @@ def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
             while line := stream.readline(limits.line_bytes + 1):
                 number += 1
                 if len(line) > limits.line_bytes:
-                    found = f"line {number} has more than {limits.line_bytes:,} bytes"
-                    raise limit_error("line_bytes", found, limits.line_bytes, file=path, row=rows)
+                    raise limit_error(
+                        "line_bytes",
+                        f"line {number} has more than {limits.line_bytes:,} bytes",
+                        limits.line_bytes,
+                        file=path,
+                        row=rows,
+                    )
                 if number - rows > rows + _BLANK_LINES:
-                    title = f"line {number:,} of {rows:,} rows: too many blank lines"
-                    raise log_error("json", title, fix="remove the blank lines", file=path, row=rows)
+                    raise log_error(
+                        "json",
+                        f"line {number:,} of {rows:,} rows: too many blank lines",
+                        fix="remove the blank lines",
+                        file=path,
+                        row=rows,
+                    )
                 if not line.isspace():
                     rows += 1
                     limits.check_rows(rows, file=path)
                     yield number, line
     except (EOFError, OSError, zlib.error) as error:
-        title = f"line {number + 1} cannot be read: {error}"
-        raise log_error("unreadable", title, fix="was it cut off while it was copied?", file=path) from error
+        raise log_error(
+            "unreadable",
+            f"line {number + 1} cannot be read: {error}",
+            fix="was it cut off while it was copied?",
+            file=path,
+        ) from error
 
 
 def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
     try:
         value = load_json(line)
     except ValueError as error:
-        title = f"line {number} is not JSON: {error}"
-        raise log_error("json", title, fix="correct or delete it", file=path, row=row) from error
+        raise log_error(
+            "json", f"line {number} is not JSON: {error}", fix="correct or delete it", file=path, row=row
+        ) from error
     if not isinstance(value, dict):
         raise log_error("json", f"line {number} is a JSON {type(value).__name__}, not an object", file=path, row=row)
     return value

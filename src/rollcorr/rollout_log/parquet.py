@@ -99,8 +99,12 @@ class ParquetSource(LogSource):
             if not found:
                 near = near_names(list(wanted), schema.names)
                 option = ",".join(f"{column}={field}" for column, field in near.items())
-                title = f"none of the columns {', '.join(wanted)}; it has {in_one_line(schema.names)}"
-                raise log_error("missing", title, fix=f"use --columns {option}" if near else "", file=path)
+                raise log_error(
+                    "missing",
+                    f"none of the columns {', '.join(wanted)}; it has {in_one_line(schema.names)}",
+                    fix=f"use --columns {option}" if near else "",
+                    file=path,
+                )
 
             leaves = _leaves(file, found)
             _check_types(leaves, schema, path)
@@ -125,12 +129,15 @@ class ParquetSource(LogSource):
     @contextmanager
     def _open(self, path: Path) -> Iterator[tuple[pq.ParquetFile, BinaryIO, Footer]]:
         """A Parquet file of a version that can be read: open, as bytes, and its footer. Errors name the file."""
-        fix = "copy or write it again; the writer of this library leaves whole files only"
         # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
         for column, field in self.names.items():
             if "." in field:
-                title = f"the name {field[:60]!r} of {column} has a dot"
-                raise log_error("columns", title, fix="rename that column of the file", file=path)
+                raise log_error(
+                    "columns",
+                    f"the name {field[:60]!r} of {column} has a dot",
+                    fix="rename that column of the file",
+                    file=path,
+                )
         try:
             with path.open("rb", buffering=0) as pages:
                 state = os.fstat(pages.fileno())
@@ -152,8 +159,12 @@ class ParquetSource(LogSource):
             OverflowError,
             RecursionError,
         ) as error:
-            title = f"not a whole Parquet file: {in_one_line(error)}"
-            raise log_error("unreadable", title, fix=fix, file=path) from error
+            raise log_error(
+                "unreadable",
+                f"not a whole Parquet file: {in_one_line(error)}",
+                fix="copy or write it again; the writer of this library leaves whole files only",
+                file=path,
+            ) from error
 
 
 def _leaves(file: pq.ParquetFile, columns: Mapping[str, str]) -> _Leaves:
@@ -175,16 +186,21 @@ def _check_types(leaves: _Leaves, schema: pa.Schema, path: Path) -> None:
         RolloutLogError: one has not.
     """
     if len(leaves) > _MOST_LEAVES:
-        title = f"its columns consist of {len(leaves):,} parts; the limit is {_MOST_LEAVES}"
-        raise log_error("type", title, fix="keep to the columns of the schema", file=path)
+        raise log_error(
+            "type",
+            f"its columns consist of {len(leaves):,} parts; the limit is {_MOST_LEAVES}",
+            fix="keep to the columns of the schema",
+            file=path,
+        )
     for _, leaf, column in leaves:
         nested = leaf.max_repetition_level > 1
         of_texts = leaf.max_repetition_level == 1 and leaf.physical_type == "BYTE_ARRAY"
         wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _WIDEST_VALUE
         if nested or of_texts or wide:
             found = schema.field(leaf.path.split(".")[0]).type
-            title = f"{in_one_line(str(found))} cannot be read as {COLUMNS[column].type}"
-            raise log_error("type", title, file=path, column=column)
+            raise log_error(
+                "type", f"{in_one_line(str(found))} cannot be read as {COLUMNS[column].type}", file=path, column=column
+            )
 
 
 def _tokens(chunks: Sequence[Chunk], leaves: _Leaves) -> int:
@@ -242,8 +258,12 @@ class _Plan:
             largest[index] = max((max(page.size, page.stored) for page in pages_of(self._pages, chunk)), default=0)
         at_once = sum(largest.values())
         if at_once > self._limits.page_bytes:
-            found = f"the pages of row group {group} decompress to {at_once:,} bytes at once"
-            raise limit_error("page_bytes", found, self._limits.page_bytes, file=self._path)
+            raise limit_error(
+                "page_bytes",
+                f"the pages of row group {group} decompress to {at_once:,} bytes at once",
+                self._limits.page_bytes,
+                file=self._path,
+            )
         return sum(largest[index] for index, leaf, _ in self._leaves if leaf.physical_type == "BYTE_ARRAY")
 
     def _rows_that_fit(self, group: int, rows: int) -> int:

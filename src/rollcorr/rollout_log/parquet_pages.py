@@ -179,8 +179,9 @@ def pages_of(file: BinaryIO, chunk: Chunk) -> Iterator[Page]:
         if page.kind in (DATA_PAGE, DATA_PAGE_V2):
             left -= page.values
         if left < 0:
-            claimed = f"its row group says {chunk.values:,}"
-            raise DamagedParquetError(f"the pages of a column chunk have {-left:,} values more than {claimed}")
+            raise DamagedParquetError(
+                f"the pages of a column chunk have {-left:,} values more than its row group says {chunk.values:,}"
+            )
         yield page
         position = page.body + page.stored
 

@@ -56,8 +56,12 @@ class PickledSource(LogSource):
 
     def _open(self, path: Path) -> SlimeDump | SkyrlDump:
         if self.names:
-            title = "other names of columns are for JSONL and Parquet; those of this dump are known"
-            raise log_error("columns", title, fix="leave out --columns", file=path)
+            raise log_error(
+                "columns",
+                "other names of columns are for JSONL and Parquet; those of this dump are known",
+                fix="leave out --columns",
+                file=path,
+            )
         try:
             state = path.stat()
             return _load(path, state.st_size, state.st_mtime_ns, self.limits)
@@ -109,8 +113,12 @@ class SlimeDump:
         tokens, count = sample["tokens"], sample[length]
         check_lists({"tokens": tokens}, file=self._path, row=index)
         if type(count) is not int or not 0 <= count <= len(tokens):
-            title = f"{length} is {count!r:.40} for {len(tokens)} tokens of prompt and response"
-            raise log_error("length", title, file=self._path, row=index)
+            raise log_error(
+                "length",
+                f"{length} is {count!r:.40} for {len(tokens)} tokens of prompt and response",
+                file=self._path,
+                row=index,
+            )
 
         start = len(tokens) - count
         per_token = ("response_mask", "rollout_log_prob", "old_log_prob", "advantages")
@@ -190,8 +198,13 @@ class SkyrlDump:
         in_one_piece = not count or int(places[-1]) - int(places[0]) + 1 == count
         if not in_one_piece or count > len(tokens):
             title = f"response_mask has {count} ones for {len(tokens)} tokens of attention_mask, in one piece: "
-            fix = "only batches of SkyRL's own generators, where a response is in one piece, can be converted"
-            raise log_error("layout", f"{title}{in_one_piece}", fix=fix, file=self._path, row=index)
+            raise log_error(
+                "layout",
+                f"{title}{in_one_piece}",
+                fix="only batches of SkyRL's own generators, where a response is in one piece, can be converted",
+                file=self._path,
+                row=index,
+            )
 
         start = len(tokens) - count
         columns = {column: tensors[name][response] for column, name in self._names.items() if name in self._of_response}
@@ -248,5 +261,9 @@ def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -
 
 def _unknown(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:
     has = f"; it has {', '.join(fields[:20])[:300]}" if fields else ""
-    title = f"neither a dump of slime {SLIME.version} (.pt) nor of SkyRL {SKYRL.version} (.pkl){has}"
-    return log_error("form", title, fix="write the log with RolloutLogWriter: docs/guides/rollout_log.md", file=path)
+    return log_error(
+        "form",
+        f"neither a dump of slime {SLIME.version} (.pt) nor of SkyRL {SKYRL.version} (.pkl){has}",
+        fix="write the log with RolloutLogWriter: docs/guides/rollout_log.md",
+        file=path,
+    )

@@ -126,9 +126,12 @@ def read_shard(
         ValueError: an unknown column.
         RolloutLogError: as `read_rollout_log`.
     """
-    limits = BatchLimits(rows=batch_size, tokens=batch_tokens)
-    wanted = None if columns is None else with_mask(columns)
-    return shard.source.read(Path(shard.file), columns=wanted, limits=limits, shard=shard)
+    return shard.source.read(
+        Path(shard.file),
+        columns=None if columns is None else with_mask(columns),
+        limits=BatchLimits(rows=batch_size, tokens=batch_tokens),
+        shard=shard,
+    )
 
 
 def count_rows(paths: Paths, *, source: LogSource | None = None) -> int:

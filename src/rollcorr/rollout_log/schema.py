@@ -102,7 +102,6 @@ TOKEN_COLUMNS = tuple(column.name for column in _COLUMNS if column.per == "token
 @cache
 def arrow_type(column: str) -> pa.DataType:
     """The Arrow type of a column of the log."""
-    spans = [("start", pa.int32()), ("length", pa.int32()), ("version", pa.int64())]
     primitive = {
         "bool": pa.bool_(),
         "int32": pa.int32(),
@@ -113,7 +112,7 @@ def arrow_type(column: str) -> pa.DataType:
     }
 
     types = primitive | {f"list<{name}>": pa.list_(type_) for name, type_ in primitive.items()}
-    types[SPANS] = pa.list_(pa.struct(spans))
+    types[SPANS] = pa.list_(pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int64())]))
     fields = (field.split(": ") for field in SAMPLING[len("struct<") : -1].split(", "))
     types[SAMPLING] = pa.struct([(name, primitive[type_]) for name, type_ in fields])
     return types[COLUMNS[column].type]
@@ -151,8 +150,9 @@ def check_columns(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in COLUMNS and not name.startswith(OWN_PREFIX):
-            problem = f"{name!r} is not a column of the rollout log"
-            raise ValueError(unknown_name(problem, name, [*COLUMNS, "your own, x_…"]))
+            raise ValueError(
+                unknown_name(f"{name!r} is not a column of the rollout log", name, [*COLUMNS, "your own, x_…"])
+            )
 
 
 def check_column_names(names: Mapping[str, str]) -> None:
@@ -194,9 +194,13 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
     if not major.isdecimal():
         raise log_error("version", f"schema version {text!r} is not 'major.minor'", file=file, row=row)
     if int(major) > int(SCHEMA_VERSION.split(".")[0]):
-        title = f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads"
-        fix = "upgrade rollcorr, or write the log with the older release"
-        raise log_error("version", title, fix=fix, file=file, row=row)
+        raise log_error(
+            "version",
+            f"schema version {text} is newer than {SCHEMA_VERSION}, the newest that this release reads",
+            fix="upgrade rollcorr, or write the log with the older release",
+            file=file,
+            row=row,
+        )
 
 
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
@@ -240,8 +244,14 @@ def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row
             missing = np.logical_or.reduce([pc.is_null(part).to_numpy(zero_copy_only=False) for part in nested])
             _, lengths, _ = ragged(array)
             row = first_row + int(np.repeat(np.arange(len(lengths)), lengths)[missing.argmax()])
-            fix = "only log-probs, rewards and advantages may miss single values"
-            raise log_error("null", "null inside the list", fix=fix, file=file, row=row, column=column)
+            raise log_error(
+                "null",
+                "null inside the list",
+                fix="only log-probs, rewards and advantages may miss single values",
+                file=file,
+                row=row,
+                column=column,
+            )
     return array
 
 

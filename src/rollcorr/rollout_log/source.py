@@ -162,5 +162,10 @@ def check_lists(lists: Mapping[str, Any], *, file: str, row: int) -> None:
             raise log_error("type", f"{name} is a {type(values).__name__}, not a list", file=file, row=row)
         expected = len(next(iter(lists.values())))
         if len(values) != expected:
-            title = f"{name} has {len(values)} values for {expected} tokens"
-            raise log_error("length", title, fix="the dump contradicts itself; write it again", file=file, row=row)
+            raise log_error(
+                "length",
+                f"{name} has {len(values)} values for {expected} tokens",
+                fix="the dump contradicts itself; write it again",
+                file=file,
+                row=row,
+            )

@@ -181,9 +181,12 @@ class _ParquetSink:
             for field in own:
                 known = self._schema.field(field.name).type if field.name in self._schema.names else "no such column"
                 if field.type != known:
-                    title = f"{field.type} in this batch, and {known} in the first"
-                    fix = "give every batch of a file the same columns of your own, of the same types"
-                    raise log_error("type", title, fix=fix, column=field.name)
+                    raise log_error(
+                        "type",
+                        f"{field.type} in this batch, and {known} in the first",
+                        fix="give every batch of a file the same columns of your own, of the same types",
+                        column=field.name,
+                    )
             return self._writer
         for field in own:
             self._schema = self._schema.append(field)
@@ -240,12 +243,13 @@ def _open_private(path: str, flags: int) -> int:
 
 def _rename_new(source: Path, target: Path) -> None:
     """Rename unless the target exists: a hard link cannot replace a file, so two writers cannot both succeed."""
-    message = f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
     try:
         os.link(source, target)
     except OSError:  # the name is taken, or the file system has no hard links
         if os.path.lexists(target):
-            raise FileExistsError(message) from None
+            raise FileExistsError(
+                f"{target} was written by another process meanwhile; this log is whole in {source}, rename it"
+            ) from None
         os.replace(source, target)
     else:
         source.unlink()

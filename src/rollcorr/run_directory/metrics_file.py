@@ -16,9 +16,8 @@ from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollcorr.config.input_file import BadInputError as BadInputError
-from rollcorr.config.input_file import open_input
-from rollcorr.config.json_text import load_json
+from rollcorr.config.documents import BadInputError as BadInputError
+from rollcorr.config.documents import load_json, open_input
 from rollcorr.run_directory.directory import RANK_PREFIX, STEP_PREFIX, RunDirectory, step_of
 from rollcorr.run_directory.durable_files import atomic_write, partial_path
 

@@ -12,9 +12,8 @@ from typing import Any
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
-from rollcorr.config.json_text import load_json
+from rollcorr.config.documents import dump_yaml, load_json, load_yaml, read_yaml_text
 from rollcorr.config.secrets import redact, redact_text, secret_places
-from rollcorr.config.yaml_text import dump_yaml, load_yaml, read_yaml_text
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.metrics_file import MAX_LINE_BYTES, MAX_MEMORY, StepStore, metrics_lines
 from rollcorr.run_directory.metrics_file import BadInputError as BadInputError

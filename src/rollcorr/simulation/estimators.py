@@ -34,39 +34,48 @@ Estimators = dict[str, RolloutCorrectionConfig | None]
 
 def every_estimator() -> Estimators:
     """Each preset, then weights and criteria that no preset has. A configuration with two names keeps the first."""
-    named: Estimators = {NONE: None}
-    for name in PRESETS:
-        named[name] = RolloutCorrectionConfig.preset(name)
-    for name, (level, threshold) in _WEIGHTS.items():
-        named[name] = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
-    for name, (_, _, threshold) in CRITERIA.items():
-        named[name] = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
-    first: dict[RolloutCorrectionConfig | None, str] = {}
-    for name, config in named.items():
-        first.setdefault(config, name)
-    return {name: config for config, name in first.items()}
+    named: Estimators = {
+        NONE: None,
+        **{name: RolloutCorrectionConfig.preset(name) for name in PRESETS},
+        **{
+            name: RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
+            for name, (level, threshold) in _WEIGHTS.items()
+        },
+        **{
+            name: RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
+            for name, (_, _, threshold) in CRITERIA.items()
+        },
+    }
+    first_name = {config: name for name, config in reversed(named.items())}
+    return {name: config for name, config in named.items() if first_name[config] == name}
 
 
 def threshold_sweep() -> dict[str, Estimators]:
     """A family → the same setting at each threshold, from strict to open."""
-    families: dict[str, Estimators] = {}
-    for level in ("token", "sequence", "geometric"):
-        families[f"{level} ceiling"] = {
-            f"{ceiling:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling)  # type: ignore[arg-type]
-            for ceiling in (1.02, 1.1, 1.5, 2.0, 4.0, 10.0, 100.0)
-        }
-    for level in ("token", "sequence"):
-        families[f"{level} icepop"] = {
-            f"{band:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=f"{1 / band:.6f}_{band}")  # type: ignore[arg-type]
-            for band in (1.1, 1.5, 2.0, 4.0, 10.0, 30.0)
-        }
-    for name, (scope, divergence, _) in CRITERIA.items():
-        families[name] = {
-            f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
-            for threshold in _THRESHOLDS[scope, divergence == "k1"]
-        }
-    families["veto"] = {
-        f"{threshold:g}": RolloutCorrectionConfig(rollout_token_veto_threshold=threshold)
-        for threshold in (0.9, 0.7, 0.5, 0.3, 0.1, 0.01)
+    return {
+        **{
+            f"{level} ceiling": {
+                f"{ceiling:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling)  # type: ignore[arg-type]
+                for ceiling in (1.02, 1.1, 1.5, 2.0, 4.0, 10.0, 100.0)
+            }
+            for level in ("token", "sequence", "geometric")
+        },
+        **{
+            f"{level} icepop": {
+                f"{band:g}": RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=f"{1 / band:.6f}_{band}")  # type: ignore[arg-type]
+                for band in (1.1, 1.5, 2.0, 4.0, 10.0, 30.0)
+            }
+            for level in ("token", "sequence")
+        },
+        **{
+            name: {
+                f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)
+                for threshold in _THRESHOLDS[scope, divergence == "k1"]
+            }
+            for name, (scope, divergence, _) in CRITERIA.items()
+        },
+        "veto": {
+            f"{threshold:g}": RolloutCorrectionConfig(rollout_token_veto_threshold=threshold)
+            for threshold in (0.9, 0.7, 0.5, 0.3, 0.1, 0.01)
+        },
     }
-    return families

@@ -93,14 +93,14 @@ def one_mistake(mistake: float, extra: float, length: int) -> PolicyPair:
     return independent_pair((1 - mistake, mistake), (1 - worse, worse), (0, -1), length, goal=0)
 
 
-def pareto_ratios(index: float, octaves: int, length: int = 1) -> PolicyPair:
-    """Ratios ρ = 2^i with μ-probability ∝ 2^(−index · i): P_μ(ρ > x) falls like x^−index.
+def pareto_ratios(index: float, octaves: int) -> PolicyPair:
+    """One token with ratios ρ = 2^i and μ-probability ∝ 2^(−index · i): P_μ(ρ > x) falls like x^−index.
 
     Index 2 attains the truncation bias 1 / C, index 1 the second moment E[min(ρ, C)²] ∝ C.
     """
     mu = [2.0 ** (-index * i) for i in range(octaves)]
     pi = [2.0**i * probability for i, probability in enumerate(mu)]
-    return independent_pair(pi, mu, [float(i % 2) for i in range(octaves)], length)
+    return independent_pair(pi, mu, [float(i % 2) for i in range(octaves)], 1)
 
 
 def rare_jump(length: int, *, jumps: float = 0.05, size: float = 20.0) -> PolicyPair:
@@ -114,20 +114,16 @@ def rare_jump(length: int, *, jumps: float = 0.05, size: float = 20.0) -> Policy
     return independent_pair(train, rollout, (1, 0, 0), length, goal=math.ceil(length / 2))
 
 
-def _configuration(level: str, ceiling: float | None) -> RolloutCorrectionConfig:
-    return RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling, safety_bound=80.0)  # type: ignore[arg-type]
-
-
 def absolute_error(pair: PolicyPair, level: str, ceiling: float | None) -> tuple[float, float]:
     """|bias| and variance of one sequence's gradient, not divided by |∇J|: exact."""
-    sums = gradient_sums(every_count(pair), _configuration(level, ceiling))
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling, safety_bound=80.0)  # type: ignore[arg-type]
+    sums = gradient_sums(every_count(pair), config)
     error = gradient_error(sums, pair.gradient, 1)
     scale = float(pair.gradient.norm())
     return error.bias.value * scale, (error.deviation.value * scale) ** 2
 
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)
-_CEILINGS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _MISTAKE = 1e-4
 
 
@@ -190,7 +186,11 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         -1.0,
         "Pareto ratios of index 2, T = 1",
         True,
-        lambda: _over(_CEILINGS, lambda c: absolute_error(pareto_ratios(2.0, 40), "sequence", c), 0),
+        lambda: _over(
+            (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
+            lambda c: absolute_error(pareto_ratios(2.0, 40), "sequence", c),
+            0,
+        ),
     ),
     OrderCheck(
         "sequence, truncated",

@@ -109,8 +109,12 @@ def draw_regimes(rows: Rows) -> Figure:
 def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
     """Bias, deviation, direction error and ESS of the main estimators against one column."""
     found = [row for row in rows if row["kind"] == rows[0]["kind"] and row["batch_size"] == 256]
-    titles = {"bias": "bias / |∇J|", "deviation": "deviation / |∇J|", "direction": "direction error"}
-    titles["ess"] = "effective sample size"
+    titles = {
+        "bias": "bias / |∇J|",
+        "deviation": "deviation / |∇J|",
+        "direction": "direction error",
+        "ess": "effective sample size",
+    }
     return _curves(11.4, [(title, name, found) for name, title in titles.items()], column, label)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rollcorr.config import PRESETS, RolloutCorrectionConfig
 from rollcorr.config.checks import check_integer, check_number, unknown_name
-from rollcorr.config.yaml_text import read_yaml
+from rollcorr.config.documents import read_yaml
 from rollcorr.simulation.estimators import Estimators, every_estimator
 from rollcorr.simulation.markov_policies import MarkovPolicy, RewardRule, last_token_state
 from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
@@ -76,8 +76,13 @@ def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
     for length in lengths:
         pair_of(pair, length)
 
-    shared = {"pair": dict(pair), "chosen": chosen, "batch_sizes": _integers("batch_sizes", options["batch_sizes"])}
-    shared |= {"samples": options["samples"], "seed": options["seed"]}
+    shared = {
+        "pair": dict(pair),
+        "chosen": chosen,
+        "batch_sizes": _integers("batch_sizes", options["batch_sizes"]),
+        "samples": options["samples"],
+        "seed": options["seed"],
+    }
     return [Cell("estimators", {"length": length, **shared}) for length in lengths]
 
 

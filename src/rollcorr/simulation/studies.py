@@ -78,26 +78,31 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
     draws, samples = (20_000, 256) if quick else (1_000_000, 2048)
     length = 32 if quick else 128
     exact_kinds = ["noise"] if quick else ["noise", "heavy_tailed", "stale"]
-    cells = [Cell("agreement", {"kind": kind, "draws": draws, "seed": 11}) for kind in kinds]
-    cells += [
-        Cell("regimes", {"kind": kind, "t_times_kl": level, "length": length, "samples": samples, "seed": 5})
-        for level in (REGIMES[1:2] if quick else REGIMES)
-        for kind in (*kinds, *APART)
-    ]
     lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
     divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.6)
-    fixed = 8 if quick else 32
-    for kind in exact_kinds:
-        cells += [Cell("length", {"kind": kind, "length": T, "kl": 0.01}) for T in lengths]
-        cells += [Cell("kl", {"kind": kind, "length": fixed, "kl": value}) for value in divergences]
-    for kind in (*exact_kinds, "noise, garbage"):
-        settings = {"kind": kind, "t_times_kl": 1.0, "length": length, "samples": samples, "seed": 5}
-        cells += [Cell("threshold", settings)]
-    cells += [Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2})]
-    cells += [Cell("orders", {"index": index}) for index in (range(2) if quick else range(len(ORDER_CHECKS)))]
-    cells += [Cell("growth", {"length": T}) for T in ((10, 100) if quick else (10, 30, 100, 300, 1000))]
     table = {0.05: 400} if quick else PUBLISHED_LENGTHS
-    return cells + [Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in table.items()]
+    return [
+        *(Cell("agreement", {"kind": kind, "draws": draws, "seed": 11}) for kind in kinds),
+        *(
+            Cell("regimes", {"kind": kind, "t_times_kl": level, "length": length, "samples": samples, "seed": 5})
+            for level in (REGIMES[1:2] if quick else REGIMES)
+            for kind in (*kinds, *APART)
+        ),
+        *(Cell("length", {"kind": kind, "length": T, "kl": 0.01}) for kind in exact_kinds for T in lengths),
+        *(
+            Cell("kl", {"kind": kind, "length": 8 if quick else 32, "kl": value})
+            for kind in exact_kinds
+            for value in divergences
+        ),
+        *(
+            Cell("threshold", {"kind": kind, "t_times_kl": 1.0, "length": length, "samples": samples, "seed": 5})
+            for kind in (*exact_kinds, "noise, garbage")
+        ),
+        Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2}),
+        *(Cell("orders", {"index": index}) for index in range(2 if quick else len(ORDER_CHECKS))),
+        *(Cell("growth", {"length": T}) for T in ((10, 100) if quick else (10, 30, 100, 300, 1000))),
+        *(Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in table.items()),
+    ]
 
 
 def run_cell(cell: Cell) -> list[ResultRow]:
@@ -134,10 +139,12 @@ def measure(
         for batch_size in batch_sizes:
             error = gradient_error(sums, pair.gradient, batch_size)
             matched = None if control is None else gradient_error(control, pair.gradient, batch_size)
-            row = {**labels, **facts, "estimator": name, "batch_size": batch_size}
-            row |= _columns(error, *_RANDOM_TOO, "ess", "kept", "kept_sequences")
-            row |= {"exact": error.exact, "unit": unit or ""}
-            found.append(row | _columns(matched, *_RANDOM_TOO, prefix="random_"))
+            found.append(
+                {**labels, **facts, "estimator": name, "batch_size": batch_size}
+                | _columns(error, *_RANDOM_TOO, "ess", "kept", "kept_sequences")
+                | {"exact": error.exact, "unit": unit or ""}
+                | _columns(matched, *_RANDOM_TOO, prefix="random_")
+            )
     return found
 
 
@@ -154,8 +161,7 @@ def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
     sampled = dataclasses.replace(every, probability=drawn / draws)
 
     found: list[ResultRow] = []
-    estimators = every_estimator()
-    for name, config in estimators.items():
+    for name, config in every_estimator().items():
         exact, seen = gradient_sums(every, config), gradient_sums(sampled, config)
         mean = exact.first.sum(0)
         error = ((exact.second.sum(0) - mean.square()).clamp(min=0) / draws).sqrt()
@@ -205,8 +211,15 @@ def orders(index: int) -> list[ResultRow]:
     check = ORDER_CHECKS[index]
     x, y = check.points()
     slope, error = fit_slope(x, y)
-    shared: ResultRow = {"estimator": check.estimator, "quantity": check.quantity, "pair": check.pair}
-    shared |= {"published": check.published, "slope": slope, "error": error, "attained": check.attained}
+    shared = {
+        "estimator": check.estimator,
+        "quantity": check.quantity,
+        "pair": check.pair,
+        "published": check.published,
+        "slope": slope,
+        "error": error,
+        "attained": check.attained,
+    }
     return [shared | {"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
 

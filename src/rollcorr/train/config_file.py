@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
+from rollcorr.config.documents import load_yaml, read_yaml
 from rollcorr.config.secrets import redact, redact_text
-from rollcorr.config.yaml_text import load_yaml, read_yaml
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train.run_config import RunConfig
 

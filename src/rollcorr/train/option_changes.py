@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 from rollcorr.train.config_file import option_values
 from rollcorr.train.run_config import RunConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train.checkpoint import Checkpoint, has_checkpoints, newest_sound_checkpoint
 from rollcorr.train.option_changes import (

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
+from rollcorr.config.documents import dump_yaml
 from rollcorr.config.secrets import redact
-from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.run_directory.tracker_sinks import check_sink_name
 
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal, cast
 
 from rollcorr.config import ConfigOptions, Finding, RolloutCorrectionConfig
+from rollcorr.config.documents import dump_yaml
 from rollcorr.config.presets import preset_fields
-from rollcorr.config.yaml_text import dump_yaml
 from rollcorr.diagnostics.advice.calibration import Calibration, calibrate
 from rollcorr.diagnostics.advice.situations import (
     FEW_TIMES,

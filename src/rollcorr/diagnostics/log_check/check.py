@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
 from rollcorr.config.checks import in_one_line
-from rollcorr.config.yaml_text import read_yaml
+from rollcorr.config.documents import read_yaml
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, health

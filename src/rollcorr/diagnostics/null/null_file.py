@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.checks import in_one_line
-from rollcorr.config.input_file import open_input
-from rollcorr.config.json_text import load_json
+from rollcorr.config.documents import load_json, open_input
 from rollcorr.diagnostics.null.mismatch_profile import CELL, LENGTH, ROW_STATISTICS, MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.row_table import FIELDS, RowTable

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcorr.config.yaml_text import load_yaml
+from rollcorr.config.documents import load_yaml
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
 from rollcorr.diagnostics.report.html_page import page_environment, series_by_name, write_figures, write_page
 from rollcorr.diagnostics.report.plots import COMPARED, Panel, draw_runs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollcorr.config.yaml_text import dump_yaml
+from rollcorr.config.documents import dump_yaml
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.numbers import shown_metrics

@@ -1,29 +1,30 @@
-"""YAML in and out, safe for thresholds.
+"""Documents of strangers, YAML and JSON, within limits: bytes, depth, and the number of values that aliases stand for.
 
 YAML 1.1 drops underscores from numbers, so an unquoted band `0.5_2` would arrive as 0.52, and it reads `1e-4` as a
 text. Here a threshold with an underscore stays a text, `1e-4` is a number, and a key written twice is an error.
 
-The text may come from a stranger. It is read within limits: bytes, depth, and the number of values that aliases stand
-for. Whatever is wrong with it is a ValueError of one line.
+Whatever is wrong with a text is a ValueError of one line.
 """
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
-
-from rollcorr.config.input_file import open_input
 
 MAX_BYTES = 1 << 20
 """Bytes that a YAML file may have."""
 MAX_VALUES = 20_000
 """Values that a document may have once its aliases are written out; a long text counts once per 100 characters."""
 MAX_DEPTH = 64
-"""Levels of lists and mappings inside each other."""
+"""Levels of lists and mappings, or objects, inside each other."""
 MAX_INTEGER = 1000
 """Characters of an integer."""
 
@@ -32,12 +33,29 @@ _TEXT = "tag:yaml.org,2002:str"
 _INTEGER = "tag:yaml.org,2002:int"
 _MERGE = "tag:yaml.org,2002:merge"
 
+_OPENING, _CLOSING = b"[{", b"]}"
+_NOT_BRACKETS = bytes(set(range(256)) - set(_OPENING + _CLOSING))
+_STEP = {**dict.fromkeys(_OPENING, 1), **dict.fromkeys(_CLOSING, -1)}
+
+
+class BadInputError(ValueError):
+    """A run or a log cannot be read; the message names the file, the place and the fix."""
+
+
+def open_input(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. A pipe is opened only as `/dev/stdin` or as `<(command)` of a shell.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is a named pipe, and opening it would wait for a writer.
+    """
+    if path.is_fifo() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd"):
+        raise ValueError(f"{path} is a named pipe; copy what it gives into a file, or write <(command)")
+    return path.open("rb")
+
 
 class _LimitError(yaml.MarkedYAMLError):
     """The document is YAML, but larger or deeper than what is read."""
-
-    def __init__(self, problem: str, mark: yaml.Mark) -> None:
-        super().__init__(problem=problem, problem_mark=mark)
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,7 +86,7 @@ class _Loader(yaml.SafeLoader):
         if not is_alias:
             self._written_out[node] = self._size_of(node)
         elif node not in self._written_out:
-            raise _LimitError(f"alias *{event.anchor} stands for a block that contains it", mark)
+            raise _LimitError(None, None, f"alias *{event.anchor} stands for a block that contains it", mark)
         self._check(*self._written_out[node], mark)
         return node
 
@@ -85,25 +103,33 @@ class _Loader(yaml.SafeLoader):
     def _check(self, values: int, depth: int, mark: yaml.Mark) -> None:
         if values > MAX_VALUES:
             raise _LimitError(
-                f"{values:,} values, with aliases written out; the limit is {MAX_VALUES:,}. Use fewer aliases", mark
+                None,
+                None,
+                f"{values:,} values, with aliases written out; the limit is {MAX_VALUES:,}. Use fewer aliases",
+                mark,
             )
         if depth > MAX_DEPTH:
-            raise _LimitError(f"nested {depth} levels deep; the limit is {MAX_DEPTH}. Flatten the document", mark)
+            raise _LimitError(
+                None, None, f"nested {depth} levels deep; the limit is {MAX_DEPTH}. Flatten the document", mark
+            )
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
         """The value of a node. A text that does not fit its tag is an error with its line."""
         if node.tag == _INTEGER and len(node.value) > MAX_INTEGER:
             raise _LimitError(
-                f"an integer of {len(node.value):,} characters; the limit is {MAX_INTEGER:,}", node.start_mark
+                None,
+                None,
+                f"an integer of {len(node.value):,} characters; the limit is {MAX_INTEGER:,}",
+                node.start_mark,
             )
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            shown = repr(node.value)[:60]
-            message = f"{shown} is no {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r:.60} is no {node.tag.rpartition(':')[2]}", node.start_mark
+            ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping without a key twice, with thresholds kept as written."""
@@ -157,8 +183,9 @@ def read_yaml_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        found = f"line {line}: byte {content[error.start]:#04x} is not UTF-8"
-        raise ValueError(f"{found}; save the file as UTF-8") from error
+        raise ValueError(
+            f"line {line}: byte {content[error.start]:#04x} is not UTF-8; save the file as UTF-8"
+        ) from error
 
 
 def read_yaml(path: Path) -> Any:  # noqa: ANN401 - a document may hold any plain value
@@ -185,3 +212,42 @@ def _in_one_line(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"character {error.position + 1} is U+{error.character:04X}: {error.reason}"
     return " ".join(str(error).split())
+
+
+def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document may hold any plain value
+    """Read one JSON document into plain values.
+
+    Raises:
+        ValueError: the text is not UTF-8 or not JSON, it is nested deeper than `MAX_DEPTH`, an object has a key twice,
+            or an integer has more digits than Python reads. The message is one line.
+    """
+    # Counting is cheap, and few texts have so many brackets that they could be too deep.
+    if openings(text) > MAX_DEPTH and (depth := _depth(text)) > MAX_DEPTH:
+        raise ValueError(f"nested {depth:,} levels deep; the limit is {MAX_DEPTH}. Flatten it")
+    try:
+        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_without_repeats)
+    except RecursionError as error:  # a caller that is itself deep
+        raise ValueError(f"nested too deep to be read here; the limit is {MAX_DEPTH}. Flatten it") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose keys differ: readers disagree on which of two values counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {twice[:60]!r} is written twice")
+    return found
+
+
+def openings(text: bytes) -> int:
+    """Lists and objects that a JSON text opens; brackets within texts count too."""
+    return text.count(b"[") + text.count(b"{")
+
+
+def _depth(text: bytes) -> int:
+    """How deep a JSON text is nested. Exact as far as the text is JSON: there its reader would stop too."""
+    # Without escaped characters, every second piece between quotes is outside of texts.
+    if b"\\" in text:
+        text = re.sub(rb"\\.", b"", text, flags=re.DOTALL)
+    brackets = b"".join(text.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
+    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)

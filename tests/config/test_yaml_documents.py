@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollcorr.config.yaml_text import dump_yaml, load_yaml
+from rollcorr.config.documents import dump_yaml, load_yaml
 
 
 @pytest.mark.parametrize("band", ["0.5_2", "1_2", "0_2.0", "0.5_2.0", "0.5_2.0,0.01"])

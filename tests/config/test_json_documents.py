@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollcorr.config.json_text import MAX_DEPTH, load_json
+from rollcorr.config.documents import MAX_DEPTH, load_json
 
 
 def nested(depth):
