@@ -93,6 +93,7 @@ def compare(
         page = None
         if output is not None:
             page = diagnostics.write_comparison(diagnostics.comparison_report(stored, metric or ()), output)
+    # A table for people; with --json, numbers without NaN, which JSON lacks.
     if not as_json:
         console = terminal()
         console.print(diagnostics.comparison_table(comparison))

@@ -257,6 +257,7 @@ def calibrate_thresholds(
             return
         if null is None:
             raise BadInputError("give a null (`rollcorr null LOG -o null.json`), or --noise")
+        # Check the file first: a calibration may take a minute.
         check_unused(output, overwrite=overwrite)
         found = diagnostics.calibrate(
             diagnostics.read_null(null), rate=rate, lengths=wanted, alarm_rate=alarm_rate, sequences=sequences

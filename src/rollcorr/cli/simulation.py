@@ -68,6 +68,7 @@ def simulate(
             if not file.exists():
                 raise ValueError(f"there is no file {file}; `rollcorr simulate --help` shows an example of ten lines")
             cells, run = read_simulation_file(file), run_file_cell
+        # `run.json` records the command, so that the results can be repeated.
         command = " ".join(["rollcorr simulate", *sys.argv[2:]])
         with Progress(
             *bar, TimeRemainingColumn(), console=stderr, transient=True, disable=not stderr.is_terminal

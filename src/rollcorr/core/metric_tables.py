@@ -220,6 +220,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     sequence_row = f"{row}/seq" if token_scope else row
     sequence_side = f"{row}/seq_" if token_scope else f"{row}/"
     value = criterion if not token_scope else f"{criterion} averaged over the sequence"
+    # A token criterion also has the mean of each sequence, under names with "seq_".
     lines: list[Line] = [
         ("mean", "nats", unit, f"mean({criterion})", mean(row), MATHS),
         ("std", "nats", unit, f"std({criterion})", std(row), MATHS),
@@ -252,6 +253,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             share(f"{row}/sequences_alone", R),
             MATHS,
         ),
+        # The same over sequences.
         ("seq_mean", "nats", R, f"mean_R({value})", mean(sequence_row), MATHS),
         ("seq_std", "nats", R, f"std_R({value})", std(sequence_row), MATHS),
         ("seq_min", "nats", R, f"min_R({value})", lowest(sequence_row), MATHS),

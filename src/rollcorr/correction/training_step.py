@@ -204,6 +204,7 @@ class TrainingStep(SplitGradients):
                     "TrainingStep the same group and context_group"
                 )
 
+        # "local": `finish` divides by the counts of all micro-batches and ranks.
         output = policy_loss(
             policies,
             advantages,

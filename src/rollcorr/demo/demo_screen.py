@@ -45,6 +45,7 @@ def show_stories(console: Console) -> None:
         healthy = healthy_story(on_step)
         broken, fixed = fault_story(on_step)
         curves = stale_story(on_step)
+    # Print after the bar has gone, so that the stories stay on the screen.
     console.print("\n[bold]1. A sampler that rounds to bfloat16[/]")
     console.print("The engine has the trainer's weights and settings. Only the rounding of its logits differs.")
     _show_numbers(console, {"measured": healthy})

@@ -114,6 +114,7 @@ class CTranslate2Engine(Engine):
             "the ctranslate2 engine, which lacks it or would count it in log-probs called raw",
         )
 
+        # Import late: the package is behind an extra.
         try:
             import ctranslate2
         except ImportError as error:

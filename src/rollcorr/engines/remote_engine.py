@@ -312,6 +312,7 @@ class RemoteEngine(Engine, abc.ABC):
             concurrency=options.concurrency,
             headers=header_values(options.headers, options.headers_env),
         )
+        # Without a shared folder the server keeps its own weights, which must equal the policy's.
         self._meet()
         if options.folder is not None:
             Path(options.folder).mkdir(parents=True, exist_ok=True)

@@ -247,6 +247,7 @@ class TorchArchive:
                 dtype = _DTYPES[storage]
             case _:
                 raise DamagedPickleError("a tensor of an unknown form")
+        # Check the size before any value is read.
         count = math.prod(shape)
         most = getattr(self._limits, limit)
         if count > most:

@@ -147,6 +147,7 @@ def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             while line := stream.readline(limits.line_bytes + 1):
                 number += 1
+                # `readline` stops one byte beyond the limit, so a longer line is never in memory.
                 if len(line) > limits.line_bytes:
                     raise limit_error(
                         "line_bytes",

@@ -67,6 +67,7 @@ def threshold_sweep() -> dict[str, Estimators]:
             }
             for level in ("token", "sequence")
         },
+        # Thresholds depend on the scope, and on whether the bound is on a ratio (k1) or in nats.
         **{
             name: {
                 f"{threshold:g}": RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)

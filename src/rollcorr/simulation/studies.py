@@ -74,6 +74,7 @@ class Cell:
 
 def laboratory_cells(*, quick: bool = False) -> list[Cell]:
     """The cells of the whole study, or with `quick` of a subset that takes the same paths in seconds."""
+    # The quick study has the same cells on fewer kinds, lengths and samples.
     kinds = ["noise", "truncated"] if quick else list(KINDS)
     draws, samples = (20_000, 256) if quick else (1_000_000, 2048)
     length = 32 if quick else 128

@@ -85,6 +85,7 @@ def run_cells(
             if on_cell is not None:
                 on_cell(cell, number, len(cells))
             path = folder / "cells" / f"{cell_key(cell)}.json"
+            # A stored cell is never computed again: the same command resumes.
             record = _stored(path)
             reused += record is not None
             if record is None:

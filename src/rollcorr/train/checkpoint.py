@@ -196,6 +196,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     files = _verify(path)
 
+    # `name` is the file being read, for the error.
     name = STATE
     try:
         state = TrainState(**json.loads((path / name).read_text(encoding="utf-8")))

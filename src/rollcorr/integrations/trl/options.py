@@ -100,6 +100,7 @@ def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorr
     """
     is_rloo, weighted = loss_type == "rloo", config.weights_reach_loss
     token_criteria = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
+    # (whether it applies, why TRL's loss cannot do it and what to set instead)
     refused = [
         (
             config.bypass_mode,

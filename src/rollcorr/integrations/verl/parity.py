@@ -50,6 +50,7 @@ def correct(
     weights, kept = None, mask != 0
     metrics: Metrics = {}
 
+    # Reject options that verl 0.9.1 does not have: there is no number to reproduce.
     one_sided = config.is_mode == "icepop" and None in (config.is_lower, config.is_upper)
     if config.rollout_is is not None and (one_sided or config.rollout_is_floor is not None):
         raise ValueError(
@@ -68,6 +69,7 @@ def correct(
         )
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
 
+    # Rejection never changes the weights, and weights never change the mask.
     if config.criteria:
         kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
         metrics |= rejection_metrics

@@ -219,6 +219,7 @@ def write_denoising_log(path: Path, step: int, batch: PictureBatch, config: Flow
     data, trajectories = batch.data, batch.trajectories
     window = torch.ones_like(data["rollout_log_probs"], dtype=torch.bool)
     sigma, sigma_next = trajectories.schedule.at(trajectories.steps)
+    # A row per picture, a "token" per denoising step of the window.
     log = RolloutBatch.from_padded(
         window,
         step=step,

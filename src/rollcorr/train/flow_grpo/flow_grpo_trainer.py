@@ -142,6 +142,7 @@ class FlowGrpoTrainer:
             batch = self._judge(trajectories, texts)
         with clock("old_log_prob"):
             self._add_old_log_probs(batch)
+        # Advantages come after the correction, which may reject samples.
         with clock("correction"):
             metrics = self._add_correction(batch)
             advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)

@@ -58,6 +58,7 @@ def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
         left, top = number % columns * width, number // columns * (height + lines * LINE)
         whole.paste(tile, (left, top))
         for line, text in enumerate(caption.split("\n")):
+            # Shorten a caption until it fits its tile.
             shown = text
             while shown and draw.textlength(shown, font=font) > width - 2 * GAP:
                 shown = shown.removesuffix("...")[:-1] + "..." if shown.strip(".") else ""

@@ -134,6 +134,7 @@ class GrpoRecipe(Recipe):
 
         batch, rollout = result.batch, result.batch.rollout
         tokens = rollout.tokens
+        # Everything that `rollcorr check` and a replay of the ratio need.
         log = RolloutBatch.from_padded(
             tokens.response_mask,
             prompt_mask=tokens.prompt_mask,

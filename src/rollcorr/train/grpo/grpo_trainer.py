@@ -362,6 +362,7 @@ class GrpoTrainer:
             ref_log_prob=None if batch.ref_log_prob is None else batch.ref_log_prob[rows],
             full_log_prob=scores.full_log_prob,
         )
+        # In bypass mode the ratio is π_θ / μ, so the correction is computed inside the step's loss.
         advantages, mask = batch.advantages[rows], batch.response_mask[rows]
         if bypass is not None:
             output = bypass.policy_loss(policies, advantages, mask, entropy=scores.entropy)
