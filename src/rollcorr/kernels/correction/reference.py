@@ -81,7 +81,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
         measured=batch.counts(measured),
         logs=logs,
     )
-    rows.add_sequences(sequences, config)
+    sums.update({name: values.sum() for name, values in rows.add_sequences(sequences, config).items()})
 
     # ρ = 0 is a ratio like any other in χ² and in shares, but it has no logarithm to average.
     rows.sample("log_ratio", d, measured)
