@@ -299,8 +299,7 @@ def _detail(
 
     # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
     tokens, table = token_detail(inputs, config, weights, detail, compiled=impl in ("auto", "cpu"))
-    reduce = context_reduction(context_group)
-    if reduce is not None:
+    if context_group is not None:
         tokens = gather_statistics(tokens, context_group)
-        reduce(table, Statistics.of(device=inputs.mask.device))
+        context_reduction(context_group)(table, Statistics.of(device=inputs.mask.device))
     return tokens | sequence_detail(table, detail)

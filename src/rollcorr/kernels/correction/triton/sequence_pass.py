@@ -95,12 +95,7 @@ def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHIC
         else:
             value = tl.maximum(k3_of(first), k3_of(last))
     else:
-        if C.kind == "k1":
-            value = -log_ratio
-        elif C.kind == "k2":
-            value = column(cells, PLAN.columns["k2"])
-        else:
-            value = column(cells, PLAN.columns["k3"])
+        value = -log_ratio if C.kind == "k1" else column(cells, PLAN.columns[C.kind])
         if C.scope != "seq_sum":
             value = value / tl.maximum(counted, 1.0)
     return tl.where(zero > 0, INFINITY, value)

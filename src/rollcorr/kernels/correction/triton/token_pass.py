@@ -19,8 +19,13 @@ import triton
 import triton.language as tl
 
 from rollcorr.kernels.correction.triton.arithmetic import (
+    add_count,
     add_deviations,
+    add_extremes,
+    add_lanes,
+    add_moments,
     around,
+    byte_of,
     exponential_parts,
     lane_max,
     lane_min,
@@ -29,7 +34,6 @@ from rollcorr.kernels.correction.triton.arithmetic import (
     rounded_off,
     shifted_sums,
 )
-from rollcorr.kernels.correction.triton.columns import add_count, add_extremes, add_lanes, add_moments, byte_of
 
 BLOCK = tl.constexpr(512)
 MOST_OF_LANE = tl.constexpr(128)  # tokens that a lane adds before lanes are added in float64: a byte counts them
