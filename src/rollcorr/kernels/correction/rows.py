@@ -26,7 +26,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core import divergence
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.kernels.correction.bands import exceedance_band
+from rollcorr.kernels.correction.call import exceedance_band
 
 Values = dict[str, Tensor]
 

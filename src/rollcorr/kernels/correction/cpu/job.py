@@ -13,7 +13,7 @@ import torch
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core.bounds import log_band
-from rollcorr.kernels.correction.bands import accepted_band, exceedance_band, zeroing_band
+from rollcorr.kernels.correction.call import accepted_band, exceedance_band, zeroing_band
 
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -16,7 +16,7 @@ from rollcorr.core import divergence
 from rollcorr.core.bounds import ratio_above, ratio_below
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, extremes_of, no_extremes
 from rollcorr.core.weights import bounded_weights
-from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
+from rollcorr.kernels.correction.call import applied_weights, beyond_bounds, exceedance_band
 from rollcorr.kernels.correction.rows import Computed, Sequences, Values
 from rollcorr.kernels.correction.torch.table import SequenceTable
 

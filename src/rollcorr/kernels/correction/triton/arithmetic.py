@@ -105,31 +105,6 @@ def shifted_sums(n, shift, first):
 
 
 @triton.jit
-def around(n, shift, sums):
-    """Σ (x − shift) of each lane, float64, from Σ x."""
-    return sums - n.to(tl.float64) * shift.to(tl.float64)
-
-
-@triton.jit
-def lanes_to_moments(n, sums, shift, first, second):
-    """Lanes of (n, Σ x, shift, Σ (x − shift), Σ (x − shift)²) → (n, mean, M2) over all of them, float64 scalars."""
-    total = tl.sum(n, axis=0).to(tl.float64)
-    mean = tl.sum(sums, axis=0) / tl.maximum(total, 1.0)
-    offset = first.to(tl.float64) / tl.maximum(n, 1).to(tl.float64)
-    spread = shift.to(tl.float64) + offset - mean
-    m2 = tl.maximum(second.to(tl.float64) - first.to(tl.float64) * offset, 0.0) + n.to(tl.float64) * spread * spread
-    return total, mean, tl.sum(m2, axis=0)
-
-
-@triton.jit
-def merge_two(n, mean, m2, other_n, other_mean, other_m2):
-    """(mean, M2) of two samples together (Chan, Golub & LeVeque, 1983)."""
-    share = other_n / tl.maximum(n + other_n, 1.0)
-    gap = other_mean - mean
-    return mean + gap * share, m2 + other_m2 + gap * gap * n * share
-
-
-@triton.jit
 def byte_of(words, BYTE: tl.constexpr):
     """One of the four counts that an integer holds."""
     return (words >> (8 * BYTE)) & 255
@@ -161,10 +136,23 @@ def add_extremes(cell, again, LOW: tl.constexpr, low, high):
 
 @triton.jit
 def add_moments(cell, again, before, MEAN: tl.constexpr, n, sums, shift, first, second):
-    """Merge the lanes' moments into (mean, M2), which `before` values stand behind."""
+    """Merge the moments of lanes into (mean, M2), which `before` values stand behind.
+
+    A lane has (n, Σ x, shift, Σ (x − shift), Σ (x − shift)²).
+    """
     at_mean, at_m2 = cell + MEAN, cell + MEAN + 1
     before_mean, before_m2 = tl.load(at_mean, mask=again, other=0.0), tl.load(at_m2, mask=again, other=0.0)
-    total, mean, m2 = lanes_to_moments(n, sums, shift, first, second)
-    mean, m2 = merge_two(before, before_mean, before_m2, total, mean, m2)
-    tl.store(at_mean, mean)
-    tl.store(at_m2, m2)
+
+    # All lanes together, float64.
+    total = tl.sum(n, axis=0).to(tl.float64)
+    mean = tl.sum(sums, axis=0) / tl.maximum(total, 1.0)
+    offset = first.to(tl.float64) / tl.maximum(n, 1).to(tl.float64)
+    spread = shift.to(tl.float64) + offset - mean
+    m2s = tl.maximum(second.to(tl.float64) - first.to(tl.float64) * offset, 0.0) + n.to(tl.float64) * spread * spread
+    m2 = tl.sum(m2s, axis=0)
+
+    # Two samples together (Chan, Golub & LeVeque, 1983).
+    share = total / tl.maximum(before + total, 1.0)
+    gap = mean - before_mean
+    tl.store(at_mean, before_mean + gap * share)
+    tl.store(at_m2, before_m2 + m2 + gap * gap * before * share)

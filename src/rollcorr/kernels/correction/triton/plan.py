@@ -13,7 +13,7 @@ from pathlib import Path
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core.bounds import log_band
 from rollcorr.core.divergence import CAP
-from rollcorr.kernels.correction.bands import accepted_band, exceedance_band
+from rollcorr.kernels.correction.call import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
 # Columns that every configuration has, those of token-level weights, and those of each kind of token criterion. The

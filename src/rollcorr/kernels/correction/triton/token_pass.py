@@ -24,7 +24,6 @@ from rollcorr.kernels.correction.triton.arithmetic import (
     add_extremes,
     add_lanes,
     add_moments,
-    around,
     byte_of,
     exponential_parts,
     lane_max,
@@ -400,7 +399,7 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
     shift = tl.where(measured > 0, shift, 0.0)
-    first = around(measured, shift, total)
+    first = total - measured.to(tl.float64) * shift.to(tl.float64)
     add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, total, shift, first, second)
     for i in tl.static_range(3):
         add_count(cell, again, PLAN.columns["valid"] + i, counts[0], i)
