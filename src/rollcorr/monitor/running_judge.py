@@ -59,9 +59,6 @@ class RecentMedians(Mapping[str, float]):
             raise KeyError(name)
         return median(values)
 
-    def __contains__(self, name: object) -> bool:
-        return any(name in metrics for metrics in self._steps)
-
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(name for metrics in self._steps for name in metrics))
 
