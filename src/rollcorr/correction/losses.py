@@ -221,7 +221,8 @@ def policy_loss(
         cu_seqlens=cu_seqlens,
     )
 
-    # KL and entropy hold for rejected tokens too, so they are divided by the counts of the response mask.
+    # KL and entropy hold for rejected tokens too, so they are divided by the counts of the response mask. Without a
+    # correction, those are what the caller's denominators count.
     if original_denominators is None and (correction is None or normalizer == "original"):
         original_denominators = denominators
     elif original_denominators is None and denominators is not None and (loss.kl_coef or loss.entropy_coef):
