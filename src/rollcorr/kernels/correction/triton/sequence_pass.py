@@ -14,7 +14,6 @@ from rollcorr.kernels.correction.triton.row_slots import (
     INFINITY,
     column,
     highest,
-    load_cells,
     lowest,
     product_sum,
     put,
@@ -311,7 +310,12 @@ def decide_sequences(
     exists = sequence < sequences
     cell = sequence[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
     there = exists[:, None] & (cell >= 0)
-    cells = load_cells(table + cell.to(tl.int64) * len(PLAN.columns), there, PLAN)
+
+    # Every column of the cells. All loads come before the first store, so all are on their way at once.
+    place = table + cell.to(tl.int64) * len(PLAN.columns)
+    cells = ()
+    for i in tl.static_range(len(PLAN.columns)):
+        cells = cells + (tl.load(place + i, mask=there, other=0.0),)  # type: ignore[assignment] # noqa: RUF005 (Triton unpacks none)
     rows = all_rows + tl.program_id(0) * PLAN.width
     N: tl.constexpr = PLAN.columns["measured"]
     valid = column(cells, PLAN.columns["valid"])
