@@ -12,6 +12,8 @@ from rollcorr import LossConfig, RolloutCorrectionConfig, SamplingSpec, correct,
 from rollcorr.config import InertOptionWarning
 from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.engines import GenerationSettings
+from rollcorr.kernels.correction import triton
+from rollcorr.kernels.correction.call import Batch
 
 NAN, INF = float("nan"), float("inf")
 
@@ -206,14 +208,16 @@ def test_whole_sequences_have_the_same_bounds(level):
     torch.testing.assert_close(open_below.weights.flatten(), torch.tensor([0.1, 0.7, 0.0]))
 
 
-def test_what_triton_does_not_take_it_says():
-    from rollcorr.kernels.correction.triton import _why_not_shape
+def test_what_triton_does_not_take_it_says(monkeypatch):
+    monkeypatch.setattr(triton, "interpreted", lambda: True)
+    monkeypatch.setattr(triton, "status", lambda: None)
+    batch = Batch(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
 
     taken = [RolloutCorrectionConfig(), RolloutCorrectionConfig.tis("0_3.0"), RolloutCorrectionConfig.icepop()]
-    assert [_why_not_shape(config) for config in taken] == [None] * 3
+    assert [triton.why_not(batch, config) for config in taken] == [None] * 3
     with_floor = RolloutCorrectionConfig(rollout_is="token", rollout_is_floor=0.5)
-    assert _why_not_shape(with_floor) == "rollout_is_floor is 0.5, and they raise no weights"
-    assert "need an upper end of the band" in _why_not_shape(RolloutCorrectionConfig.tis("0.5_inf"))
+    assert triton.why_not(batch, with_floor) == "rollout_is_floor is 0.5, and they raise no weights"
+    assert "need an upper end of the band" in triton.why_not(batch, RolloutCorrectionConfig.tis("0.5_inf"))
 
 
 @pytest.mark.parametrize("options", [{"rollout_is_floor": 0.5}, {"rollout_is_threshold": "0_3.0"}])

@@ -191,7 +191,7 @@ def test_a_resumed_monitor_judges_by_the_steps_before():
     for step, k3 in enumerate(series.k3[: cut + 10], start=1):
         whole.judge(step, bare_metrics(metrics_of(k3)), None)
         if step <= cut:
-            resumed.remember(step, metrics_of(k3))
+            resumed.remember(step, bare_metrics(metrics_of(k3)))
         else:
             resumed.judge(step, bare_metrics(metrics_of(k3)), None)
     assert [alarm.first_step for alarm in resumed.alarms] == [alarm.first_step for alarm in whole.alarms]

@@ -220,8 +220,9 @@ def policy_loss(
         cu_seqlens=cu_seqlens,
     )
 
-    # KL and entropy hold for rejected tokens too, so they are divided by the counts of the response mask.
-    if original_denominators is None and (token.divides_by_original or normalizer == "original"):
+    # KL and entropy hold for rejected tokens too, so they are divided by the counts of the response mask. Without a
+    # correction, those are what the caller's denominators count.
+    if original_denominators is None and (correction is None or normalizer == "original"):
         original_denominators = denominators
     elif original_denominators is None and denominators is not None and (loss.kl_coef or loss.entropy_coef):
         raise ValueError(
@@ -311,8 +312,6 @@ class _TokenLoss(NamedTuple):
     loss_mask: Tensor
     weights: Tensor | None
     correction: Correction | None
-    divides_by_original: bool
-    """Whether the caller's denominators count the response mask, whatever the normalizer says."""
 
 
 def _decoupled(
@@ -358,7 +357,7 @@ def _decoupled(
 
     per_token, statistics = _ppo_clip(inputs, log_prob, old_log_prob, loss_mask, loss, weights)
     statistics = statistics if mismatch is None else statistics | mismatch
-    return _TokenLoss(per_token, statistics, loss_mask, weights, correction, divides_by_original=correction is None)
+    return _TokenLoss(per_token, statistics, loss_mask, weights, correction)
 
 
 def _bypass(
@@ -420,7 +419,7 @@ def _bypass(
     else:
         # The clipped ratio π_θ / μ is the importance weight already. A second weight would count it twice.
         per_token, statistics = _ppo_clip(inputs, log_prob, behavior, correction.loss_mask, loss, None)
-    return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction, divides_by_original=True)
+    return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction)
 
 
 def _ppo_clip(

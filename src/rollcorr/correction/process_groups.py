@@ -135,16 +135,14 @@ def explained_failure(group: ProcessGroup) -> Iterator[None]:
         ) from error
 
 
-def context_reduction(group: ProcessGroup | None) -> Reduction | None:
+def context_reduction(group: ProcessGroup) -> Reduction:
     """A function that makes a slice's table and rows those of whole sequences, by one all-gather.
 
     Each rank sends a float64 for each column and sequence (8 to 25 columns), and the rows of the batch.
 
     Args:
-        group: ranks that hold slices of the same B sequences, in the same order. None: there is nothing to do.
+        group: ranks that hold slices of the same B sequences, in the same order.
     """
-    if group is None:
-        return None
 
     def reduce(table: SequenceTable, statistics: Statistics) -> Statistics:
         columns = table.pack()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -133,31 +133,33 @@ def correct(
         check_groups(peers, context_group)
     ranks = (1 if peers is None else peers.size(), 1 if context_group is None else context_group.size())
 
-    inputs = _CorrectionInputs(
+    inputs = Batch(
         plain(train_log_prob.detach()),
         plain(rollout_log_prob.detach()),
         plain(response_mask.detach()),
         None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel()),
-        context_group,
     )
     counts, statistics, fingerprint = StepCounts(), None, None
     if resolved is None:
         # There are no statistics to count from, and every response token stays.
-        weights, loss_mask = None, inputs.valid
+        weights, loss_mask = None, truth(inputs.mask, "response_mask")
         if out is not None:
             loss_mask = out[1].copy_(loss_mask)
         sequence_kept = loss_mask.new_ones(sequence_count(loss_mask, cu_seqlens=inputs.cu_seqlens))
         counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
-        weights, loss_mask, sequence_kept, statistics, sums = _corrected(inputs, resolved, peers, detail, out, impl)
+        weights, loss_mask, sequence_kept, statistics, sums = _corrected(
+            inputs, resolved, peers, context_group, detail, out, impl
+        )
         if not densities and in_host_memory(sums):
             _check_no_probabilities(inputs, sums)
         fingerprint = Fingerprint(sums, (train_log_prob.dtype, rollout_log_prob.dtype))
         if weights is not None and fill:
             # Outside the response mask, and where a token is rejected because a log-prob is missing.
-            _, _, missing = classify_tokens(inputs.train, inputs.rollout, inputs.valid)
-            has_none = ~inputs.valid if resolved.nonfinite == "neutral" else ~inputs.valid | missing
+            valid = truth(inputs.mask)
+            _, _, missing = classify_tokens(inputs.train, inputs.rollout, valid)
+            has_none = ~valid if resolved.nonfinite == "neutral" else ~valid | missing
             weights = weights.masked_fill_(has_none, fill)
 
     correction = Correction(
@@ -176,20 +178,7 @@ def correct(
     return with_context(correction, counts, fingerprint)
 
 
-class _CorrectionInputs(NamedTuple):
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
-    cu_seqlens: Tensor | None
-    context_group: ProcessGroup | None
-
-    @property
-    def valid(self) -> Tensor:
-        """The mask as bool."""
-        return truth(self.mask, "response_mask")
-
-
-def _check_no_probabilities(inputs: _CorrectionInputs, policy_sums: Tensor) -> None:
+def _check_no_probabilities(inputs: Batch, policy_sums: Tensor) -> None:
     """Reject probabilities in place of log-probs, in host memory. Values within 2^-8 of 0 are rounding.
 
     Args:
@@ -206,7 +195,7 @@ def _check_no_probabilities(inputs: _CorrectionInputs, policy_sums: Tensor) -> N
     for name, policy, totals in (("train", inputs.train, sums[2]), ("rollout", inputs.rollout, sums[3])):
         if (totals < 0).any():
             continue
-        values = policy[inputs.valid]
+        values = policy[truth(inputs.mask)]
         above = values[(values > 2**-8) & (values < torch.inf)]
         if above.numel() and not (values < 0).any():
             raise ValueError(
@@ -236,9 +225,10 @@ def configuration_of(
 
 
 def _corrected(
-    inputs: _CorrectionInputs,
+    inputs: Batch,
     config: RolloutCorrectionConfig,
     group: ProcessGroup | None,
+    context_group: ProcessGroup | None,
     detail: Detail | bool,
     out: Out | None,
     impl: Implementation,
@@ -246,11 +236,11 @@ def _corrected(
     """What the kernel makes of the batch, merged over the ranks, and with its weights normalized."""
     with torch.set_grad_enabled(False):
         # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
-        output = _kernel(inputs, config, out, impl)
+        output = _kernel(inputs, config, context_group, out, impl)
         statistics = output.statistics
         if detail:
             names = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, config, names, impl)
+            statistics = statistics | _detail(inputs, output.weights, config, context_group, names, impl)
 
         # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
         if group is not None:
@@ -272,10 +262,14 @@ def _corrected(
 
 
 def _kernel(
-    inputs: _CorrectionInputs, config: RolloutCorrectionConfig, out: Out | None, impl: Implementation
+    inputs: Batch,
+    config: RolloutCorrectionConfig,
+    context_group: ProcessGroup | None,
+    out: Out | None,
+    impl: Implementation,
 ) -> CorrectionOutput:
     """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
-    train, rollout, mask, cu_seqlens, context_group = inputs
+    train, rollout, mask, cu_seqlens = inputs
     impl = config.impl if impl == "auto" else impl
     if context_group is None or impl != "reference":
         reduce = None if context_group is None else context_reduction(context_group)
@@ -283,7 +277,7 @@ def _kernel(
 
     # The specification stays free of exchanges: it gets whole sequences, and each rank keeps its own tokens.
     check_layout(response_mask=mask, cu_seqlens=cu_seqlens)
-    whole = gather_slices(train, rollout, inputs.valid, cu_seqlens=cu_seqlens, group=context_group)
+    whole = gather_slices(train, rollout, truth(mask, "response_mask"), cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
     output = correction_kernel(train, rollout, mask, config, cu_seqlens=whole.cu_seqlens, impl=impl)
     weights = None if output.weights is None else output.weights[whole.own]
@@ -291,22 +285,20 @@ def _kernel(
 
 
 def _detail(
-    inputs: _CorrectionInputs,
+    inputs: Batch,
     weights: Tensor | None,
     config: RolloutCorrectionConfig,
+    context_group: ProcessGroup | None,
     detail: Detail,
     impl: Implementation,
 ) -> Statistics:
     """Quantiles and the worst tokens and sequences, over the context group."""
-    train, rollout, mask, cu_seqlens, context_group = inputs
     if detail.position_ids is not None:
-        check_layout(train_log_prob=train, position_ids=detail.position_ids, cu_seqlens=cu_seqlens)
+        check_layout(train_log_prob=inputs.train, position_ids=detail.position_ids, cu_seqlens=inputs.cu_seqlens)
 
     # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
-    batch = Batch(train, rollout, mask, cu_seqlens)
-    tokens, table = token_detail(batch, config, weights, detail, compiled=impl in ("auto", "cpu"))
-    reduce = context_reduction(context_group)
-    if reduce is not None:
+    tokens, table = token_detail(inputs, config, weights, detail, compiled=impl in ("auto", "cpu"))
+    if context_group is not None:
         tokens = gather_statistics(tokens, context_group)
-        reduce(table, Statistics.of(device=mask.device))
+        context_reduction(context_group)(table, Statistics.of(device=inputs.mask.device))
     return tokens | sequence_detail(table, detail)

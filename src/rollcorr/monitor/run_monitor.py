@@ -24,7 +24,7 @@ from rollcorr.correction import Correction, correct
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.process_groups import check_groups, members
 from rollcorr.correction.rollout_correction import configuration_of
-from rollcorr.diagnostics.health.evidence import RECENT_STEPS
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
@@ -170,7 +170,7 @@ class Monitor:
             self.close()
             raise problem or problem_anywhere
         for metrics in earlier:
-            self._judge.remember(metrics["step"], metrics)
+            self._judge.remember(metrics["step"], bare_metrics(metrics))
 
     def correct(
         self,

@@ -12,12 +12,12 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.correction.correction_checks import MISMATCH
-from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence, bare_metrics
+from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
 from rollcorr.diagnostics.health.health_check import (
     EXIT_CODES,
     FIRST_STEPS,
@@ -58,9 +58,6 @@ class RecentMedians(Mapping[str, float]):
         if not values:
             raise KeyError(name)
         return median(values)
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in metrics for metrics in self._steps)
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(name for metrics in self._steps for name in metrics))
@@ -112,14 +109,21 @@ class RunningJudge:
         """The alarms that last, the oldest first."""
         return tuple(self._alarms.values())
 
-    def remember(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def remember(self, step: int, bare: dict[str, float]) -> None:
         """Take a step into the window. One that measured no token is left out, as the health check does.
 
         Args:
-            step: number of the step.
-            metrics: of one step, name → number.
+            step: its number.
+            bare: as for `judge`.
         """
-        self._take(step, bare_metrics(metrics))
+        if bare.get("token_count", 1.0) > 0:
+            self._history.append((step, bare))
+            self._broken.append([name for name, value in bare.items() if is_broken(name, value)])
+            self._watch.add(step, bare)
+            self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
+            if len(self._first) < 2 * FIRST_STEPS:
+                self._first.append((step, bare))
+            self._counted.update({name: bare[name] for name in COUNTS if name in bare})
 
     def judge(self, step: int, bare: dict[str, float], config: RolloutCorrectionConfig | None) -> Changes:
         """Take a step into the window, and judge it. A step without a correction changes nothing.
@@ -131,7 +135,7 @@ class RunningJudge:
         """
         warnings = _foreign_rows(bare)
         if "token_count" in bare:
-            self._take(step, bare)
+            self.remember(step, bare)
             history = list(self._history)
             evidence = Evidence(
                 current=RecentMedians(history),
@@ -169,16 +173,6 @@ class RunningJudge:
         self._alarms[key] = finding
         self._absent.pop(key, None)
         return began
-
-    def _take(self, step: int, bare: dict[str, float]) -> None:
-        if bare.get("token_count", 1.0) > 0:
-            self._history.append((step, bare))
-            self._broken.append([name for name, value in bare.items() if is_broken(name, value)])
-            self._watch.add(step, bare)
-            self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
-            if len(self._first) < 2 * FIRST_STEPS:
-                self._first.append((step, bare))
-            self._counted.update({name: bare[name] for name in COUNTS if name in bare})
 
 
 def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:

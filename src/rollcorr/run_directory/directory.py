@@ -100,12 +100,11 @@ def step_of(path: Path) -> int | None:
     return int(digits) if is_step else None
 
 
-def paths_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
+def paths_by_step(folder: Path) -> dict[int, Path]:
     """What a folder holds for each step, in the order of the steps as numbers; other names are passed over.
 
     Args:
         folder: need not exist.
-        suffix: what follows the step's name, for example ".parquet".
     """
-    found = {path: step_of(path) for path in folder.glob(f"{STEP_PREFIX}*") if path.name == f"{path.stem}{suffix}"}
+    found = {path: step_of(path) for path in folder.glob(f"{STEP_PREFIX}*") if not path.suffix}
     return dict(sorted((step, path) for path, step in found.items() if step is not None))

@@ -97,6 +97,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         some = "1 step was" if repeated == 1 else f"{repeated} steps were"
         remarks.append(f"{some} logged twice (a resumed run); the later one counts")
 
+    # A link out of the directory is never followed: the report would publish a foreign file.
     config, config_text, config_remarks = _read_config(directory.config, path)
     drawn = [(heading, directory.picture(when)) for when, heading in PICTURES.items()]
     strange = [file for _, file in drawn if _leads_out(file, path)]

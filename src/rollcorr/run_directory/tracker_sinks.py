@@ -114,15 +114,7 @@ class Trackio:
 
 
 class StandardOutput:
-    """One line for each step.
-
-    Args:
-        directory: the run's directory; nothing is written there.
-        start: steps that are done already.
-    """
-
-    def __init__(self, directory: RunDirectory, start: int = 0) -> None:
-        """Need nothing of the run."""
+    """One line for each step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
@@ -143,7 +135,7 @@ NAMED_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
     "trackio": Trackio,
-    "stdout": StandardOutput,
+    "stdout": lambda directory, start: StandardOutput(),
 }
 """Name → sink, made from the run's directory and the number of steps that are done already."""
 

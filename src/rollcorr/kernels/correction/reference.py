@@ -11,8 +11,13 @@ from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
 from rollcorr.core.mergeable_statistics import extremes_of
 from rollcorr.core.weights import ratio_above, ratio_below, within_ratio_band
-from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
-from rollcorr.kernels.correction.call import Batch, CorrectionOutput
+from rollcorr.kernels.correction.call import (
+    Batch,
+    CorrectionOutput,
+    applied_weights,
+    beyond_bounds,
+    exceedance_band,
+)
 from rollcorr.kernels.correction.rows import Computed, Sequences
 
 
@@ -46,7 +51,14 @@ class _Tokens(NamedTuple):
 
 def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> CorrectionOutput:
     """As `rollcorr.kernels.correction.dispatch.correction_kernel`."""
-    batch = _prepare(inputs, config)
+    train, rollout, mask, cu_seqlens = inputs
+    measured, zero_probability, missing = ratios.classify_tokens(train, rollout, mask)
+    compared = measured | zero_probability
+    counted = mask if config.nonfinite == "neutral" else compared
+
+    log_ratio = ratios.token_log_ratio(train.double(), rollout.double(), measured)
+    log_ratio = log_ratio.masked_fill(zero_probability, -torch.inf)
+    batch = _Tokens(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
     rows = Computed({}, {}, {})
     policy_sums = _compare(batch, config, rows)
 
@@ -57,17 +69,6 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
     # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
     sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(batch.valid) == 0)
     return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"), policy_sums)
-
-
-def _prepare(inputs: Batch, config: RolloutCorrectionConfig) -> _Tokens:
-    train, rollout, mask, cu_seqlens = inputs
-    measured, zero_probability, missing = ratios.classify_tokens(train, rollout, mask)
-    compared = measured | zero_probability
-    counted = mask if config.nonfinite == "neutral" else compared
-
-    log_ratio = ratios.token_log_ratio(train.double(), rollout.double(), measured)
-    log_ratio = log_ratio.masked_fill(zero_probability, -torch.inf)
-    return _Tokens(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
 
 
 def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
@@ -81,7 +82,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
         measured=batch.counts(measured),
         logs=logs,
     )
-    rows.add_sequences(sequences, config)
+    sums.update({name: values.sum() for name, values in rows.add_sequences(sequences, config).items()})
 
     # ρ = 0 is a ratio like any other in χ² and in shares, but it has no logarithm to average.
     rows.sample("log_ratio", d, measured)

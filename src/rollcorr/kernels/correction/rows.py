@@ -26,7 +26,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.criteria import check_token_criteria
 from rollcorr.core import divergence
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
-from rollcorr.kernels.correction.bands import exceedance_band
+from rollcorr.kernels.correction.call import exceedance_band
 
 Values = dict[str, Tensor]
 
@@ -245,13 +245,15 @@ class Computed(NamedTuple):
         mask = mask & values.isfinite()
         self.moments[name], self.extremes[name] = moments_of(values, mask), extremes_of(values, mask)
 
-    def add_sequences(self, sequences: Sequences, config: RolloutCorrectionConfig) -> None:
-        """Fill every row that follows from the sums of whole sequences."""
+    def add_sequences(self, sequences: Sequences, config: RolloutCorrectionConfig) -> Values:
+        """Fill the extremes that follow from sums of whole sequences; return what each sequence adds to the sums."""
+        added: Values = {}
         for row in rows_of(config):
             if row.of is not None and row.kind == "sums":
-                self.sums[row.name] = row.of(sequences).sum()
+                added[row.name] = row.of(sequences)
             elif row.of is not None:
                 self.extremes[row.name] = extremes_of(row.of(sequences), sequences.has_measured)
+        return added
 
     def statistics(self, config: RolloutCorrectionConfig, implementation: str) -> Statistics:
         """The rows in the order of the list.

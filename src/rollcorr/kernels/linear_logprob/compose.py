@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProducts) -> LinearLogProb:
     """Log-probs, and what else is asked for, (N,): one implementation of chunks of logits and one of kept rows."""
-    problem = replace(problem, hidden=with_summed_gradient(problem.hidden, problem.group))
+    if problem.group is not None:
+        problem = replace(problem, hidden=_SummedGradient.apply(problem.hidden, problem.group))
     if problem.mask is not None and not problem.compact:
         problem = problem.harmless(problem.mask)
     if problem.kept is None:
@@ -122,9 +123,13 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
     if group is None:
         return own
     parts = [own if rank == group.rank() else part for rank, part in enumerate(_gather(own, group))]
-    largest = torch.stack([part.largest for part in parts]).amax(0)
+    of_ranks = torch.stack([part.largest for part in parts])
+    largest = of_ranks.amax(0)
     anchor = largest.masked_fill(largest == -torch.inf, 0.0)
-    logs = torch.stack([_log_weight(part, anchor) for part in parts])
+
+    # log Σ exp(z − anchor) of each rank's entries, −inf where it has none.
+    log_sums = torch.stack([part.log_sum for part in parts]).masked_fill(of_ranks == -torch.inf, 0.0)
+    logs = (log_sums + of_ranks) - anchor
     log_sum = logs.logsumexp(0)
     target = torch.stack([part.target for part in parts]).sum(0)
     entropy = None
@@ -139,12 +144,9 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
     return LogSums(largest, log_sum, target, entropy)
 
 
-def with_summed_gradient(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The same hidden states; their gradient is summed over the ranks, which each know their own rows' part."""
-    return hidden if group is None else _SummedGradient.apply(hidden, group)
-
-
 class _SummedGradient(torch.autograd.Function):
+    """The same hidden states; their gradient is summed over the ranks, which each know their own rows' part."""
+
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -165,9 +167,3 @@ def _gather(own: LogSums, group: ProcessGroup) -> list[LogSums]:
     received = [torch.empty_like(sent) for _ in range(group.size())]
     torch.distributed.all_gather(received, sent, group=group)
     return [LogSums(*part.split(sizes), *[None] * (4 - len(sizes))) for part in received]
-
-
-def _log_weight(part: LogSums, anchor: Tensor) -> Tensor:
-    """log Σ exp(z − anchor) of one rank's entries, −inf where it has none."""
-    empty = part.largest == -torch.inf
-    return (part.log_sum.masked_fill(empty, 0.0) + part.largest) - anchor

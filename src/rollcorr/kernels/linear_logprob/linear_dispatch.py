@@ -181,6 +181,7 @@ def _check_operands(
         raise ValueError(f"hidden {tuple(hidden.shape)} must be token_ids {tuple(token_ids.shape)} with d added")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
+    # A buffer that no backward pass reaches would stay empty without an error.
     if accumulate_into is None:
         return
     if accumulate_into.shape != weight.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -38,7 +38,13 @@ def float32_products(precision: Precision, device: torch.device) -> Iterator[Non
     if device.type != "cuda":
         yield
         return
-    before, switches = _float32_precision(), _switches()
+    before = "highest"
+    with suppress(RuntimeError):  # torch refuses to answer where newer switches say otherwise
+        before = torch.get_float32_matmul_precision()
+
+    # The switches of single backends, which torch has from 2.9 on and sets together with its older one.
+    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    switches = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         yield
@@ -46,20 +52,6 @@ def float32_products(precision: Precision, device: torch.device) -> Iterator[Non
         torch.set_float32_matmul_precision(before)
         for owner, value in switches:
             owner.fp32_precision = value
-
-
-def _float32_precision() -> str:
-    """What torch says of float32 products; "highest" where it refuses to, because newer switches say otherwise."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "highest"
-
-
-def _switches() -> list[tuple[Any, str]]:
-    """The switches of single backends, which torch has from 2.9 on and sets together with its older one."""
-    owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    return [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
 
 
 def _has_wide_products() -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollcorr.config import Criterion, RolloutCorrectionConfig
+from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core.weights import log_band
-from rollcorr.kernels.correction.bands import accepted_band, exceedance_band, zeroing_band
+from rollcorr.kernels.correction.call import accepted_band, exceedance_band, zeroing_band
 
 MAX_CRITERIA = 11
 LOG_PROB_TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -113,10 +113,14 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         untouched=_rounded(untouched),
     )
     for i, criterion in enumerate(config.criteria):
-        job.criteria[i], band = _criterion(criterion)
+        # The d that it accepts of a token follow from its bounds.
+        bounds, kind = accepted_band(criterion), KINDS.index(criterion.kind)
+        tokens = bounds if criterion.kind == "k1" else accepted_log_ratios(criterion.kind, bounds[1])
+        scope = SCOPES.index(criterion.scope)
+        job.criteria[i] = CriterionFields(scope, kind, WideBand(*bounds), _rounded(tokens))
         if criterion.scope == "token":
-            job.token_criterion[KINDS.index(criterion.kind)] = i
-            accepted = _both(accepted, band)
+            job.token_criterion[kind] = i
+            accepted = _both(accepted, tokens)
     job.accepted = _rounded(accepted)
 
     # A divergence has moments and extremes of its own at token level, which need every token's.
@@ -129,14 +133,6 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
 def _both(band: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
     """What lies in two bands."""
     return max(band[0], other[0]), min(band[1], other[1])
-
-
-def _criterion(criterion: Criterion) -> tuple[CriterionFields, tuple[float, float]]:
-    """A criterion as C reads it, and the d that it accepts of a token."""
-    bounds = accepted_band(criterion)
-    tokens = bounds if criterion.kind == "k1" else accepted_log_ratios(criterion.kind, bounds[1])
-    scope, kind = SCOPES.index(criterion.scope), KINDS.index(criterion.kind)
-    return CriterionFields(scope, kind, WideBand(*bounds), _rounded(tokens)), tokens
 
 
 def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:

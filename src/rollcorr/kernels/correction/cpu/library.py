@@ -76,7 +76,9 @@ def load(folder: Path, level: str) -> Library | str:
     path = folder / f"correction_{level}.so"
     if not path.exists():
         return _why_absent(folder, level)
-    if level not in _levels_of(torch.backends.cpu.get_cpu_capability()):
+    # Torch names the widest vectors that it may use, such as "AVX2" or "AVX512_VNNI".
+    widest = torch.backends.cpu.get_cpu_capability().partition("_")[0]
+    if level not in {"AVX512": LEVELS, "AVX2": LEVELS[1:]}.get(widest, LEVELS[2:]):
         return f"torch finds no {level} on this processor"
     try:
         functions = ctypes.CDLL(str(path))
@@ -91,13 +93,6 @@ def load(folder: Path, level: str) -> Library | str:
     names = {kind: tuple(getattr(functions, f"rollcorr_{kind}")().decode().split()) for kind in kinds}
     abilities = Abilities(missing_rows(places_of(names, ["{criterion}"])), KINDS, SCOPES)
     return Library(level, functions, names, abilities)
-
-
-def _levels_of(capability: str) -> tuple[str, ...]:
-    """What runs where torch names the widest vectors that it may use: "AVX512", "AVX2", or something else."""
-    if capability.startswith("AVX512"):
-        return LEVELS
-    return LEVELS[1:] if capability == "AVX2" else LEVELS[2:]
 
 
 def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> dict[tuple[str, str], range]:

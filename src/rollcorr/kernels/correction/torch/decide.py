@@ -15,8 +15,8 @@ from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics, extremes_of, no_extremes
 from rollcorr.core.weights import bounded_weights, ratio_above, ratio_below
-from rollcorr.kernels.correction.bands import applied_weights, beyond_bounds, exceedance_band
-from rollcorr.kernels.correction.rows import Computed, Sequences, Values, rows_of
+from rollcorr.kernels.correction.call import applied_weights, beyond_bounds, exceedance_band
+from rollcorr.kernels.correction.rows import Computed, Sequences, Values
 from rollcorr.kernels.correction.torch.table import SequenceTable
 
 
@@ -67,12 +67,7 @@ def decide(
         measured=table["measured"],
         logs=torch.stack([table["log_ratio"], table["train"], table["rollout"]]),
     )
-    tally = _Tally(table, sequences, rows, {"k3": table["k3"]}, {})
-    for row in rows_of(config):
-        if row.of is not None and row.kind == "sums":
-            tally.sums[row.name] = row.of(sequences)
-        elif row.of is not None:
-            rows.extremes[row.name] = extremes_of(row.of(sequences), sequences.has_measured)
+    tally = _Tally(table, sequences, rows, {"k3": table["k3"], **rows.add_sequences(sequences, config)}, {})
     rows.extremes["safety_bound"] = torch.full_like(rows.extremes["log_ratio"], config.safety_bound)
 
     # Rejection does not look at weights, nor weights at rejection; only the denominators need both.

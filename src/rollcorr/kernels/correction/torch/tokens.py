@@ -20,7 +20,7 @@ from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core.divergence import ESTIMATES, SAFETY_BOUND
 from rollcorr.core.mergeable_statistics import no_extremes
 from rollcorr.core.weights import log_band
-from rollcorr.kernels.correction.bands import accepted_band, applied_weights, exceedance_band
+from rollcorr.kernels.correction.call import accepted_band, applied_weights, exceedance_band
 from rollcorr.kernels.correction.rows import Computed
 from rollcorr.kernels.correction.torch.table import Block, SequenceTable
 

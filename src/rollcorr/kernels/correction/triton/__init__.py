@@ -45,18 +45,14 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
             return f"{name} is {tensor.dtype}, and they read bfloat16, float16, float32 and float64"
     if config.safety_bound > KERNEL_SAFETY_BOUND:
         return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{KERNEL_SAFETY_BOUND:g}"
-    return _why_not_shape(config) or abilities().why_not(config) or status()
 
-
-def _why_not_shape(config: RolloutCorrectionConfig) -> str | None:
-    """Why the kernels cannot bound weights as a configuration says, or None when they can."""
-    if config.rollout_is is None:
-        return None
-    if config.rollout_is_floor is not None:
+    # Not every bound on weights is known to them.
+    weighs = config.rollout_is is not None
+    if weighs and config.rollout_is_floor is not None:
         return f"rollout_is_floor is {config.rollout_is_floor:g}, and they raise no weights"
-    if config.is_mode == "icepop" and config.is_upper is None:
+    if weighs and config.is_mode == "icepop" and config.is_upper is None:
         return f"rollout_is_threshold is {config.rollout_is_threshold!r}, and they need an upper end of the band"
-    return None
+    return abilities().why_not(config) or status()
 
 
 @lru_cache(maxsize=1)

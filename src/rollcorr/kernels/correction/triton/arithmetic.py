@@ -1,4 +1,8 @@
-"""Arithmetic that the Triton kernels share: exponentials that lose no digits, and moments that merge."""
+"""Arithmetic that the Triton kernels share: exponentials that lose no digits, and moments that merge.
+
+The functions `add_…` add what the lanes of a program hold to its cells of the table, one float64 for each column. A
+program that reads several chunks adds to what it left before (`again`); the first chunk overwrites.
+"""
 
 from __future__ import annotations
 
@@ -101,25 +105,54 @@ def shifted_sums(n, shift, first):
 
 
 @triton.jit
-def around(n, shift, sums):
-    """Σ (x − shift) of each lane, float64, from Σ x."""
-    return sums - n.to(tl.float64) * shift.to(tl.float64)
+def byte_of(words, BYTE: tl.constexpr):
+    """One of the four counts that an integer holds."""
+    return (words >> (8 * BYTE)) & 255
 
 
 @triton.jit
-def lanes_to_moments(n, sums, shift, first, second):
-    """Lanes of (n, Σ x, shift, Σ (x − shift), Σ (x − shift)²) → (n, mean, M2) over all of them, float64 scalars."""
+def add_lanes(cell, again, COLUMN: tl.constexpr, lanes):
+    """Add the sum of float lanes."""
+    place = cell + COLUMN
+    tl.store(place, tl.load(place, mask=again, other=0.0) + tl.sum(lanes, axis=0).to(tl.float64))
+
+
+@triton.jit
+def add_count(cell, again, COLUMN: tl.constexpr, words, BYTE: tl.constexpr):
+    """Add the sum of one byte of the lanes' integers."""
+    place = cell + COLUMN
+    count = tl.sum(byte_of(words, BYTE), axis=0)
+    tl.store(place, tl.load(place, mask=again, other=0.0) + count.to(tl.float64))
+
+
+@triton.jit
+def add_extremes(cell, again, LOW: tl.constexpr, low, high):
+    """Widen a range, (min, max) in two columns, by the lanes' smallest and largest value."""
+    at_low, at_high = cell + LOW, cell + LOW + 1
+    lowest, highest = tl.min(low, axis=0).to(tl.float64), tl.max(high, axis=0).to(tl.float64)
+    tl.store(at_low, tl.minimum(tl.load(at_low, mask=again, other=float("inf")), lowest))
+    tl.store(at_high, tl.maximum(tl.load(at_high, mask=again, other=float("-inf")), highest))
+
+
+@triton.jit
+def add_moments(cell, again, before, MEAN: tl.constexpr, n, sums, shift, first, second):
+    """Merge the moments of lanes into (mean, M2), which `before` values stand behind.
+
+    A lane has (n, Σ x, shift, Σ (x − shift), Σ (x − shift)²).
+    """
+    at_mean, at_m2 = cell + MEAN, cell + MEAN + 1
+    before_mean, before_m2 = tl.load(at_mean, mask=again, other=0.0), tl.load(at_m2, mask=again, other=0.0)
+
+    # All lanes together, float64.
     total = tl.sum(n, axis=0).to(tl.float64)
     mean = tl.sum(sums, axis=0) / tl.maximum(total, 1.0)
     offset = first.to(tl.float64) / tl.maximum(n, 1).to(tl.float64)
     spread = shift.to(tl.float64) + offset - mean
-    m2 = tl.maximum(second.to(tl.float64) - first.to(tl.float64) * offset, 0.0) + n.to(tl.float64) * spread * spread
-    return total, mean, tl.sum(m2, axis=0)
+    m2s = tl.maximum(second.to(tl.float64) - first.to(tl.float64) * offset, 0.0) + n.to(tl.float64) * spread * spread
+    m2 = tl.sum(m2s, axis=0)
 
-
-@triton.jit
-def merge_two(n, mean, m2, other_n, other_mean, other_m2):
-    """(mean, M2) of two samples together (Chan, Golub & LeVeque, 1983)."""
-    share = other_n / tl.maximum(n + other_n, 1.0)
-    gap = other_mean - mean
-    return mean + gap * share, m2 + other_m2 + gap * gap * n * share
+    # Two samples together (Chan, Golub & LeVeque, 1983).
+    share = total / tl.maximum(before + total, 1.0)
+    gap = mean - before_mean
+    tl.store(at_mean, before_mean + gap * share)
+    tl.store(at_m2, before_m2 + m2 + gap * gap * before * share)

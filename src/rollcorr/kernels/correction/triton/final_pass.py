@@ -38,6 +38,7 @@ def _merge(all_rows, merged, sets, PLAN: tl.constexpr):
         ends = exists & (row < len(PLAN.extremes))[None, :]
         low = tl.minimum(low, tl.min(tl.load(extreme, mask=ends, other=float("inf")), axis=0))
         high = tl.maximum(high, tl.max(tl.load(extreme + 1, mask=ends, other=float("-inf")), axis=0))
+    # A second pass sums the spreads around the mean of all sets, as Chan's update does.
     mean = weighted / tl.maximum(n, 1.0)
     m2 = tl.zeros([ROWS], dtype=tl.float64)
     for start in range(0, sets, SETS):

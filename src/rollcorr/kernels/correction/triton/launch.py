@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,7 +132,16 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
         "T": T,
         "splits": splits,
     }
-    layout = {"PLAN": plan, "PACKED": packed, "ALIGN": ALIGNMENT if packed else _alignment(T), "LANES": lanes()}
+
+    # Ranges are tested at both ends of a row, at the last one where rows are aligned, or not at all.
+    align = ALIGNMENT if packed or T % ALIGNMENT else int(T % BLOCK.value > 0)
+    layout = {"PLAN": plan, "PACKED": packed, "ALIGN": align, "LANES": lanes()}
+
+    # What the token pass fits into without a spill.
+    registers = RANGES_TESTED if align else REGISTERS
+    if plan.token_criteria:
+        registers = TOKEN_CRITERIA if plan.level == "token" else {}
+
     shares, sets = sequences * splits, buffers.row_sets.shape[0]
     decided = {"sequence_weight": buffers.sequence_weight, "alive": buffers.alive}
     mergers = -(-len(plan.sums) // ROWS.value)
@@ -144,23 +153,10 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
     of_sequences = {"PLAN": plan, "SEQUENCES": sequences_for_each(splits), "SPLITS": splits}
 
     return [
-        Launch(read_tokens, (shares,), shared | read | left, layout, warps=1, registers=_most_registers(layout)),
+        Launch(read_tokens, (shares,), shared | read | left, layout, warps=1, registers=registers),
         Launch(decide_sequences, (sets,), decided | left | written, of_sequences, warps=1),
         Launch(finish, (mergers + (shares if plan.spreads else 0),), shared | decided | merged, layout),
     ]
-
-
-def _most_registers(layout: dict[str, Any]) -> dict[int, int]:
-    """What the token pass fits into without a spill, by the first number of the compute capability."""
-    plan = layout["PLAN"]
-    if plan.token_criteria:
-        return TOKEN_CRITERIA if plan.level == "token" else {}
-    return RANGES_TESTED if layout["ALIGN"] else REGISTERS
-
-
-def _alignment(T: int) -> int:
-    """What rows of T tokens need: 0 no test of ranges, 1 one of their ends, `ALIGNMENT` one of both ends."""
-    return 0 if T % BLOCK.value == 0 else 1 if T % ALIGNMENT == 0 else ALIGNMENT
 
 
 def _as_bytes(x: Tensor) -> Tensor:

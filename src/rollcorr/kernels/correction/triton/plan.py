@@ -13,7 +13,7 @@ from pathlib import Path
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.core.weights import log_band
-from rollcorr.kernels.correction.bands import accepted_band, exceedance_band
+from rollcorr.kernels.correction.call import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
 # Columns that every configuration has, those of token-level weights, and those of each kind of token criterion. The
@@ -109,6 +109,7 @@ def plan_of(config: RolloutCorrectionConfig) -> Plan:
     lower, upper = exceedance_band(config)
     normalize = config.batch_normalize_over if config.rollout_is_batch_normalize else "none"
     limits = Slots(tuple(_fixed_limits(config)))
+    # Every field is a compile-time constant: a kernel contains only the code of its configuration.
     return Plan(
         level=config.rollout_is or "none",
         mode=config.is_mode,

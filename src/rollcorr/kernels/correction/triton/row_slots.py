@@ -13,15 +13,6 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def load_cells(place, there, PLAN: tl.constexpr):
-    """Every column of the program's cells. All loads come before the first store, so all are on their way at once."""
-    cells = ()
-    for i in tl.static_range(len(PLAN.columns)):
-        cells = cells + (tl.load(place + i, mask=there, other=0.0),)  # type: ignore[assignment] # noqa: RUF005 (Triton unpacks none)
-    return cells
-
-
-@triton.jit
 def column(cells, COLUMN: tl.constexpr):
     """A column's sums over splits: one number for each sequence."""
     return tl.sum(cells[COLUMN], axis=1)

@@ -15,7 +15,6 @@ from rollcorr.kernels.correction.triton.row_slots import (
     INFINITY,
     column,
     highest,
-    load_cells,
     lowest,
     product_sum,
     put,
@@ -47,6 +46,7 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
     put(rows, PLAN.sums["chi2_token"], column(cells, PLAN.columns["chi2"]))
     put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
     put(rows, PLAN.sums["prob_diff_abs"], column(cells, PLAN.columns["difference"]))
+    # Extremes of a sequence without a compared token must lose against every other value.
     largest = highest(cells, there, PLAN.columns["difference_max"])
     put_extremes(
         rows,
@@ -96,12 +96,7 @@ def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHIC
         else:
             value = tl.maximum(k3_of(first), k3_of(last))
     else:
-        if C.kind == "k1":
-            value = -log_ratio
-        elif C.kind == "k2":
-            value = column(cells, PLAN.columns["k2"])
-        else:
-            value = column(cells, PLAN.columns["k3"])
+        value = -log_ratio if C.kind == "k1" else column(cells, PLAN.columns[C.kind])
         if C.scope != "seq_sum":
             value = value / tl.maximum(counted, 1.0)
     return tl.where(zero > 0, INFINITY, value)
@@ -317,7 +312,12 @@ def decide_sequences(
     exists = sequence < sequences
     cell = sequence[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
     there = exists[:, None] & (cell >= 0)
-    cells = load_cells(table + cell.to(tl.int64) * len(PLAN.columns), there, PLAN)
+
+    # Every column of the cells. All loads come before the first store, so all are on their way at once.
+    place = table + cell.to(tl.int64) * len(PLAN.columns)
+    cells = ()
+    for i in tl.static_range(len(PLAN.columns)):
+        cells = cells + (tl.load(place + i, mask=there, other=0.0),)  # type: ignore[assignment] # noqa: RUF005 (Triton unpacks none)
     rows = all_rows + tl.program_id(0) * PLAN.width
     N: tl.constexpr = PLAN.columns["measured"]
     valid = column(cells, PLAN.columns["valid"])

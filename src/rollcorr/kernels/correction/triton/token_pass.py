@@ -20,8 +20,12 @@ import triton.language as tl
 
 from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.kernels.correction.triton.arithmetic import (
+    add_count,
     add_deviations,
-    around,
+    add_extremes,
+    add_lanes,
+    add_moments,
+    byte_of,
     exponential_parts,
     lane_max,
     lane_min,
@@ -30,7 +34,6 @@ from rollcorr.kernels.correction.triton.arithmetic import (
     rounded_off,
     shifted_sums,
 )
-from rollcorr.kernels.correction.triton.columns import add_count, add_extremes, add_lanes, add_moments, byte_of
 
 BLOCK = tl.constexpr(512)
 MOST_OF_LANE = tl.constexpr(128)  # tokens that a lane adds before lanes are added in float64: a byte counts them
@@ -397,7 +400,7 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
     shift = tl.where(measured > 0, shift, 0.0)
-    first = around(measured, shift, total)
+    first = total - measured.to(tl.float64) * shift.to(tl.float64)
     add_moments(cell, again, before, PLAN.columns["log_ratio_mean"], measured, total, shift, first, second)
     for i in tl.static_range(3):
         add_count(cell, again, PLAN.columns["valid"] + i, counts[0], i)

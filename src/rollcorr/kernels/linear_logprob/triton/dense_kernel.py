@@ -30,6 +30,7 @@ def absorb(
         inside = column < columns
         z = tl.load(logits + row * columns + column, mask=inside, other=float("-inf")) / tau
         found += tl.sum(tl.where(inside & (column == sampled), z, 0.0), axis=0)
+        # Online softmax: rescale the sums whenever a block has a larger logit.
         higher = tl.maximum(high, tl.max(z, axis=0))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shift = tl.maximum(high - anchor, -1e4)
