@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from rollcorr import RolloutCorrectionConfig
 from rollcorr.cli import app
-from rollcorr.config import load_yaml, resolve
+from rollcorr.config import load_yaml
+from rollcorr.config.conversion import resolve
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 

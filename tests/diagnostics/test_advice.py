@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollcorr.config import RolloutCorrectionConfig, resolve
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
 from rollcorr.config.documents import load_yaml
 from rollcorr.diagnostics import advise, check_logs, null_of_logs
 from rollcorr.diagnostics.advice import SITUATIONS

@@ -6,7 +6,7 @@ command line starts fast.
 """
 
 from rollcorr.config.checks import InertOptionWarning
-from rollcorr.config.conversion import FieldReport, convert, converted_document, resolve
+from rollcorr.config.conversion import FieldReport, convert, converted_document
 from rollcorr.config.correction_options import (
     Implementation,
     Level,
@@ -46,5 +46,4 @@ __all__ = [
     "converted_document",
     "dump_yaml",
     "load_yaml",
-    "resolve",
 ]

@@ -103,11 +103,9 @@ def number_of(layout: object) -> int:
 
 def out_of_step(rank: int, here: str, there: str) -> str:
     """The error of ranks whose exchanges met, and were not of one call."""
-    why = (
-        "its rows are those of another configuration or another detail"
-        if there == "other statistics"
-        else "one of the two has made fewer calls of `correct` in this step"
-    )
+    why = "one of the two has made fewer calls of `correct` in this step"
+    if there == "other statistics":
+        why = "its rows are those of another configuration or another detail"
     return (
         f"the ranks are not in the same exchange: this rank is in that of {here}, and rank {rank} of the group in that "
         f"of {there}; {why}. Every rank must make the same calls in the same order: one call of `correct` for each "

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig, resolve
+from rollcorr.config import InertOptionWarning, Normalizer, RolloutCorrectionConfig
 from rollcorr.config.checks import check_choice, check_number, names_unknown_options, warn_inert
+from rollcorr.config.conversion import resolve
 from rollcorr.config.criteria import without_criterion
 from rollcorr.core.diffusion import Reduction, power_of
 from rollcorr.correction.losses import PolicyLossOutput

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rollcorr.config import Finding, RolloutCorrectionConfig, resolve
+from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
+from rollcorr.config.conversion import resolve
 from rollcorr.config.documents import read_yaml
 from rollcorr.diagnostics.health.causes import COURSE, with_causes
 from rollcorr.diagnostics.health.evidence import bare_metrics

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig, resolve
+from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig
+from rollcorr.config.conversion import resolve
 from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction import correct

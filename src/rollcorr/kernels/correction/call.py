@@ -85,11 +85,11 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             shares memory with an input.
     """
     needed = config is not None and config.rollout_is is not None
-    if needed != (out[0] is not None):
+    if needed and out[0] is None:
+        raise ValueError("out needs a weights buffer: out=(weights, loss_mask)")
+    if not needed and out[0] is not None:
         raise ValueError(
-            "out needs a weights buffer: out=(weights, loss_mask)"
-            if needed
-            else "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
+            "out has a weights buffer, but rollout_is=None computes no weights; give out=(None, loss_mask)"
         )
     if out[1] is None:
         raise ValueError("out needs a loss_mask buffer: out=(weights, loss_mask)")

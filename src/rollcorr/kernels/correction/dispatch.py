@@ -9,8 +9,9 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from rollcorr.config import Implementation, RolloutCorrectionConfig, resolve
+from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import warn_once
+from rollcorr.config.conversion import resolve
 from rollcorr.core.boundary import check_cu_seqlens, check_mask_values, in_host_memory, in_transform, truth
 from rollcorr.kernels.correction import triton
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, copied_to

@@ -122,6 +122,7 @@ class FlowGrpoTrainer:
         self.model: nn.Module = policy.transformer
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+        # The sampler has a copy of the weights in its own precision, which may lag behind.
         rollout = config.rollout
         self.engine = RolloutModel(self.model, dtype=rollout.dtype)
         self.schedule = make_schedule(policy, rollout.num_steps, noise_level=rollout.noise_level)
