@@ -281,6 +281,13 @@ def test_first_pages_have_at_most_800_words():
     assert max(counts.values()) <= 800, counts
 
 
+def test_written_pages_have_at_most_35000_words():
+    """Counted as above, without the pages that tools/generate_docs.py writes."""
+    written = {page: len(text.split()) for page, text in PAGES.items() if "<!-- Written by tools/" not in text}
+    pages = {page: count for page, count in written.items() if page.startswith(("docs/", "README"))}
+    assert sum(pages.values()) <= 35_000, sorted(pages.items(), key=lambda item: -item[1])[:8]
+
+
 def test_pages_end_with_where_to_go_next():
     for page in HAND_WRITTEN:
         last = PAGES[page].rstrip().split("\n\n")[-1]
