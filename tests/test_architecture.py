@@ -88,11 +88,11 @@ def test_packages_stay_within_their_budgets():
     assert set(BUDGETS) == set().union(*LAYERS) - {"diagnostics"}
 
 
-def test_public_names_are_documented():
-    """Each occurs in a page, an example or a notebook; `diagnostics` is left out."""
-    from public_names import undocumented_names
+def test_public_names_and_options_are_documented():
+    """Each occurs in a page, an example or a notebook; names of `diagnostics` are left out."""
+    from undocumented import undocumented
 
-    assert undocumented_names() == []
+    assert undocumented() == []
 
 
 def test_the_top_level_holds_rooms_and_two_entry_points_only():

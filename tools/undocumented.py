@@ -1,9 +1,10 @@
-"""Print the options that no page names: fields of public configurations, and options of the command line.
+"""Print the public names, configuration fields and command-line options that no page mentions; exit 1 if there are any.
 
-    python tools/undocumented_options.py
+    python tools/undocumented.py
 
-A page is README.md, a notebook, a file in `examples/`, or a file in `docs/` outside `docs/reference/`, which is
-generated. A field counts as named where its name stands as a word, an option of the command line as `--name`.
+A public name stands in the `__all__` of a package that can be imported here; `rollcorr.diagnostics` is left out. A page
+is README.md, a notebook, a file in `examples/`, or a file in `docs/` outside `docs/reference/`, which is generated. A
+name or field is mentioned if it occurs as a word, an option as `--name`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import importlib
 import pkgutil
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,21 +32,33 @@ def pages() -> str:
     return "\n".join(file.read_text(encoding="utf-8") for file in shown)
 
 
-def configurations() -> list[type]:
-    """Return the public dataclasses that hold options, and the blocks in them."""
+def public_names() -> Iterator[tuple[str, str, object]]:
+    """Yield (package, name, object) for each name of an `__all__`."""
     import rollcorr
 
-    packages = [rollcorr.__name__, *(m.name for m in pkgutil.walk_packages(rollcorr.__path__, "rollcorr.") if m.ispkg)]
-    found: dict[str, type] = {}
-    for package in packages:
+    packages = [module.name for module in pkgutil.walk_packages(rollcorr.__path__, "rollcorr.") if module.ispkg]
+    for package in ["rollcorr", *packages]:
         try:
             module = importlib.import_module(package)
-            public = [getattr(module, name) for name in getattr(module, "__all__", ())]
+            found = [(package, name, getattr(module, name)) for name in getattr(module, "__all__", ())]
         except ImportError:  # an extra or a framework is missing
             continue
-        for member in public:
-            if isinstance(member, type) and CONFIGURATION.search(member.__name__):
-                found |= {block.__qualname__: block for block in _blocks(member)}
+        yield from found
+
+
+def undocumented_names(text: str) -> list[str]:
+    """Return `package.name` for each public name that the text does not mention."""
+    words = set(re.findall(r"\w+", text))
+    own = [(package, name) for package, name, _ in public_names() if not package.startswith("rollcorr.diagnostics")]
+    return [f"{package}.{name}" for package, name in own if name not in words]
+
+
+def configurations() -> list[type]:
+    """Return the public dataclasses of options, and the blocks in them."""
+    found: dict[str, type] = {}
+    for _, _, member in public_names():
+        if isinstance(member, type) and CONFIGURATION.search(member.__name__):
+            found |= {block.__qualname__: block for block in _blocks(member)}
     return list(found.values())
 
 
@@ -87,6 +101,13 @@ def _named(option: str, text: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) is not None
 
 
+def undocumented() -> list[str]:
+    """Return every name, field and option that no page mentions."""
+    text = pages()
+    return [*undocumented_names(text), *undocumented_fields(text), *undocumented_parameters(text)]
+
+
 if __name__ == "__main__":
-    everything = pages()
-    print("\n".join([*undocumented_fields(everything), *undocumented_parameters(everything)]))
+    missing = undocumented()
+    print(*missing, sep="\n")
+    sys.exit(bool(missing))
