@@ -1,6 +1,6 @@
-"""Samplers behind one protocol: transformers, CTranslate2, vLLM and SGLang.
+"""Samplers with one common protocol: transformers, CTranslate2, vLLM and SGLang.
 
-Names are imported on first use, because each engine needs a package of its own; `__init__.pyi` lists them.
+Names are imported on first use, because each engine needs a separate package; `__init__.pyi` lists them.
 """
 
 import lazy_loader as _lazy

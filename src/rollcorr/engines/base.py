@@ -1,7 +1,7 @@
-"""The protocol of an engine: prompts go in; sampled tokens and their log-probs come out, with where both came from.
+"""Engine protocol: prompts in; sampled tokens, their log-probs and their provenance out.
 
-`GenerationSettings` is what every engine is told before it samples: how tokens are drawn, how long, and which ids end
-and pad. An engine's own options, such as its precision or its address, belong to that engine.
+`GenerationSettings` sets how every engine samples: how tokens are drawn, the longest response, and the end and pad
+ids. Options of a single engine, such as its precision or its address, belong to that engine.
 
 Symbols (docs/reference/notation.md): B sequences, P padded prompt length, T padded response length.
 """
@@ -21,10 +21,10 @@ from rollcorr.config.checks import names_unknown_options
 from rollcorr.config.secrets import redact_text
 from rollcorr.core.sampling import KeptSets
 
-# Every setting at the value that turns it off.
+# The value that turns each setting off.
 _OFF = SamplingSpec()
 
-# Of each number: its smallest value, and how to fix another one.
+# Smallest value of each number, and how to fix a smaller one.
 _NUMBERS = {
     "max_new_tokens": (1, "give the length of the longest response"),
     "eos_token_id": (0, "give the tokenizer's eos_token_id"),
@@ -33,9 +33,9 @@ _NUMBERS = {
 
 
 class EngineError(RuntimeError):
-    """An engine failed. No part of its answer may be used.
+    """Failure of an engine. Discard its answer.
 
-    Secrets in the message are hidden: engines quote addresses, and servers what they were sent.
+    Secrets in the message are redacted: engines quote addresses, and servers quote requests.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -43,36 +43,36 @@ class EngineError(RuntimeError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine died, cannot be reached, or did not answer in time, and neither waits nor retries helped."""
+    """Error of an engine that died, is unreachable, or timed out after all waits and retries."""
 
 
 class EngineAnswerError(EngineError):
-    """The engine refused, or its answer lacks something: a list is too short, or a log-prob is NaN, None or −9999."""
+    """Error of a refused request or an invalid answer: a list is short, or a log-prob is NaN, None or −9999."""
 
 
 class EngineRestartedError(EngineAnswerError):
-    """The engine was started again: it samples from the weights that it began with, not from those it was given."""
+    """Error of a restarted engine: it samples from its initial weights, not from the latest update."""
 
 
 class WeightSyncError(EngineError):
-    """The engine does not hold the weights that it was given. This is a fault of the copy, not staleness."""
+    """Error of an engine whose weights differ from the policy's: a failed copy, not staleness."""
 
 
 @names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """How an engine samples. Each engine also refuses what it cannot do exactly as the settings say.
+    """Sampling settings of an engine. An engine raises `ValueError` for a setting that it cannot follow exactly.
 
     Attributes:
-        sampling: how tokens are drawn, and which log-probs are reported. Its engine, engine version and policy version
-            are filled in by the engine.
+        sampling: how tokens are drawn, and which log-probs are reported. The engine fills in its name, its version and
+            the policy version.
         max_new_tokens: the longest response, at least 1.
         eos_token_id: ends a response and belongs to it.
         pad_token_id: fills the rows of a batch.
 
     Raises:
         TypeError: `sampling` is no `SamplingSpec`, or a number is no integer.
-        ValueError: a number is too small, the temperature is 0, or the log-probs are those of a trainer.
+        ValueError: a number is below its minimum, the temperature is 0, or `sampling` names the trainer's log-probs.
 
     Example:
         >>> GenerationSettings(sampling=SamplingSpec(), max_new_tokens=0, eos_token_id=2, pad_token_id=0)
@@ -110,20 +110,20 @@ class GenerationSettings:
 
 
 def settings_in_use(sampling: SamplingSpec, names: Iterable[str]) -> list[str]:
-    """Those of the named sampling settings that are not off."""
+    """Return the named sampling settings that are not off."""
     return [name for name in names if getattr(sampling, name) != getattr(_OFF, name)]
 
 
 def refuse_settings(sampling: SamplingSpec, names: Iterable[str], who: str) -> None:
-    """Refuse sampling settings that an engine does not follow.
+    """Raise `ValueError` for sampling settings that an engine does not support.
 
     Args:
-        sampling: what is asked for.
+        sampling: the requested settings.
         names: settings that must be off.
-        who: which engine does not support them, and why, for the error.
+        who: the engine and the reason, for the error message.
 
     Raises:
-        ValueError: a setting is not off; names its value and the one that turns it off.
+        ValueError: a setting is not off; the message contains its value and the value that turns it off.
     """
     for name in settings_in_use(sampling, names):
         value, off = getattr(sampling, name), getattr(_OFF, name)
@@ -135,9 +135,9 @@ class TokenBatch:
     """Prompts and responses, padded separately so that every response begins in the same column.
 
     Attributes:
-        prompt_ids: (B, P) int64, padded on the left.
+        prompt_ids: (B, P) int64, left-padded.
         prompt_mask: (B, P) bool, true on prompt tokens.
-        response_ids: (B, T) int64, padded on the right.
+        response_ids: (B, T) int64, right-padded.
         response_mask: (B, T) bool, true on sampled tokens; the sampled end-of-sequence token is one of them.
     """
 
@@ -150,7 +150,7 @@ class TokenBatch:
         return self.prompt_ids.shape[0]
 
     def select(self, rows: Tensor) -> TokenBatch:
-        """The given rows, padded as they were.
+        """Return the given rows with unchanged padding.
 
         Args:
             rows: int64 indices of rows, of shape (n,), or bool, (B,).
@@ -158,11 +158,11 @@ class TokenBatch:
         return TokenBatch(*(getattr(self, field.name)[rows] for field in fields(TokenBatch)))
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on another device."""
+        """Return the same batch on `device`."""
         return TokenBatch(*(getattr(self, field.name).to(device) for field in fields(TokenBatch)))
 
     def unpadded(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and responses as lists of ids, without padding. Waits for the device."""
+        """Return prompts and responses as lists of ids without padding. Waits for the device."""
         prompts = zip(self.prompt_ids, self.prompt_mask, strict=True)
         responses = zip(self.response_ids, self.response_mask, strict=True)
         return [ids[mask].tolist() for ids, mask in prompts], [ids[mask].tolist() for ids, mask in responses]
@@ -170,20 +170,20 @@ class TokenBatch:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rollout:
-    """What an engine sampled.
+    """Tokens that an engine sampled, with their log-probs.
 
     Attributes:
         tokens: prompts and responses, B rows.
         rollout_log_prob: the log-prob of each response token, of the kind that `sampling` names, nats, (B, T) float32;
             0 outside the response mask.
         sampling: how the tokens were drawn, and by which policy version.
-        raw_log_prob: log softmax(logits) at temperature 1 over the full vocabulary, if the engine reports it too.
+        raw_log_prob: log softmax(logits) at temperature 1 over the full vocabulary; optional.
         kept: the ids that could be sampled at each response token, packed: one set for each true entry of
-            `tokens.response_mask`, row after row. None if nothing was truncated or the engine does not report them.
-        log_kept_mass: log of the mass of those sets in the whole softmax at the sampling temperature, nats, (B, T)
-            float32; 0 outside the response mask. None if it is not known.
-        policy_versions: the policy version behind each token, (B, T) int64, if the engine changed weights within a
-            response. None if `sampling.policy_version` holds for all tokens.
+            `tokens.response_mask`, row after row. None without truncation, or if the engine does not report them.
+        log_kept_mass: log of the mass of those sets in the full softmax at the sampling temperature, nats, (B, T)
+            float32; 0 outside the response mask; optional.
+        policy_versions: the policy version of each token, (B, T) int64, if the engine changed weights within a
+            response. Defaults to `sampling.policy_version` for all tokens.
     """
 
     tokens: TokenBatch
@@ -196,7 +196,7 @@ class Rollout:
 
 
 class Engine(Protocol):
-    """A sampler that holds its own copy of the policy. Its class takes the model and `GenerationSettings` first.
+    """A sampler with its own copy of the policy. Its constructor accepts the model and `GenerationSettings` first.
 
     Attributes:
         sampling: how tokens are drawn, by which engine and which policy version.
@@ -206,7 +206,7 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """The version of the policy that samples now."""
+        """Return the version of the policy that samples now."""
         return self.sampling.policy_version or 0
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
@@ -214,53 +214,53 @@ class Engine(Protocol):
 
         Args:
             prompts: token ids of each prompt.
-            seed: of the sampling.
+            seed: random seed of the sampling.
         """
 
     def score(self, tokens: TokenBatch) -> Tensor:
-        """The engine's own log-probs of given response tokens, at its sampling temperature, (B, T) float32."""
+        """Compute the engine's log-probs of given response tokens at its sampling temperature, (B, T) float32."""
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Take over the weights of `model` and verify that they arrived.
+        """Copy the weights of `model` into the engine and verify them.
 
         Args:
             model: the trainer's policy.
-            version: number of its weights, which rollouts will carry.
+            version: version of its weights, recorded in rollouts.
 
         Raises:
-            WeightSyncError: the two sides score a probe batch differently.
+            WeightSyncError: engine and policy score a probe batch differently.
         """
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The weights that sample now, for a checkpoint of a run whose engine lags behind its policy."""
+        """Return the current weights, for the checkpoint of a run whose engine lags behind its policy."""
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned.
+        """Restore weights from `export_weights`.
 
         Args:
             weights: name → parameter, each in the shape that it has in the model.
-            version: number of these weights, which rollouts will carry.
+            version: version of these weights, recorded in rollouts.
         """
 
     def close(self) -> None:
-        """Release the process or the connections, if the engine has any. May be called twice."""
-        return  # a default, which a type checker does not take for an abstract method
+        """Release the process or connections, if any. Safe to call twice."""
+        return  # a default, so that type checkers do not treat the method as abstract
 
 
 def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:
-    """Require max |engine log-prob − policy log-prob| ≤ tolerance on a probe batch.
+    """Check that max |engine log-prob − policy log-prob| ≤ tolerance on a probe batch.
 
     Args:
-        engine_log_prob: the probe as the engine scores it, nats, (B, T).
-        policy_log_prob: the probe as the policy scores it in the engine's precision, nats, (B, T).
+        engine_log_prob: the engine's scores of the probe, nats, (B, T).
+        policy_log_prob: the policy's scores of the probe in the engine's precision, nats, (B, T).
         tolerance: the noise floor between the two, nats.
 
     Raises:
-        WeightSyncError: the difference is larger, or not a number.
+        WeightSyncError: the difference is larger or NaN.
     """
     difference = float((engine_log_prob - policy_log_prob).abs().max())
 
-    # "Not below or equal" is also true of NaN.
+    # `not (x <= tolerance)` is also true for NaN.
     if not difference <= tolerance:
         raise WeightSyncError(
             f"weight sync incomplete: a probe batch differs by {difference:.3g} nats between engine and policy, "
@@ -269,14 +269,14 @@ def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, toler
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary_size: int | None = None) -> None:
-    """Check that every prompt has tokens, and that all of them are in the vocabulary.
+    """Check that no prompt is empty and that every id is in the vocabulary.
 
     Args:
         prompts: token ids.
-        vocabulary_size: ids run from 0 to below it; None leaves them unchecked.
+        vocabulary_size: valid ids are 0 to `vocabulary_size` − 1; optional. Defaults to no check of ids.
 
     Raises:
-        ValueError: there is no prompt, one is empty (a causal model predicts nothing from nothing), or an id is outside
+        ValueError: `prompts` is empty, a prompt is empty (a causal model needs at least one token), or an id is outside
             the vocabulary.
     """
     empty = [row for row, prompt in enumerate(prompts) if not prompt]
@@ -285,7 +285,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary_size: int | No
     if vocabulary_size is None:
         return
 
-    # Some engines read an unknown id as their own unknown token, without an error.
+    # Some engines map an unknown id to their own unknown token without an error.
     for row, prompt in enumerate(prompts):
         outside = [token for token in prompt if not 0 <= token < vocabulary_size]
         if outside:
@@ -295,17 +295,17 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary_size: int | No
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Pad prompts on the left.
+    """Left-pad prompts to one length.
 
     Args:
         prompts: token ids of each prompt.
-        pad_token_id: what is put on the left.
+        pad_token_id: the padding id.
 
     Returns:
         ids (B, P) int64 and mask (B, P) bool.
 
     Raises:
-        ValueError: there is no prompt, or one is empty.
+        ValueError: `prompts` is empty, or a prompt is empty.
     """
     check_prompts(prompts)
     width = max(map(len, prompts))

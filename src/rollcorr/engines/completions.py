@@ -1,8 +1,8 @@
-"""From the answers of an engine, row by row, to a `Rollout`: everything is checked, nothing is filled in.
+"""Convert an engine's answers to a `Rollout`. Every value is checked; missing values raise an error.
 
-Engines that answer in lists (over HTTP, or from another runtime) differ in their formats and share their faults: a list
-that is too short, None, NaN, or −9999.0 in place of −inf. An adapter turns each answer into a `Completion`;
-`rollout_from_completions` checks all of them and makes the tensors, or raises. It never returns part of a batch.
+Engines that return lists (over HTTP, or from a different runtime) have different formats and the same faults: a short
+list, a null, NaN, or −9999.0 in place of −inf. An adapter converts each answer to a `Completion`;
+`rollout_from_completions` checks all of them and builds the tensors, or raises. It never returns part of a batch.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import EngineAnswerError, EngineRestartedError, Rollout, TokenBatch, pad_prompts
 from rollcorr.engines.transport.answer_body import brief, printable
 
-# Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 is off by more,
-# which is an error.
+# Log-probs up to this many nats above 0 count as rounding and become 0. A normalizer summed in bfloat16 has a larger
+# error, which raises.
 ROUNDING = 1e-4
 
-# What vLLM and SGLang call the weights that they were started with.
+# Label of vLLM and SGLang for their initial weights.
 INITIAL_WEIGHTS = "default"
 
-# The largest token id or version that a tensor holds.
+# The largest token id or version that fits in an int64 tensor.
 LARGEST_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One response as the engine reported it.
+    """One response as reported by the engine.
 
     Attributes:
-        token_ids: what was sampled, with the end token; may be empty.
+        token_ids: the sampled tokens, with the end token; may be empty.
         log_probs: one per token, nats, of the kind that the engine's `SamplingSpec` names.
-        kept: for each token the ids that could be drawn. None if nothing was truncated or the engine does not report
+        kept: for each token the ids that could be drawn. None without truncation, or if the engine does not report
             them.
-        log_kept_mass: for each token the log of the mass of `kept` in the whole softmax, nats, if it is known.
-        raw_log_probs: one per token, at temperature 1 over the full vocabulary, if the engine reports them too.
-        versions: the policy version behind each token, if the engine reports it.
+        log_kept_mass: for each token the log of the mass of `kept` in the full softmax, nats; optional.
+        raw_log_probs: one per token, at temperature 1 over the full vocabulary; optional.
+        versions: the policy version of each token; optional.
     """
 
     token_ids: Sequence[int]
@@ -64,26 +64,26 @@ def rollout_from_completions(
     vocabulary_size: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Rollout:
-    """Check the answers to a batch of prompts and pad them into one rollout.
+    """Check the answers to a batch of prompts and pad them to one rollout.
 
-    A log-prob, or the log of a mass, up to `ROUNDING` above 0 becomes 0. An empty response is a row without response
-    tokens; a batch of empty ones still has one column.
+    A log-prob or log mass up to `ROUNDING` above 0 becomes 0. An empty response becomes a row without response
+    tokens; a batch of empty responses still has one column.
 
     Args:
-        prompts: token ids, B rows, none empty.
+        prompts: token ids of B non-empty prompts.
         completions: one per prompt, in the same order.
-        sampling: how the engine draws tokens, and what its log-probs are.
+        sampling: how the engine draws tokens, and the kind of its log-probs.
         pad_token_id: fills rows.
-        vocabulary_size: ids run from 0 to below it; None checks the lower end only.
-        device: where the tensors go.
+        vocabulary_size: valid ids are 0 to `vocabulary_size` − 1; optional. Defaults to no upper limit.
+        device: device of the tensors.
 
     Returns:
-        The rollout. Its `policy_versions` is None if every token has that of `sampling`.
+        The rollout. Its `policy_versions` is None if every token has `sampling.policy_version`.
 
     Raises:
-        ValueError: there is no prompt, or one is empty.
-        EngineAnswerError: an answer is missing, or has a value that is no token or no log-prob, or a list that is not
-            as long as its response. The error names the row, the token and the value.
+        ValueError: `prompts` is empty, or a prompt is empty.
+        EngineAnswerError: an answer is missing, has an invalid token or log-prob, or has a list whose length differs
+            from the response's. The message contains the row, the token and the value.
 
     Example:
         >>> answer = Completion(token_ids=[7, 2], log_probs=[-0.5, -1.25])
@@ -96,10 +96,10 @@ def rollout_from_completions(
 
     largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
 
-    def token_id(value: Any, where: str) -> int:  # noqa: ANN401 (whatever the engine sent)
+    def token_id(value: Any, where: str) -> int:  # noqa: ANN401 (unchecked JSON)
         return _whole_number(value, where, "token id of the vocabulary", largest)
 
-    # The tokens come first: every other list must be as long as they are.
+    # Tokens first: every other list must have their length.
     responses = _column(completions, "token_ids", token_id)
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device="cpu")
     mask = torch.arange(max(1, int(lengths.max())), device="cpu") < lengths[:, None]
@@ -112,7 +112,7 @@ def rollout_from_completions(
 
     response_ids = padded(responses, torch.int64, pad_token_id)
 
-    # The usual case, one version for all, is said by `sampling` alone.
+    # In the usual case all tokens have one version, which `sampling` records.
     versions = _column(completions, "versions", lambda value, where: _whole_number(value, where, "policy version"))
     if versions is not None and all(version == sampling.policy_version for row in versions for version in row):
         versions = None
@@ -130,11 +130,11 @@ def rollout_from_completions(
 
 @contextmanager
 def reading(problem: str, value: object) -> Iterator[None]:
-    """Raise `EngineAnswerError` where a value of an answer has another form than the code in the `with` reads.
+    """Raise `EngineAnswerError` if code inside the `with` block cannot parse a value of an answer.
 
     Args:
-        problem: the beginning of the error.
-        value: what is read.
+        problem: start of the error message.
+        value: the value to parse.
     """
     try:
         yield
@@ -144,25 +144,25 @@ def reading(problem: str, value: object) -> Iterator[None]:
 
 
 def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None) -> list[int]:  # noqa: ANN401
-    """The policy version behind each token, from the spans `{"version", "start", "end"}` of vLLM and SGLang.
+    """Return the policy version of each token, from the spans `{"version", "start", "end"}` of vLLM and SGLang.
 
     Args:
-        spans: in order, covering the response.
+        spans: sorted, covering the response.
         tokens: length of the response.
         row: the row in the batch, for errors.
-        initial: policy version of the weights that the engine was started with (label "default"). None if it was given
-            others since: the label then says that it was restarted.
+        initial: policy version of the engine's initial weights (label "default"). None after an update: the label then
+            means that the engine was restarted.
 
     Returns:
         One version per token.
 
     Raises:
-        EngineRestartedError: a token is of the weights that the engine was started with, and it was given others.
-        EngineAnswerError: a field is missing or of another type, the spans do not cover the response, or a label is no
-            policy version.
+        EngineRestartedError: a token was sampled from the initial weights after an update.
+        EngineAnswerError: a field is missing or has an unexpected type, the spans do not cover the response, or a label
+            is not a policy version.
     """
     with reading(f"row {row}: weight_versions is no list of spans with a version, a start and an end", spans):
-        # The first span starts at 0, each other one where the one before it ended, and the last ends the response.
+        # Spans are contiguous: the first starts at 0, each later one at the previous end, the last ends the response.
         starts, edges = [span["start"] for span in spans], [0, *(span["end"] for span in spans)]
         if starts != edges[:-1] or edges[-1] != tokens or edges != sorted(edges):
             raise EngineAnswerError(f"row {row}: weight_versions {brief(spans)} do not cover its {tokens} tokens")
@@ -176,7 +176,7 @@ def versions_of_spans(spans: Any, tokens: int, row: int, *, initial: int | None)
 
 
 def version_of_weights(label: object, row: int, *, initial: int | None) -> int:
-    """The policy version in the label that an engine gives to its weights.
+    """Return the policy version in an engine's label for its weights.
 
     Args and Raises: as `versions_of_spans`.
     """
@@ -196,15 +196,15 @@ def version_of_weights(label: object, row: int, *, initial: int | None) -> int:
 
 
 def check_versions(completions: Sequence[Completion], allowed: Sequence[int], title: str) -> None:
-    """Require that every token was sampled from weights that the engine was given.
+    """Check that every token was sampled from weights that the engine received.
 
     Args:
-        completions: answers, whose `versions` are None where the engine does not report them.
-        allowed: the versions that it held while it sampled.
-        title: the engine, for the error.
+        completions: answers; their `versions` are None where the engine does not report them.
+        allowed: versions of the engine's weights during sampling.
+        title: the engine, for the error message.
 
     Raises:
-        EngineAnswerError: names the row, the token, and both versions.
+        EngineAnswerError: the message contains the row, the token, and both versions.
     """
     for row, completion in enumerate(completions):
         for token, version in enumerate(completion.versions or ()):
@@ -221,7 +221,7 @@ def check_log_prob(value: object, where: str) -> float:
     """Return a finite number of at most 0 as a float; a number up to `ROUNDING` above 0 becomes 0.
 
     Raises:
-        EngineAnswerError: the value is None, NaN, infinite, −9999, above 0, or no number; `where` names it.
+        EngineAnswerError: the value is None, NaN, infinite, −9999, above 0, or not a number. `where` starts the text.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise EngineAnswerError(f"{where} is {brief(value)}, no number: the engine did not score this token")
@@ -230,7 +230,7 @@ def check_log_prob(value: object, where: str) -> float:
         raise EngineAnswerError(
             f"{where} is {brief(value)}: a sampled token has a finite log-prob above {JSON_MINUS_INFINITY}"
         )
-    if not value <= ROUNDING:  # NaN is not at most anything
+    if not value <= ROUNDING:  # also true for NaN
         raise EngineAnswerError(
             f"{where} is {brief(value)}, a log-prob is at most 0 (up to {ROUNDING:g} counts as rounding)"
         )
@@ -238,10 +238,10 @@ def check_log_prob(value: object, where: str) -> float:
 
 
 def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:
-    """One checked value per token from every row; None if no row has any."""
+    """Return one checked value per token from every row, or None if no row has any."""
     rows = [getattr(completion, name) for completion in completions]
 
-    # An engine reports a list for all rows or for none; tokens and log_probs must be there.
+    # An engine reports an optional list for every row or for no row; tokens and log_probs are required.
     missing = [row for row, values in enumerate(rows) if values is None]
     if missing and (name in ("token_ids", "log_probs") or len(missing) < len(rows)):
         raise EngineAnswerError(f"row {missing[0]} has no {name}; ask the engine for them on every request")
@@ -261,13 +261,13 @@ def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any
 
 
 def _check_sequence(values: object, where: str) -> None:
-    """Refuse what is no list: a text and a mapping have a length too, and a number has none."""
+    """Raise unless the value is a list. Strings and mappings also have a length, numbers do not."""
     if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
         raise EngineAnswerError(f"{where} is {brief(values)}, no list")
 
 
 def _whole_number(value: Any, where: str, kind: str, largest: int = LARGEST_INTEGER) -> int:  # noqa: ANN401
-    """An integer from 0 to `largest`; whatever else the engine sent is an error that says what it should have been."""
+    """Return an integer from 0 to `largest`; raise an error that contains `kind` for any other value."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= largest:
         raise EngineAnswerError(f"{where} is {brief(value)}, no {kind} 0 … {largest}")
     return int(value)
@@ -276,7 +276,7 @@ def _whole_number(value: Any, where: str, kind: str, largest: int = LARGEST_INTE
 def _kept_sets(
     completions: Sequence[Completion], token_id: Callable[[Any, str], int], device: torch.device | str
 ) -> KeptSets | None:
-    def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (whatever the engine sent)
+    def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (unchecked JSON)
         _check_sequence(ids, where)
         if not ids:
             raise EngineAnswerError(f"{where} is empty: a token was drawn from nothing")
@@ -285,6 +285,6 @@ def _kept_sets(
             raise EngineAnswerError(f"{where} names an id twice: {found}")
         return found
 
-    # One packed list for the batch: the sets of row 0, then those of row 1, and so on.
+    # One packed list for the batch: the sets of row 0, then of row 1, and so on.
     rows = _column(completions, "kept", checked)
     return None if rows is None else KeptSets.of([ids for row in rows for ids in row], device=device)

@@ -1,9 +1,9 @@
-"""An engine in C++ with int8 or int16 weights, in process: CTranslate2.
+"""CTranslate2 engine: samples in process in C++, with int8 or int16 weights.
 
-The policy is converted from the live module and sampled on an ordinary CPU by kernels that share nothing with torch.
-So the mismatch between sampler and trainer is real: other code, other rounding, another order of sums.
+The policy is converted from the live module and sampled on a CPU by kernels that share no code with torch. So the
+mismatch between sampler and trainer is real: different code, rounding and summation order.
 
-CTranslate2 returns log softmax(logits) at temperature 1 over the full vocabulary, whatever it sampled with: "raw".
+CTranslate2 returns log softmax(logits) at temperature 1 over the full vocabulary, for any sampling settings: "raw".
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from rollcorr.engines.response_scoring import copied_model, make_probe, score_pr
 ComputeType = Literal["int8", "int16", "float32"]
 COMPUTE_TYPES = ("int8", "int16", "float32")
 
-# The finest grid that `weight_bits` may ask for.
+# Largest value of `weight_bits`.
 MOST_BITS = 8
 
-# Nats between the float32 sampler and the float32 policy on the probe.
+# Tolerance, in nats, between the float32 sampler and the float32 policy on the probe.
 SYNC_TOLERANCE = 1e-4
 
-# As a seed it asks CTranslate2 for a random one.
+# CTranslate2 treats this seed as a request for a random one.
 UNSEEDED = 0xFFFFFFFF
 
-# Sampling settings that CTranslate2 lacks, or counts in the log-probs that it calls raw.
+# Sampling settings that CTranslate2 lacks, or includes in its raw log-probs.
 NOT_SUPPORTED = (
     "min_p",
     "repetition_penalty",
@@ -63,28 +63,28 @@ _SEEDED = threading.Lock()  # CTranslate2 has one seed for the process
 
 
 class CTranslate2Engine(Engine):
-    """Sample with CTranslate2 from a converted copy of `model`.
+    """Engine that samples with CTranslate2 from a converted copy of `model`.
 
-    The converted model is held as float32 bytes. Every call of `generate` loads them again in `compute_type` (4 to
-    40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once in its life.
+    The engine keeps the converted model as float32 bytes. Every call of `generate` loads them again in `compute_type`
+    (4 to 40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once.
 
     Args:
         model: a causal language model of `transformers` that CTranslate2 can convert (Llama, Qwen3, …); it is copied,
             never changed.
-        settings: how to sample. Temperature, top-k and top-p change the choice and not the log-probs;
-            `check_compatible` says whether raw log-probs serve such a choice. `NOT_SUPPORTED` settings are refused.
+        settings: sampling settings. Temperature, top-k and top-p change the choice and not the log-probs;
+            `check_compatible` checks whether raw log-probs fit them. A setting in `NOT_SUPPORTED` raises.
         version: policy version of `model`.
         compute_type: precision of the weights and of the products with them.
-        weight_bits: round the weight matrices before the conversion, 2 to 8 bits, see `rounded_to_bits`: a larger
-            mismatch than `compute_type` makes, for experiments. None for no such rounding.
-        batch_size: rows sampled or scored at a time; None takes all at once.
-        threads: threads of one generation; 0 leaves the number to CTranslate2.
+        weight_bits: bits, 2 to 8, to round the weight matrices to before the conversion, see `rounded_to_bits`: a
+            larger mismatch than from `compute_type`, for experiments; optional. Defaults to no rounding.
+        batch_size: rows per batch of sampling or scoring; optional. Defaults to all rows.
+        threads: threads of one generation; 0 uses the default of CTranslate2.
 
     Raises:
         ImportError: ctranslate2 is not installed.
-        TypeError: a number is of the wrong type.
+        TypeError: a number has an invalid type.
         ValueError: a setting is out of range or unsupported, or this kind of model cannot be converted.
-        WeightSyncError: the converted model computes something else.
+        WeightSyncError: the converted model's log-probs differ from the policy's.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CTranslate2Engine(Engine):
             "the ctranslate2 engine, which lacks it or would count it in log-probs called raw",
         )
 
-        # Import late: the package is behind an extra.
+        # Import late: the package is an optional dependency.
         try:
             import ctranslate2
         except ImportError as error:
@@ -139,23 +139,23 @@ class CTranslate2Engine(Engine):
         self.update_weights(model, version=version)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt. It sets CTranslate2's own seed and leaves torch's random state alone.
+        """Sample one response per prompt. Sets CTranslate2's own seed and keeps torch's random state.
 
-        Prompts of one length are sampled at a time. In a mixed batch CTranslate2 feeds the longer prompts token by
-        token, and if the shortest has a single token, it returns those tokens as if it had drawn them (4.8.5).
+        Each batch contains prompts of one length. In a mixed batch CTranslate2 feeds the longer prompts token by token,
+        and if the shortest has a single token, it returns those tokens as if it had drawn them (4.8.5).
 
         Args:
-            prompts: token ids, B rows, none empty. They are fed as they are: no token is put in front.
-            seed: seeds the draws; taken modulo 2³² − 1, the range of CTranslate2's own.
+            prompts: token ids of B non-empty prompts. The engine adds no token in front of them.
+            seed: random seed, modulo 2³² − 1, the range of CTranslate2's seed.
 
         Raises:
             ValueError: a prompt is empty, or has an id outside the vocabulary.
             EngineUnavailableError: CTranslate2 failed.
-            EngineAnswerError: it returned something that is no log-prob.
+            EngineAnswerError: a returned value is not a log-prob.
         """
         check_prompts(prompts, vocabulary_size=self.vocabulary_size)
 
-        # A sampler reads the seed when it is loaded, so seed and load must not be separated by another thread.
+        # A sampler reads the seed when it is loaded, so seed and load need a common lock.
         completions: dict[int, Completion] = {}
         with _SEEDED, _failures():
             self._package.set_random_seed(seed % UNSEEDED)
@@ -173,9 +173,9 @@ class CTranslate2Engine(Engine):
         )
 
     def score(self, tokens: TokenBatch) -> Tensor:
-        """Log-probs of response tokens in this engine's precision, at the sampling temperature, (B, T) float32.
+        """Compute log-probs of response tokens in this engine's precision, at the sampling temperature, (B, T) float32.
 
-        Logits of `batch_size` rows are held in memory. Positions outside the response mask are 0.
+        Needs memory for the logits of `batch_size` rows. Positions outside the response mask are 0.
 
         Raises:
             EngineUnavailableError: CTranslate2 failed.
@@ -186,10 +186,10 @@ class CTranslate2Engine(Engine):
         """Convert the weights of `model` and verify them on a probe batch.
 
         The converted bytes are loaded in float32 and compared with `model` in float32: the rounding of int8, 0.1 to
-        0.7 nats on a probe, would hide a parameter that kept its old value. The sampler then loads the same bytes.
+        0.7 nats on a probe, would hide a stale parameter. The sampler then loads the same bytes.
 
         Raises:
-            WeightSyncError: the two sides do not agree; the engine keeps its previous weights and version.
+            WeightSyncError: the log-probs differ; the engine keeps its previous weights and version.
         """
         copy = self._copy(model)
         files = self._converted(copy)
@@ -201,39 +201,39 @@ class CTranslate2Engine(Engine):
             check_weight_sync(got, expected.to("cpu"), tolerance=SYNC_TOLERANCE)
             self._generator = exact if self.compute_type == "float32" else self._load(self.compute_type, files)
 
-        # Only now is the update certain; a failure above leaves the engine with its previous weights.
+        # The update is complete only here; a failure above leaves the previous weights in place.
         self._model, self._files = copy, files
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The parameters that sample now, by name, float32 on the CPU, before any rounding; tied ones once."""
+        """Return the current parameters by name, float32 on the CPU, before any rounding; tied ones once."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     @torch.no_grad()
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned, verified as in `update_weights`.
+        """Restore weights from `export_weights`, and verify them as in `update_weights`.
 
         Args:
             weights: name → parameter, each in the shape that it has in the model.
-            version: number of these weights, which rollouts will carry.
+            version: version of these weights, recorded in rollouts.
         """
-        # The model that samples stays as it is until the other weights are verified.
+        # The current model stays unchanged until the new weights are verified.
         model = self._copy(self._model)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
         self.update_weights(model, version=version)
 
     def _copy(self, model: nn.Module) -> nn.Module:
-        """A copy on the CPU with float32 parameters, whatever the policy trains in and where."""
+        """Copy the model to the CPU with float32 parameters, for any dtype and device of the policy."""
         return _copy_with(model, lambda p: p.detach().to("cpu", torch.float32, copy=True)).to("cpu").eval()
 
     def _rounded(self, weight: Tensor) -> Tensor:
         return weight if self.weight_bits is None else rounded_to_bits(weight, self.weight_bits)
 
     def _converted(self, model: Any) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)
-        """The files of a CTranslate2 model directory, float32, by name.
+        """Return the files of a CTranslate2 model directory, float32, by name.
 
-        Each token is named by its number. So nothing depends on a tokenizer, and no id is renamed on the way.
+        Each token's name is its number. So the result does not depend on a tokenizer, and the conversion renames no id.
         """
         from ctranslate2.converters import TransformersConverter
 
@@ -246,12 +246,12 @@ class CTranslate2Engine(Engine):
             get_vocab=lambda: {str(token): token for token in range(self.vocabulary_size)},
         )
 
-        # The converter takes the module apart, so it gets one of its own, around the same tensors.
+        # The converter modifies the module, so it gets a separate module with the same tensors.
         shell = _copy_with(model, lambda p: self._rounded(p.detach()))
         with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _short_collections():
             model.config.save_pretrained(directory)
 
-            # The module is in memory already, and nothing is read from a directory but its configuration.
+            # The module is in memory, so the converter reads only its configuration from a directory.
             converter = TransformersConverter(directory)
             converter.load_model = lambda *_, **__: shell
             converter.load_tokenizer = lambda *_, **__: names
@@ -263,13 +263,13 @@ class CTranslate2Engine(Engine):
             "policy",
             device="cpu",
             compute_type=compute_type,
-            inter_threads=1,  # a second worker would make the draws depend on who came first
+            inter_threads=1,  # with a second worker the draws would depend on thread timing
             intra_threads=self.threads,
             files=files,
         )
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-        """One completion per prompt, on which the step callback and the final answer agree."""
+        """Return one completion per prompt; the step callback and the final answer must agree."""
         reported: list[list[tuple[int, float | None]]] = [[] for _ in prompts]
 
         def listen(step: Any) -> bool:  # noqa: ANN401 (lazy package)
@@ -323,15 +323,15 @@ class CTranslate2Engine(Engine):
 
 
 def rounded_to_bits(weight: Tensor, bits: int) -> Tensor:
-    """Each row of a matrix on 2^bits − 1 evenly spaced values: s · round(w / s), s = max|w| / (2^(bits − 1) − 1).
+    """Round each row of a matrix to 2^bits − 1 evenly spaced values: s · round(w / s), s = max|w| / (2^(bits − 1) − 1).
 
     Args:
-        weight: a parameter. Only a matrix is rounded: the scales of norms and biases are few and count for much, so
-            engines that quantize leave them alone too.
+        weight: a parameter. Only a matrix is rounded: norm scales and biases are few and have a large effect, so
+            quantizing engines keep their precision as well.
         bits: 2 to `MOST_BITS`.
 
     Returns:
-        A new tensor of the same shape and type. A row of zeros stays one.
+        A new tensor of the same shape and dtype. A row of zeros stays zero.
     """
     if weight.dim() != 2:
         return weight.clone()
@@ -342,7 +342,7 @@ def rounded_to_bits(weight: Tensor, bits: int) -> Tensor:
 
 
 def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
-    """Row numbers of prompts of equal length, at most `size` at a time; lengths in the order that they appear."""
+    """Yield row indices of prompts of equal length, at most `size` at a time, in order of first appearance."""
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(row)
@@ -353,7 +353,7 @@ def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Turn what CTranslate2 throws into an `EngineUnavailableError`."""
+    """Raise CTranslate2's exceptions as `EngineUnavailableError`, inside the `with` block."""
     try:
         yield
     except EngineError:
@@ -363,7 +363,7 @@ def _failures() -> Iterator[None]:
 
 
 def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy whose parameters are `weight` of the model's; tied ones stay tied."""
+    """Copy the model and replace each parameter by `weight(parameter)`; tied ones stay tied."""
     # deepcopy looks each parameter up by its id, so all uses of a tied one get the same new parameter.
     parameters = {id(p): nn.Parameter(weight(p), requires_grad=False) for p in model.parameters()}
     return copied_model(model, parameters)
@@ -372,7 +372,7 @@ def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Modul
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
     """Keep older objects out of the garbage collections that the converter runs for each layer (0.1 s, not 2 s)."""
-    if gc.get_freeze_count():  # somebody else froze them, and unfreezing would undo that
+    if gc.get_freeze_count():  # already frozen elsewhere, and unfreezing would undo that
         yield
         return
 

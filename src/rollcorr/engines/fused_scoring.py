@@ -1,7 +1,7 @@
-"""Log-probs of response tokens without the model's logits: its hidden states go to `linear_log_prob`.
+"""Compute log-probs of response tokens without the model's logits: pass its hidden states to `linear_log_prob`.
 
-The model runs unchanged except that its output head is left out. What it then returns as logits are its hidden states,
-times any factor that it puts on its logits (`logits_scaling`, `logit_scale` and the like).
+The model runs unchanged except that its output head is skipped. Its "logits" are then its hidden states, times any
+factor that it applies to its logits (`logits_scaling`, `logit_scale` and the like).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollcorr.engines.response_scoring import make_probe, response_logits
 from rollcorr.kernels.linear_logprob.linear_dispatch import Implementation, linear_log_prob
 from rollcorr.kernels.linear_logprob.problem import LinearLogProb
 
-# Fields of model configurations that bend logits.
+# Fields of model configurations for a nonlinear function of the logits.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logit_softcap")
 
-# Whether a model needs its logits to be scored, see `needs_logits`.
+# Cache of `needs_logits`.
 _known_to_need_logits: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -38,14 +38,14 @@ def score_responses_fused(
     compact: bool | None = None,
     impl: Implementation = "auto",
 ) -> LinearLogProb:
-    """As `score_responses`, without (B, T, V) logits; or, with kept sets, over K ∪ {a} alone.
+    """Compute `score_responses` without (B, T, V) logits; or, with kept sets, over K ∪ {a} only.
 
     Args:
         model: a causal language model of `transformers` whose head is a plain `nn.Linear`. Its forward pass runs
-            without the head, so a head that a wrapper shards or gathers must be whole in memory.
-        tokens: prompts and responses. Tokens beyond the response mask are dropped before the head.
+            without the head, so a head that a wrapper shards must be gathered in memory first.
+        tokens: prompts and responses. Tokens outside the response mask are dropped before the head.
         temperature: the sampling temperature, > 0, or one for each token, (B, T).
-        kept: one set for each of B · T positions: `KeptSets.padded(tokens.response_mask)` of packed ones.
+        kept: one set for each of B · T positions: `KeptSets.padded(tokens.response_mask)` of packed ones; optional.
         entropy: see `linear_log_prob`. (B, T) if a tensor.
         log_kept_mass: see `linear_log_prob`.
         accumulate_into: receives the gradient of the head's weight; see `linear_log_prob`.
@@ -57,7 +57,7 @@ def score_responses_fused(
 
     Raises:
         TypeError: the model has no output head, or one that is not a plain `nn.Linear`.
-        ValueError: the model bends its logits, so the logits are needed: use `score_responses`.
+        ValueError: the model changes its logits other than by one factor; use `score_responses`.
     """
     hidden, head = _hidden_states(model, tokens)
     return linear_log_prob(
@@ -77,7 +77,7 @@ def score_responses_fused(
 
 
 def needs_logits(model: nn.Module) -> bool:
-    """Return whether `score_responses_fused` refuses a model; one forward pass over a probe decides, once per model."""
+    """Return whether `score_responses_fused` rejects a model; one forward pass over a probe decides, once per model."""
     if model not in _known_to_need_logits:
         _known_to_need_logits[model] = True
         with torch.no_grad(), suppress(TypeError, ValueError):  # such as a cap on the logits, or an adapter in the head
@@ -87,7 +87,7 @@ def needs_logits(model: nn.Module) -> bool:
 
 
 def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]:  # noqa: ANN401 (transformers is lazy)
-    """Return what the output head is given, times any factor on the logits, (B, T, d), and that head.
+    """Return the input of the output head, times any factor on the logits, (B, T, d), and that head.
 
     Raises:
         TypeError, ValueError: as `score_responses_fused`.
@@ -102,8 +102,8 @@ def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]: 
         if (cap := getattr(model.config.get_text_config(), name, None)) is not None:
             raise ValueError(f"{type(model).__name__} bends its logits ({name}={cap}): use score_responses")
 
-    # With an identity for its head the model's "logits" are the hidden states before it. The identity notes what it is
-    # given, and how often that was written to.
+    # With an identity for its head the model's "logits" are the hidden states before it. The identity records its
+    # input and the input's version counter, which counts in-place writes.
     seen: list[tuple[Tensor, int]] = []
     identity = nn.Identity()
     identity.register_forward_hook(lambda _, inputs, __: seen.append((inputs[0], inputs[0]._version)))
@@ -117,9 +117,9 @@ def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]: 
 
 
 def _check_factor(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:
-    """Raise a ValueError unless the model returned what its head was given, or a multiple of it.
+    """Raise a ValueError unless the model returned its head's input, or a multiple of it.
 
-    This waits for the device only if the model does something to its logits.
+    This waits for the device only if the model modifies its logits.
     """
     if len(seen) != 1:
         reason = f"its head ran {len(seen)} times"

@@ -1,7 +1,7 @@
-"""An active null: rollouts whose two sides are the same weights, scored by two ways of computing.
+"""An active null: rollouts whose two sides have the same weights, scored by two implementations.
 
-An engine samples token by token from a cache, in its own precision; whoever scores the tokens afterwards reads them in
-one pass. Their log-probs differ although nothing is wrong. `rollcorr.diagnostics.null_of_logs` makes a null of them.
+An engine samples token by token from a cache, in its own precision; a later score reads the tokens in one pass. Their
+log-probs differ without any fault. `rollcorr.diagnostics.null_of_logs` computes a null from them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def measure_null(
     """Sample from an engine, and score the same tokens again with the same weights.
 
     Args:
-        engine: who samples; its log-probs are μ.
-        prompts: token ids, of the lengths and the kind that will be trained on.
-        seed: seeds the draws.
-        score: the trainer's log-probs of a rollout's responses, (B, T) nats, with the weights that the engine holds,
-            and of the same distribution as `rollout_log_prob`. None lets the engine score them: then only the
-            difference between sampling and scoring in this engine shows, which is less than that to a trainer.
-        again: also scores the rollout, and stands in place of the log-probs that the engine reported: with `score`,
-            the null of a trainer alone.
+        engine: the sampler; its log-probs are μ.
+        prompts: token ids, with the lengths and the content of the training prompts.
+        seed: random seed.
+        score: callback that returns the trainer's log-probs of a rollout's responses, (B, T) nats, under the engine's
+            weights and of the same distribution as `rollout_log_prob`. Defaults to the engine's own score: this shows
+            only the difference between sampling and scoring in this engine, which is smaller than to a trainer.
+        again: callback that scores the rollout as well, and replaces the engine's reported log-probs; optional. With
+            `score` the result is the trainer's own null.
         model: name of the model, recorded in the log.
 
     Returns:
-        A batch of a rollout log, π in `old_log_prob`. `RolloutLogWriter` writes it.
+        A batch of a rollout log, with π in `old_log_prob`. `RolloutLogWriter` writes it.
 
     Raises:
-        ValueError: the engine returns raw log-probs at another temperature than 1, which no score matches; or it
-            truncates, does not tell the kept mass, and shall score.
+        ValueError: the engine returns raw log-probs at a temperature other than 1, which no score matches; or it
+            truncates without reporting the kept mass, and must score.
     """
     sampling = engine.sampling
     if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncates):
@@ -68,7 +68,7 @@ def measure_null(
 
 
 def _engine_score(engine: Engine, rollout: Rollout) -> Tensor:
-    """The engine's own score; a truncated log-prob is the full one minus the log of the kept mass."""
+    """Compute the engine's own score; a truncated log-prob is the full one minus the log of the kept mass."""
     full = engine.score(rollout.tokens)
     if not engine.sampling.restricts:
         return full

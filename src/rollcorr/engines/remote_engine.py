@@ -1,12 +1,12 @@
-"""What engines in other processes share: answers become a rollout, weights travel in a folder and are verified.
+"""Base class of engines in other processes: parse answers to a rollout, send weights in a folder, and verify them.
 
-A weight update goes through a checkpoint in a folder that the engine reads. A probe follows each update: a fixed batch
-that engine and policy score, at temperature 1, over the whole vocabulary. Unless they agree to the noise floor, the
-engine answers nothing more until an update has succeeded as a whole.
+A weight update writes a checkpoint to a folder that the engine reads. A probe follows each update: engine and policy
+score a fixed batch at temperature 1 over the full vocabulary. If they differ above the noise floor, the engine raises
+on every request until an update has fully succeeded.
 
-A server may be restarted while a run goes on, and then has lost its weights. Its answers name the weights that they are
-from; where they do not, and after every absence, the probe is scored once more. A server that lost the weights gets
-them again, and the batch is asked for again.
+A server may restart during a run and lose its weights. Its answers name the version of their weights. If they do not,
+and after every outage, the engine scores the probe again. A server that lost the weights gets them again, and the
+batch is sent again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 Dtype = Literal["bfloat16", "float16", "float32"]
 Answer = TypeVar("Answer")
 
-# Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It is smaller, in
-# proportion, for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
+# Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It scales down
+# for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
 
-# What one token and its log-prob take in JSON at most, with their names.
+# Maximum size in JSON of one token and its log-prob, with their names.
 BYTES_PER_LOG_PROB = 256
 
 
@@ -63,10 +63,10 @@ class RemoteOptions:
 
     Attributes:
         dtype: precision that the engine computes in.
-        sync_tolerance: largest difference between engine and policy on the probe, nats; None for `NOISE_FLOOR`.
+        sync_tolerance: largest difference between engine and policy on the probe, nats. Defaults to `NOISE_FLOOR`.
 
     Raises:
-        TypeError: a value is of the wrong type.
+        TypeError: a value has an invalid type.
         ValueError: a value is out of range.
     """
 
@@ -81,25 +81,25 @@ class RemoteOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(RemoteOptions):
-    """Options of every engine behind HTTP, beside those of `RemoteOptions`.
+    """Options of every engine behind HTTP, in addition to `RemoteOptions`.
 
     Attributes:
-        url: where the server is, for instance "http://localhost:8000".
-        folder: where weights for the server are written, at a path that the server reads too. None if the server has
-            the policy's weights already and they never change.
-        wait_minutes: how long the server may be away before the run gives up: no connection, HTTP 408, 425, 429, 502,
-            503 or 504. 0 for no wait.
-        deadline_minutes: how long one batch of requests may take, with all its waits and retries.
+        url: the server's address, for instance "http://localhost:8000".
+        folder: where weights for the server are written; the server must read the same path. Optional; omit it if
+            the server has the policy's weights already and they never change.
+        wait_minutes: how long the server may be away before the run fails: no connection, HTTP 408, 425, 429, 502,
+            503 or 504. 0 disables the wait.
+        deadline_minutes: time limit of one batch of requests, with all its waits and retries.
         timeout: seconds without a byte of an answer. A server may be silent until a response is complete.
-        retries: how often a request is sent again after a broken connection, a silence, or another HTTP 5xx.
-        max_answer_megabytes: how long one answer may be, unpacked. None for 32, or more where `max_new_tokens` with its
-            log-probs needs more.
-        concurrency: how many requests are under way at a time.
-        headers: sent with each request, such as an API key. They go to no other server: redirects are not followed.
-        headers_env: header name → environment variable that holds its value; read when the engine is built.
+        retries: how often a request is sent again after a broken connection, a timeout, or any other HTTP 5xx.
+        max_answer_megabytes: size limit of one answer, unpacked. Defaults to 32, or more if `max_new_tokens` needs
+            more with its log-probs.
+        concurrency: maximum number of concurrent requests.
+        headers: sent with each request, such as an API key. No other server receives them: redirects are not followed.
+        headers_env: header name → environment variable that contains its value; read when the engine is built.
     """
 
-    url: str = field(repr=False)  # it may hold a password
+    url: str = field(repr=False)  # may contain a password
     folder: str | Path | None = None
     wait_minutes: float = 30.0
     deadline_minutes: float = 120.0
@@ -112,20 +112,20 @@ class ServerOptions(RemoteOptions):
 
 
 class RemoteEngine(Engine, abc.ABC):
-    """An engine without the way to reach it, which subclasses give.
+    """Base class of engines in another process. Subclasses implement the transport.
 
     Attributes:
         engine: its name in a `SamplingSpec`.
-        title: its name in errors.
+        title: its name in error messages.
 
     Args:
         model: a causal language model of `transformers`: the policy, and the reference of the first probe.
-        settings: how to sample.
+        settings: sampling settings.
         options: precision and tolerance.
         version: policy version of `model`.
 
     Raises:
-        TypeError: `version` is no integer.
+        TypeError: `version` is not an integer.
         ValueError: `version` is below 0.
     """
 
@@ -139,62 +139,61 @@ class RemoteEngine(Engine, abc.ABC):
         self.sampling = dataclasses.replace(settings.sampling, engine=self.engine, policy_version=version)
         self.vocabulary_size = vocabulary_size(model)
         self.device = next(model.parameters()).device
-        self.max_model_len: int | None = None  # longest prompt and response together, if the engine has a limit
+        self.max_model_len: int | None = None  # limit of prompt and response together; optional
 
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._probe = make_probe(model)
-        self._expected = torch.empty(0, device="cpu")  # what the weights that sample give to the probe
+        self._expected = torch.empty(0, device="cpu")  # the probe's log-probs under the current weights
         self._unusable: str | None = "it holds no verified weights yet"
 
-        # The versions that the engine was given, one after the other. "default" means the first one only until it was
-        # given another.
+        # The versions of all updates, in order. "default" means the initial weights only until the first update.
         self._given = [version]
         self._initial_version: int | None = version
-        self._server: JsonClient | None = None  # how a server is reached; None for other engines
-        self._faults_at_proof = 0  # the server's faults when the weights were last known to be right
+        self._server: JsonClient | None = None  # HTTP client; None without a server
+        self._faults_at_proof = 0  # the server's fault count when the weights were last verified
 
     @abc.abstractmethod
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
-        """One completion per prompt."""
+        """Return one completion per prompt."""
 
     @abc.abstractmethod
     def _prompt_log_probs(self, rows: list[list[int]], temperature: float) -> Sequence[Sequence[object]]:
-        """Log-probs of the tokens of each row after its first, over the whole vocabulary, unchecked."""
+        """Return the full-vocabulary log-probs of each row's tokens after the first, unchecked."""
 
     @abc.abstractmethod
     def _load(self, version: int) -> None:
-        """Make the engine hold the weights in `self._folder`, all of them."""
+        """Load all weights of `self._folder` into the engine."""
 
     @property
     @abc.abstractmethod
     def _folder(self) -> Path:
-        """The checkpoint of the weights that sample."""
+        """Return the path of the checkpoint of the current weights."""
 
     def _meet(self) -> None:
-        """Learn what a server is, also after it was away. It asks for no response."""
+        """Read the server's properties at the start and after an outage. Sends no sampling request."""
 
     def _check_again(self) -> None:
-        """Require that an engine that was away still answers as it was set up to. It may ask for a response."""
+        """Check that an engine still matches its setup after an outage. May send a sampling request."""
 
     def _abandon(self) -> None:
-        """Make sure that weights that may be mixed sample nothing, here or for others."""
+        """Stop sampling from partially updated weights, for this and other clients."""
 
     def close(self) -> None:
-        """Answer nothing more; a server keeps running."""
+        """Reject further requests; a server keeps running."""
         self._unusable = "it was closed"
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt: all of them, or an error and none.
+        """Sample one response per prompt. Raises if any response fails.
 
         Args:
-            prompts: token ids, B rows, none empty.
-            seed: seeds the draws; each row draws with a seed of its own.
+            prompts: token ids of B non-empty prompts.
+            seed: random seed; each row gets a seed derived from it.
 
         Raises:
             ValueError: a prompt is empty, has an id outside the vocabulary, or leaves no room for `max_new_tokens`.
-            EngineUnavailableError: the engine died, or did not answer in time, and neither waits nor retries helped.
-            EngineAnswerError: something is missing or no log-prob, or a token is of weights that the engine was not
-                given.
+            EngineUnavailableError: the engine died or timed out after all waits and retries.
+            EngineAnswerError: a value is missing or not a log-prob, or a token was sampled from weights that the engine
+                never received.
             EngineError: the last weight update failed, or the engine was closed.
         """
         self._require_weights()
@@ -207,7 +206,7 @@ class RemoteEngine(Engine, abc.ABC):
                 f"{self.max_model_len}: raise max_model_len, or shorten one of them"
             )
 
-        # Another thread may update the weights meanwhile: from here on, its versions are right as well.
+        # A concurrent thread may update the weights: later versions are valid as well.
         sampling, older = self.sampling, len(self._given) - 1
         seeds = [row_seed(seed, row) for row in range(len(rows))]
 
@@ -227,7 +226,7 @@ class RemoteEngine(Engine, abc.ABC):
             )
 
     def score(self, tokens: TokenBatch) -> Tensor:
-        """Log-probs of response tokens at the sampling temperature, over the whole vocabulary, (B, T) float32.
+        """Compute full-vocabulary log-probs of response tokens at the sampling temperature, (B, T) float32.
 
         Raises: as `generate`.
         """
@@ -242,22 +241,22 @@ class RemoteEngine(Engine, abc.ABC):
             return self._from_given_weights(lambda: (self._score(tokens, temperature), False))
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Take over the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
+        """Send the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
 
         Args:
             model: the trainer's policy.
-            version: number of its weights, which rollouts will carry.
+            version: version of its weights, recorded in rollouts.
 
         Raises:
-            WeightSyncError: the load failed, or the two sides differ above the noise floor. The engine is unusable
+            WeightSyncError: the load failed, or engine and policy differ above the noise floor. The engine is unusable
                 until an update succeeds.
-            EngineUnavailableError: the engine died or did not answer in time. It is unusable as well.
+            EngineUnavailableError: the engine died or timed out. It is unusable as well.
             EngineError: the folder for the weights cannot be written, for instance because the disk is full. The engine
                 is unusable as well.
         """
         check_integer("version", version, at_least=0)
         expected = score_probe(model, self._probe, dtype=self._dtype)
-        folder = self._folder  # raises if the engine takes no weights, while it can still be used
+        folder = self._folder  # raises here, while the engine is still usable, if it does not support updates
 
         with self._whole_or_unusable():
             with _disk_failures_of(folder):
@@ -270,7 +269,7 @@ class RemoteEngine(Engine, abc.ABC):
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The weights that sample now, rounded to this engine's dtype, under their names in a checkpoint.
+        """Return the current weights, rounded to this engine's dtype, under their names in a checkpoint.
 
         Raises:
             EngineError: the last weight update failed, or their folder cannot be read.
@@ -281,11 +280,11 @@ class RemoteEngine(Engine, abc.ABC):
             return dict(checkpoint_weights(folder))
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned, and verify it as an update.
+        """Restore weights from `export_weights`, and verify them as after an update.
 
         Args:
             weights: name → parameter, each in the shape that it has in the model.
-            version: number of these weights, which rollouts will carry.
+            version: version of these weights, recorded in rollouts.
 
         Raises:
             WeightSyncError, EngineError: as `update_weights`.
@@ -296,7 +295,7 @@ class RemoteEngine(Engine, abc.ABC):
         self.update_weights(model.to(self.device), version=version)
 
     def _connect(self, model: nn.Module, options: ServerOptions, version: int, *, log_probs_per_token: int) -> None:
-        """Give a running server the first weights through its folder; without one verify that it has them already."""
+        """Send a running server the first weights through its folder; without a folder verify the server's weights."""
         from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 
         longest = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * self.settings.max_new_tokens * log_probs_per_token)
@@ -326,14 +325,14 @@ class RemoteEngine(Engine, abc.ABC):
 
     @property
     def _faults(self) -> int:
-        """How often the server failed to answer so far. Whenever this grows, it may have been restarted."""
+        """Return how often the server failed to answer so far. After an increase it may have been restarted."""
         return 0 if self._server is None else self._server.faults
 
     def _from_given_weights(self, ask: Callable[[], tuple[Answer, bool]]) -> Answer:
-        """An answer from the weights that this engine was given; a server that lost them gets them again, once.
+        """Return an answer from the current weights; send them again, once, to a server that lost them.
 
         Args:
-            ask: gives the answer, and whether it names its weights.
+            ask: callback that returns the answer, and whether the answer names its weights.
         """
         for may_repair in (True, False):
             try:
@@ -358,12 +357,12 @@ class RemoteEngine(Engine, abc.ABC):
             with self._whole_or_unusable():
                 self._meet()
                 self._load_and_verify(self.weight_version, self._expected)
-                self._check_again()  # last: a server that is paused answers nothing until the load has resumed it
+                self._check_again()  # last: a paused server does not answer until the load resumes it
         raise AssertionError("the second round returns or raises")
 
     @contextlib.contextmanager
     def _saying_where(self) -> Iterator[None]:
-        """What is wrong with an answer is said with the server that gave it."""
+        """Add the server's address to errors about its answers, inside the `with` block."""
         try:
             yield
         except EngineAnswerError as error:
@@ -372,7 +371,7 @@ class RemoteEngine(Engine, abc.ABC):
             raise type(error)(f"{error}. This is the answer of {self.title} at {self._server.url}") from error
 
     def _load_and_verify(self, version: int, expected: Tensor) -> None:
-        """Load the checkpoint in the folder; again, if the server was away meanwhile and may have lost it at once."""
+        """Load the checkpoint in the folder; retry if the server was away meanwhile and may have lost it."""
         for is_last in (False, True):
             faults = self._faults
             try:
@@ -385,7 +384,7 @@ class RemoteEngine(Engine, abc.ABC):
         self._faults_at_proof = self._faults
 
     def _verify(self, expected: Tensor) -> None:
-        """Require that the engine scores the probe as expected."""
+        """Check that the engine's scores of the probe match `expected`."""
         tolerance = self.options.sync_tolerance
         if tolerance is None:
             tolerance = NOISE_FLOOR[self.options.dtype] * min(1.0, float(expected.std()))
@@ -402,7 +401,7 @@ class RemoteEngine(Engine, abc.ABC):
                 f"{self.title} scored rows of {lengths} tokens, asked for {[len(row) for row in rows]}"
             )
 
-        # Scores begin at the second token of a row, so those of the response begin one place earlier than it does.
+        # Scores begin at the second token of a row, so the response's scores begin one place before the response.
         flat = [
             check_log_prob(value, f"the score of token {token} of row {row}")
             for row, (scores, prompt) in enumerate(zip(found, prompts, strict=True))
@@ -414,8 +413,8 @@ class RemoteEngine(Engine, abc.ABC):
 
     @contextlib.contextmanager
     def _whole_or_unusable(self) -> Iterator[None]:
-        """Nothing samples from weights that an error left half-loaded or unverified."""
-        # Set before the load: a second thread, or an interrupt, must find the engine unusable as well.
+        """Mark the engine unusable if the `with` block fails before the weights are verified."""
+        # Set before the load: a concurrent thread, or an interrupt, must find the engine unusable as well.
         self._unusable = "its weights are being loaded"
         try:
             yield
@@ -436,7 +435,7 @@ class RemoteEngine(Engine, abc.ABC):
 
 @contextlib.contextmanager
 def _disk_failures_of(folder: Path) -> Iterator[None]:
-    """A disk that fails is a failure of the engine, which costs a run the step under way and not those before."""
+    """Raise disk errors as engine errors: the run loses the current step but no earlier one."""
     try:
         yield
     except Exception as error:
@@ -450,6 +449,6 @@ def _disk_failures_of(folder: Path) -> Iterator[None]:
 
 
 def row_seed(seed: int, row: int) -> int:
-    """A 63-bit seed for one row of a batch, so that equal prompts get different draws."""
+    """Compute a 63-bit seed for one row of a batch, so that equal prompts get different draws."""
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

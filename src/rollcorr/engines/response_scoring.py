@@ -1,6 +1,6 @@
-"""Log-probs of response tokens under a causal language model, from its logits.
+"""Compute log-probs of response tokens under a causal language model, from its logits.
 
-The probe is a fixed batch that engine and policy both score after a weight update, to verify that it arrived.
+The probe is a fixed batch. Engine and policy both score it after a weight update, to verify the update.
 
 Symbols (docs/reference/notation.md): B sequences, T padded response length, V vocabulary.
 """
@@ -30,17 +30,17 @@ class ResponseScores(NamedTuple):
 def score_responses(
     model: Callable[..., Any], tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> ResponseScores:
-    """log softmax(logits / temperature)[y_t] for every response token y_t, in float32.
+    """Compute log softmax(logits / temperature)[y_t] for every response token y_t, in float32.
 
     Args:
         model: a causal language model with the `transformers` calling convention. Its dtype does not change; the
             softmax is computed in float32.
-        tokens: prompts and responses. The width of the padding changes nothing at valid tokens.
+        tokens: prompts and responses. The width of the padding does not affect valid tokens.
         temperature: the sampling temperature, > 0.
-        entropy_gradient: keep the graph of the entropies too; only an entropy bonus needs it.
+        entropy_gradient: keep the graph of the entropies as well; only an entropy bonus needs it.
 
     Returns:
-        Log-probs and entropies in nats, (B, T) float32. Positions outside `response_mask` hold garbage.
+        Log-probs and entropies in nats, (B, T) float32. Positions outside `response_mask` contain garbage.
     """
     log_probs = (response_logits(model, tokens).float() / temperature).log_softmax(-1)
     log_prob = log_probs.gather(-1, tokens.response_ids[..., None]).squeeze(-1)
@@ -51,7 +51,7 @@ def score_responses(
 
 
 def response_logits(model: Callable[..., Any], tokens: TokenBatch) -> Tensor:
-    """The logits that each response token was drawn from, (B, T, V), in the model's dtype.
+    """Return the logits that each response token was drawn from, (B, T, V), in the model's dtype.
 
     Args:
         model: as in `score_responses`.
@@ -72,7 +72,7 @@ def response_logits(model: Callable[..., Any], tokens: TokenBatch) -> Tensor:
 
 
 def make_probe(model: nn.Module) -> TokenBatch:
-    """A fixed batch of arbitrary tokens that reaches every parameter of the model, on its device."""
+    """Return a fixed batch of arbitrary tokens that reaches every parameter of the model, on its device."""
     parameter = next(model.parameters())
     # Half of each row is prompt, half is response.
     ids = torch.randint(vocabulary_size(model), PROBE_SHAPE, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -91,17 +91,17 @@ def score_probe(
     temperature: float = 1.0,
     rounding: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Log-probs of the probe's responses under `model` with its parameters rounded to `dtype`, (B, T) float32.
+    """Compute log-probs of the probe's responses under `model` with parameters rounded to `dtype`, (B, T) float32.
 
-    The policy computes as the engine would, so a parameter that kept its old value differs by more than rounding.
-    `rounding` is what the engine does to each parameter besides.
+    The policy computes in the engine's precision, so a stale parameter differs by more than rounding. `rounding` is
+    the engine's further rounding of each parameter.
 
     Args:
         model: the trainer's policy.
         probe: prompts with responses.
-        dtype: of the engine.
-        temperature: that logits are divided by.
-        rounding: None: nothing else.
+        dtype: the engine's dtype.
+        temperature: divisor of the logits.
+        rounding: function of a parameter; optional. Defaults to no further rounding.
     """
     rounded = {name: weight.to(dtype) for name, weight in model.named_parameters()}
     if rounding is not None:
@@ -112,21 +112,21 @@ def score_probe(
 
 
 def vocabulary_size(model: Any) -> int:  # noqa: ANN401 (a transformers model)
-    """How many token ids the model knows: rows of its input embeddings, padding of the vocabulary included."""
+    """Return the number of token ids of the model: rows of its input embeddings, vocabulary padding included."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of a policy that calls nothing of the original.
+    """Return a deep copy of a policy that calls no code of the original.
 
     Args:
-        model: stays as it is.
-        memo: what `copy.deepcopy` takes for the parts that are not to be copied, by their `id`.
+        model: stays unchanged.
+        memo: the memo of `copy.deepcopy`: replacements by `id`, for parts that must not be copied; optional.
     """
     twin = copy.deepcopy(model, memo)
 
-    # Trainers put a function in the place of a module's `forward`, as TRL's fused head does. Its copy would still call
-    # the original module. Hooks of accelerate are copied rightly, and know where the weights are.
+    # Trainers may replace a module's `forward` by a function, as TRL's fused head does. The copy would still call the
+    # original module. Hooks of accelerate are copied correctly, and know where the weights are.
     for module in twin.modules():
         if not hasattr(module, "_hf_hook"):
             vars(module).pop("forward", None)

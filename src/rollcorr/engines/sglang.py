@@ -1,14 +1,14 @@
-"""An SGLang server as an engine, over its native HTTP interface: token ids in, token ids and log-probs out.
+"""SGLang server as an engine, over its native HTTP interface: token ids in, token ids and log-probs out.
 
-Three kinds of log-probs come back, and the `SamplingSpec` names the one to use:
+The server returns three kinds of log-probs, and the `SamplingSpec` selects one:
 
 - "raw": `output_token_logprobs` at temperature 1 without penalties, where they are log softmax(logits);
 - "tempered": `output_token_logprobs` at any temperature, over the full vocabulary;
-- "processed": without a truncation the tempered ones. Under a truncation `output_token_sampling_logprobs`, over the
+- "processed": without truncation the tempered ones. With truncation `output_token_sampling_logprobs`, over the
   kept sets of `output_token_sampling_mask`; they differ from the tempered ones by the log of the kept mass.
 
-Sources: docs.sglang.io, "Sampling Parameters" and "SGLang for RL Systems". Answers to `/generate` are tested on what
-SGLang 0.5.23 answered; re-scoring and weight updates follow the documentation (docs/guides/engines.md).
+Sources: docs.sglang.io, "Sampling Parameters" and "SGLang for RL Systems". Tests of `/generate` use recorded answers
+of SGLang 0.5.23; re-scoring and weight updates follow the documentation (docs/guides/engines.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollcorr.engines.transport.answer_body import brief
 
 @dataclass(frozen=True, kw_only=True)
 class SglangOptions(ServerOptions):
-    """Options of `SglangEngine`, beside those of `ServerOptions`.
+    """Options of `SglangEngine`, in addition to `ServerOptions`.
 
     Attributes:
         engine_version: SGLang's version, for the `SamplingSpec`.
@@ -39,7 +39,7 @@ class SglangOptions(ServerOptions):
     engine_version: str | None = None
 
 
-# Sampling settings that change log-probs over the whole vocabulary.
+# Sampling settings that change log-probs over the full vocabulary.
 CHANGES_WHOLE = (
     "temperature",
     "repetition_penalty",
@@ -51,26 +51,26 @@ CHANGES_WHOLE = (
 
 
 class SglangEngine(RemoteEngine):
-    """Sample with an SGLang server.
+    """Engine that samples with an SGLang server.
 
-    Start it with `--enable-deterministic-inference`, or it ignores seeds, and without SGLANG_RETURN_ORIGINAL_LOGPROB,
-    which turns tempered log-probs into raw ones.
+    Start the server with `--enable-deterministic-inference`, or it ignores seeds, and without
+    SGLANG_RETURN_ORIGINAL_LOGPROB, which changes tempered log-probs to raw ones.
 
     Args:
-        model: the policy. With a `folder` its weights are loaded into the server at once; without one the server must
-            have been started with them.
-        settings: how to sample. Truncated sampling needs a positive `top_k`: SGLang reports kept sets of a bounded size
-            only. The end tokens in the model's own configuration end a response too.
-        options: where the server is, and how weights reach it.
+        model: the policy. With a `folder` the engine loads its weights into the server at once; without a folder the
+            server must already run them.
+        settings: sampling settings. Truncated sampling needs a positive `top_k`: SGLang reports kept sets of a bounded
+            size only. The end tokens in the model's own configuration end a response as well.
+        options: the server's address and the folder for weights.
         version: policy version of `model`.
 
     Raises:
         ImportError: httpx is not installed.
-        TypeError: a number is of the wrong type.
-        ValueError: a setting is out of range, or the server has no such log-probs.
+        TypeError: a number has an invalid type.
+        ValueError: a setting is out of range, or the server does not return the requested log-probs.
         EngineUnavailableError: no server answers.
-        EngineAnswerError: it is no SGLang server.
-        WeightSyncError: it does not compute what `model` computes.
+        EngineAnswerError: the server is not an SGLang server.
+        WeightSyncError: the server's log-probs differ from the log-probs of `model`.
     """
 
     engine: ClassVar[str] = "sglang"
@@ -87,7 +87,7 @@ class SglangEngine(RemoteEngine):
                 "SGLang returns raw log-probs at temperature 1 without penalties and min_new_tokens only: set "
                 "logprobs='tempered', or 'processed' under a truncation"
             )
-        # Without a truncation there is no mask, and processed log-probs are the tempered ones.
+        # Without truncation there is no mask, and processed log-probs are the tempered ones.
         self._masked = sampling.logprobs == "processed" and sampling.truncates
         if self._masked and sampling.top_k < 1:
             raise ValueError(
@@ -108,7 +108,7 @@ class SglangEngine(RemoteEngine):
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         sampling = self.sampling
 
-        # Every setting by name, or the model's `generation_config.json` would fill those left out.
+        # Set every field: the model's `generation_config.json` would fill missing ones.
         parameters = {
             "max_new_tokens": self.settings.max_new_tokens,
             "min_new_tokens": sampling.min_new_tokens,
@@ -163,30 +163,30 @@ class SglangEngine(RemoteEngine):
 
 
 def _full_is_raw(sampling: SamplingSpec) -> bool:
-    """Whether log-probs over the whole vocabulary are those at temperature 1 without penalties."""
+    """Return whether full-vocabulary log-probs equal log-probs at temperature 1 without penalties."""
     return not settings_in_use(sampling, CHANGES_WHOLE)
 
 
 def read_completion(
-    answer: Any,  # noqa: ANN401 (whatever the server sent)
+    answer: Any,  # noqa: ANN401 (unchecked JSON)
     row: int,
     *,
     masked: bool,
     raw: bool,
     initial: int | None,
 ) -> Completion:
-    """The response in an answer.
+    """Parse the response in an answer.
 
     Args:
         answer: the JSON of the answer.
-        row: which prompt it answers, for errors.
-        masked: the request asked for `return_sampling_mask`: log-probs are over the kept sets.
-        raw: log-probs over the full vocabulary are those at temperature 1.
+        row: index of its prompt, for errors.
+        masked: whether the request set `return_sampling_mask`: log-probs are over the kept sets.
+        raw: whether full-vocabulary log-probs are at temperature 1.
         initial: as in `versions_of_spans`.
 
     Raises:
-        EngineRestartedError: the server lost the weights that it was given.
-        EngineAnswerError: the response was cut off, or a field is missing or of another length.
+        EngineRestartedError: the server lost the updated weights.
+        EngineAnswerError: the response was cut off, a field is missing, or its length differs from the response's.
     """
     with reading(f"row {row} is no answer of SGLang", answer):
         meta, output_ids = answer["meta_info"], answer["output_ids"]
@@ -194,7 +194,7 @@ def read_completion(
         if reason is None or reason["type"] not in ("stop", "length"):
             raise EngineAnswerError(f"row {row} did not finish: finish_reason is {brief(reason)}")
 
-        # output_ids may lack the end token, whose log-prob is there.
+        # `output_ids` may lack the end token, but its log-prob is there.
         full, ids = _entries(meta, "output_token_logprobs", row)
         count = meta["completion_tokens"]
         if count != len(ids) or output_ids not in (ids, ids[:-1]):
@@ -214,7 +214,7 @@ def read_completion(
                 for token, (whole, inside) in enumerate(zip(full, sampled, strict=True))
             ]
 
-        # Spans come where weights changed within the response, one label otherwise.
+        # The answer contains spans if weights changed within the response, otherwise one label.
         spans = meta.get("weight_versions")
         if spans is None:
             spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}]
@@ -229,25 +229,25 @@ def read_completion(
 
 
 def read_scores(
-    answer: Any,  # noqa: ANN401 (whatever the server sent)
+    answer: Any,  # noqa: ANN401 (unchecked JSON)
     row: int,
     tokens: Sequence[int],
     *,
     version: int,
     initial: int | None,
 ) -> list[Any]:
-    """The log-probs of `tokens` after their first, from an answer to a request with `logprob_start_len` 0.
+    """Parse the log-probs of `tokens` after their first, from an answer to a request with `logprob_start_len` 0.
 
     Args:
         answer: the JSON of the answer.
-        row: which row it answers, for errors.
-        tokens: what was to be scored.
+        row: index of the row, for errors.
+        tokens: the tokens to score.
         version: policy version that must have scored them.
         initial: as in `versions_of_spans`.
 
     Raises:
-        EngineRestartedError: the server lost the weights that it was given.
-        EngineAnswerError: a field is missing, or other tokens or other weights were scored.
+        EngineRestartedError: the server lost the updated weights.
+        EngineAnswerError: a field is missing, or the tokens or weights differ from the request.
     """
     with reading(f"row {row} is no answer of SGLang", answer):
         meta = answer["meta_info"]
@@ -262,12 +262,12 @@ def read_scores(
                 f"row {row}: SGLang says that it has weights {str(found)!r}, it was given {str(version)!r}"
             )
 
-        # The first token has no log-prob, and comes all the same.
+        # The list contains an entry without a log-prob for the first token.
         return log_probs[1:]
 
 
 def _entries(meta: Mapping[str, Any], name: str, row: int) -> tuple[list[Any], list[Any]]:
-    """Log-probs and token ids of a list of [log-prob, token id, text]."""
+    """Return log-probs and token ids of a list of [log-prob, token id, text]."""
     entries = meta[name]
     with reading(f"row {row}: {name} is no list of [log-prob, token id, text]", entries):
         return [entry[0] for entry in entries], [entry[1] for entry in entries]

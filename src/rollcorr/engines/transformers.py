@@ -1,11 +1,11 @@
-"""The embedded engine: a low-precision copy of the policy that samples in process with `transformers`' generate.
+"""Embedded engine: a low-precision copy of the policy that samples in process with `generate` of `transformers`.
 
-It needs no package beyond the trainer's own and has a real mismatch: the copy computes in bfloat16 what the trainer
-computes in float32.
+It needs only the trainer's own packages and has a real mismatch: the copy computes in bfloat16, the trainer in
+float32.
 
-Continuous batching makes room for the next response as soon as one ends. It pays on a GPU where lengths differ much. On
-a CPU it is slower than `generate`, and unless `num_blocks` bounds its cache it takes nine tenths of the free memory. It
-returns processed log-probs only: no raw ones, no kept sets.
+Continuous batching starts the next response as soon as one ends. It is faster on a GPU if lengths differ much. On
+a CPU it is slower than `generate`, and by default its cache uses nine tenths of the free memory; `num_blocks` limits
+it. It returns processed log-probs only: no raw log-probs and no kept sets.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from rollcorr.engines.response_scoring import copied_model, make_probe, score_pr
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-# Nats between the copy and the rounded policy on the probe. They run the same code, so they agree to the last bits.
+# Tolerance, in nats, between the copy and the rounded policy on the probe. Both run the same code.
 SYNC_TOLERANCE = 1e-4
 
-# Settings that continuous batching leaves out with a warning at most.
+# Settings that continuous batching ignores, at most with a warning.
 _DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
 
 
 class TransformersEngine(Engine):
-    """Sample with a copy of `model` in another dtype.
+    """Engine that samples with a copy of `model` in a different dtype.
 
     Args:
         model: a causal language model of `transformers`; it is copied, never changed.
-        settings: how to sample. Penalties that `generate` lacks and biases are refused.
+        settings: sampling settings. Biases, and penalties that `generate` lacks, raise an error.
         version: policy version of `model`.
-        dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep theirs.
-        batch_size: rows sampled at a time; None samples all at once. Logits of a whole batch are held in memory.
+        dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep their own.
+        batch_size: rows per batch of sampling; optional. Defaults to all rows. Needs memory for a batch's logits.
         continuous_batching: fields of transformers' `ContinuousBatchingConfig`, such as `num_blocks`: sample with
-            `generate_batch`, which returns processed log-probs and no kept sets. None for `generate`.
+            `generate_batch`, which returns processed log-probs and no kept sets; optional. Defaults to `generate`.
 
     Raises:
         ImportError: this release of transformers has no continuous batching.
@@ -87,12 +87,12 @@ class TransformersEngine(Engine):
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
 
-        # Parameters only: `model.to(dtype)` would round the rotary frequencies too.
+        # Parameters only: `model.to(dtype)` would round the rotary frequencies as well.
         self.model: Any = copied_model(model).requires_grad_(False).eval()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
 
-        # The copy's own generation defaults would fill every field that is left unset.
+        # The copy's own generation defaults would fill every unset field.
         self.generation_config = _generation_config(settings)
         self.model.generation_config = self.generation_config
 
@@ -101,11 +101,11 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
-        """Sample one response per prompt. The global random state stays as it was.
+        """Sample one response per prompt. The global random state stays unchanged.
 
         Args:
-            prompts: token ids, B rows, none empty.
-            seed: seeds the draws.
+            prompts: token ids of B non-empty prompts.
+            seed: random seed.
 
         Raises:
             ValueError: a prompt is empty.
@@ -134,7 +134,7 @@ class TransformersEngine(Engine):
                 for chunk, chunk_mask in zip(ids.to(device).split(size), mask.to(device).split(size), strict=True)
             ]
 
-        # Chunks end where their longest response does, so they differ in width.
+        # Each chunk ends with its longest response, so chunks differ in width.
         chunks, kept_sets = zip(*parts, strict=True)
         response, valid, raw, processed, mass = map(_pad_and_join, zip(*chunks, strict=True))
         kept = [sets for sets in kept_sets if sets is not None]
@@ -149,41 +149,41 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def score(self, tokens: TokenBatch) -> Tensor:
-        """Log-probs of response tokens under the copy, at the sampling temperature, (B, T) float32."""
+        """Compute log-probs of response tokens under the copy, at the sampling temperature, (B, T) float32."""
         return score_responses(self.model, tokens.to(self.model.device), temperature=self.sampling.temperature).log_prob
 
     @torch.no_grad()
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Copy the weights of `model`, rounded to this engine's dtype, and verify them on a probe batch.
 
-        `model` itself also scores the probe, with its weights rounded the same way. So the two sides agree to the last
-        bit if every parameter arrived.
+        `model` scores the probe as well, with its weights rounded the same way. So both log-probs agree to the last bit
+        if every parameter was copied.
 
         Args:
             model: the trainer's policy.
-            version: number of its weights, which rollouts will carry.
+            version: version of its weights, recorded in rollouts.
 
         Raises:
-            WeightSyncError: they do not agree.
+            WeightSyncError: the log-probs differ.
         """
         self._copy_weights(model)
 
-        # The version changes last: after a failure the engine does not claim the new one.
+        # The version changes last: after a failure the engine keeps the previous one.
         expected = score_probe(model, self._probe, dtype=self.dtype, temperature=self.sampling.temperature)
         check_weight_sync(self.score(self._probe), expected, tolerance=SYNC_TOLERANCE)
         self.sampling = dataclasses.replace(self.sampling, policy_version=version)
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The parameters that sample now, by name; tied ones once."""
+        """Return the current parameters by name; tied ones once."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned.
+        """Restore weights from `export_weights`.
 
         Args:
             weights: name → parameter, each in the shape that it has in the model.
-            version: number of these weights, which rollouts will carry.
+            version: version of these weights, recorded in rollouts.
         """
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
@@ -199,13 +199,13 @@ class TransformersEngine(Engine):
             ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
         )
 
-        # A response reaches to its first end token, which belongs to it.
+        # A response includes its first end token and stops there.
         response = output.sequences[:, ids.shape[1] :]
         is_end = response == self.settings.eos_token_id
         ended = is_end.cumsum(1)
         valid = (ended == 0) | ((ended == 1) & is_end)
 
-        # Finite scores are what the truncation left.
+        # Finite scores mark the ids that remain after truncation.
         kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
         if self.sampling.truncates:
             kept = _kept_sets(output.scores, valid)
@@ -252,7 +252,7 @@ def _generation_config(settings: GenerationSettings) -> GenerationConfig:
 
 
 def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:
-    """log softmax in float32 of each step's logits at the sampled token; one step at a time to bound memory."""
+    """Compute log softmax in float32 of each step's logits at the sampled token; one step at a time to bound memory."""
     steps = [
         step.float().log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
         for step, token in zip(logits, response.unbind(1), strict=True)
@@ -261,15 +261,15 @@ def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tens
 
 
 def _kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
-    """The finite scores of each valid token, row after row; one step at a time, so the support is never held whole."""
-    # Sets come step by step, and leave row after row.
+    """Return the finite scores of each valid token, row after row; one step at a time, to bound memory."""
+    # Sets are collected step by step, and returned row after row.
     by_step = concatenate_kept_sets([kept_sets_of_support(step.isfinite()) for step in scores])
     row, step = torch.where(valid)
     return by_step.select(step * len(valid) + row)
 
 
 def _log_kept_mass(logits: Sequence[Tensor], scores: Sequence[Tensor], valid: Tensor, temperature: float) -> Tensor:
-    """log of the mass of the finite scores in the softmax of logits / temperature, (b, t)."""
+    """Compute the log of the mass of the finite scores in the softmax of logits / temperature, (b, t)."""
     steps = []
     for raw, processed in zip(logits, scores, strict=True):
         scaled = raw.float() / temperature
@@ -279,17 +279,17 @@ def _log_kept_mass(logits: Sequence[Tensor], scores: Sequence[Tensor], valid: Te
 
 
 def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
-    """Join chunks of different length along the rows, padded on the right with zeros."""
+    """Join chunks of different length along the rows, right-padded with zeros."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def _check_continuous_batching(sampling: SamplingSpec) -> None:
-    """Check that continuous batching draws as `sampling` says, and reports the log-probs that it names.
+    """Check that continuous batching follows `sampling`, and reports the log-probs that it names.
 
     Raises:
         ImportError: this release of transformers has no log-probs from continuous batching.
-        ValueError: continuous batching would leave a setting out, or the log-probs are raw.
+        ValueError: continuous batching would ignore a setting, or the log-probs are raw.
     """
     import transformers
 
@@ -314,17 +314,17 @@ def generate_continuously(
     options: Mapping[str, Any],
     seed: int,
 ) -> list[Completion]:
-    """Sample one response per prompt, in their order. It seeds torch's global generator.
+    """Sample one response per prompt, in their order. Seeds torch's global generator.
 
     Args:
-        model: samples.
-        prompts: token ids, none empty.
-        generation_config: how to draw.
+        model: the model to sample from.
+        prompts: token ids of non-empty prompts.
+        generation_config: sampling parameters.
         options: fields of transformers' `ContinuousBatchingConfig`: `num_blocks`, `page_size`, `max_batch_tokens`, ….
-        seed: seeds the draws; with the same options, equal seeds give equal tokens.
+        seed: random seed; with the same options, equal seeds give equal tokens.
 
     Raises:
-        EngineUnavailableError: its thread died.
+        EngineUnavailableError: the engine's thread died.
         EngineAnswerError: a request ended with an error.
     """
     from transformers import ContinuousBatchingConfig
@@ -339,7 +339,7 @@ def generate_continuously(
             f"continuous batching answered {len(answers)} of {len(prompts)} prompts, then its thread died; none is used"
         )
 
-    # Answers come in the order in which responses ended; their names give the rows.
+    # Results arrive in the order in which responses end; their names contain the rows.
     completions = []
     for row, prompt in enumerate(prompts):
         answer = answers.get(f"req_{row}")

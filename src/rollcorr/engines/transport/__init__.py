@@ -1,1 +1,1 @@
-"""How engines are reached: JSON over HTTP, JSON over pipes to a program, and weights in a folder."""
+"""Transport to engines: JSON over HTTP, JSON over pipes to a worker process, and weights in a folder."""

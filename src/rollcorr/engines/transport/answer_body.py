@@ -1,4 +1,4 @@
-"""Read the body of an answer and no more than was agreed: bytes are counted as they come and as they unpack."""
+"""Read the body of an answer up to a size limit, which counts both the received and the unpacked bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rollcorr.engines.base import EngineAnswerError
 if TYPE_CHECKING:
     import httpx
 
-# How many characters of a server's text an error shows.
+# Maximum number of characters of a server's text in an error.
 SHOWN = 500
 
-# Of how many characters the secrets are hidden, before those that are shown are cut out. A secret that begins among the
-# shown ones is recognized by its end, too.
+# Secrets are redacted in this many characters before the text is cut to the limit above. So a secret that begins
+# inside the limit is recognized by its end as well.
 READ_FOR_SECRETS = 16 * SHOWN
 
-# A list or mapping of JSON takes up to 250 bytes in Python and 2 in the text. One per 16 bytes of the limit is more
-# than answers of engines have, and bounds the memory.
+# A JSON list or mapping needs up to 250 bytes in Python and 2 in the text. One per 16 bytes of the limit exceeds
+# any real answer of an engine, and bounds the memory.
 BYTES_PER_CONTAINER = 16
 
 # zlib's code for a gzip header.
@@ -30,7 +30,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 
 
 class _Brief(reprlib.Repr):
-    """Shortens a value, and hides secrets before that."""
+    """Formatter that redacts secrets in a value, then shortens it."""
 
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(redact_text(x[:READ_FOR_SECRETS]), level)
@@ -42,26 +42,26 @@ _brief.maxlist = _brief.maxdict = _brief.maxtuple = 12
 
 
 def brief(value: object) -> str:
-    """A value of an answer as text for an error: never long, however large or deep the value is."""
+    """Return a value of an answer as text for an error: always short, even for a large or deeply nested value."""
     return _brief.repr(value)[: 2 * SHOWN]
 
 
 def printable(text: str) -> str:
-    """The beginning of a server's text, without its secrets and the characters that move a terminal's cursor."""
+    """Return the start of a server's text without secrets and terminal control characters."""
     shown = redact_text(text[:READ_FOR_SECRETS])[:SHOWN]
     return "".join(c if c.isprintable() else " " for c in shown).strip()
 
 
 def read_body(response: httpx.Response, *, limit: int, between: Callable[[], None]) -> tuple[bytearray, str | None]:
-    """Return the start of a streamed answer's unpacked body, and why it is not the whole body, or None.
+    """Return the start of a streamed answer's unpacked body, and why it is incomplete, or None.
 
-    httpx unpacks a whole piece at a time, and repeatedly where several encodings are named: a megabyte of gzip becomes
-    gigabytes. So the raw bytes are read here, and zlib is told how much it may give.
+    httpx unpacks a full chunk at a time, and repeatedly if the answer names several encodings: a megabyte of gzip
+    becomes gigabytes. So this function reads the raw bytes and limits the output of zlib.
 
     Args:
-        response: not read yet.
-        limit: bytes that the body may have, packed or unpacked.
-        between: called before each piece; raises to end the reading.
+        response: an unread streamed response.
+        limit: maximum size of the body in bytes, packed or unpacked.
+        between: callback before each chunk; raises to stop the reading.
     """
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", ""):
@@ -88,11 +88,11 @@ def read_body(response: httpx.Response, *, limit: int, between: Callable[[], Non
 
 
 def parse_json(body: bytearray, problem: str | None, *, limit: int, where: str) -> Any:  # noqa: ANN401 (any JSON)
-    """Return the value of a body, both as `read_body` returns them.
+    """Parse a body from `read_body` as JSON.
 
     Raises:
-        EngineAnswerError: the body is not whole or no JSON, is nested too deeply, or has too many lists and mappings
-            for the memory.
+        EngineAnswerError: the body is incomplete or not JSON, is nested too deeply, or contains more lists and mappings
+            than the memory limit allows.
     """
     if problem is None and body.count(b"[") + body.count(b"{") > limit // BYTES_PER_CONTAINER:
         problem = _too_long(limit)

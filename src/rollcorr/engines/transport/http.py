@@ -1,20 +1,20 @@
-"""Reach a server over HTTP: many JSON requests at once, waits and retries, and all of a batch or nothing.
+"""HTTP client for a server: concurrent JSON requests, waits and retries; a batch succeeds completely or raises.
 
-What a fault becomes:
+How each fault is handled:
 
-- no connection, HTTP 408, 425, 429, 502, 503, 504: the server is away. It is asked again, ever less often, until it
-  answers or has been away for `wait_minutes`; then `EngineUnavailableError`. A `Retry-After` is followed;
-- a connection that breaks before the first byte of an answer: the server is asked for "/". If that breaks as well, it
-  is away behind a proxy or tunnel that takes connections for it;
-- any other broken connection, no byte for `timeout` seconds, any other HTTP 5xx: tried again `retries` times, then
+- no connection, HTTP 408, 425, 429, 502, 503, 504: the server is away. The client retries with growing delays, until
+  the server answers or has been away for `wait_minutes`; then `EngineUnavailableError`. `Retry-After` is honored;
+- a connection that breaks before the first byte of an answer: the client requests "/". If that breaks as well, the
+  server is away behind a proxy or tunnel that accepts connections for it;
+- any other broken connection, no byte for `timeout` seconds, any other HTTP 5xx: retried `retries` times, then
   `EngineUnavailableError`;
 - HTTP 4xx or a redirect: `EngineAnswerError` with the server's text, at once, because the request would fail again;
-- a body that is no JSON, or longer than `max_answer_bytes`: `EngineAnswerError`, at once.
+- a body that is not JSON, or longer than `max_answer_bytes`: `EngineAnswerError`, at once.
 
-A redirect is never followed. A POST may become a GET on the way, and what the headers hold, such as a key, would reach
-a server that nobody named.
+Redirects are never followed. A redirect may turn a POST into a GET, and would send the headers, which may contain a
+key, to an unknown server.
 
-A request may be sent more than once, so it should mean the same each time: give generations a seed.
+A request may be sent more than once, so it should be idempotent: give generations a seed.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ try:
 except ImportError as missing:
     raise ImportError("engines behind HTTP need httpx: pip install 'rollcorr[http]'") from missing
 
-# What says that a server, or the proxy before it, cannot answer now but will.
+# Status codes of a server, or of the proxy before it, that is temporarily unavailable.
 AWAY = frozenset({408, 425, 429, 502, 503, 504})
 
-# Seconds to wait until a server takes a connection; one that does not is away.
+# Seconds to wait for a connection; a server that accepts none in time is away.
 CONNECT_SECONDS = 30.0
 
-# How long the question may take whether a server behind a broken connection is there, seconds.
+# Timeout, in seconds, of the request that checks whether a server behind a broken connection is up.
 PROBE_SECONDS = 10.0
 
-# What an answer may have at most, unless the caller says otherwise.
+# Default limit of an answer's size.
 MAX_ANSWER_BYTES = 32_000_000
 
-# What says that the server took no connection.
+# Errors of a connection that the server did not accept.
 _NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 @dataclass(eq=False)
 class _PassingError(Exception):
-    """What may be otherwise the next time.
+    """A transient failure.
 
     Attributes:
-        reason: what happened.
-        is_away: the server did not take the request.
-        retry_after: seconds that a server that is away asks to wait.
+        reason: description of the failure.
+        is_away: the server did not accept the request.
+        retry_after: seconds to wait, as requested by a server that is away.
     """
 
     reason: str
@@ -73,31 +73,32 @@ class _PassingError(Exception):
 
 
 class JsonClient:
-    """POST and GET JSON, with waits and retries.
+    """JSON client with GET and POST, waits and retries.
 
-    Connections last as long as a call. Proxies of the environment are not used: an engine runs on a machine of your
+    Connections last for one call. Proxy settings of the environment are ignored: an engine runs on a machine of your
     own. Ctrl-C ends any call at once.
 
     Args:
-        url: where the server is, for instance "http://localhost:30000". A user and password in it, and a query such as
-            `?api_key=…`, are sent with each request and appear in no error.
+        url: the server's address, for instance "http://localhost:30000". Each request contains its user, password and
+            query, such as `?api_key=…`; errors do not.
         timeout: seconds to wait for the next byte. A server may be silent until a response is complete, so allow for
             the longest one.
-        retries: how often a request is sent again after a broken connection, a silence, or an HTTP 500.
-        backoff: seconds before the first retry; they double with each one, up to 30.
-        wait_minutes: how long the server may be away during a call; 0 for no wait.
-        deadline_minutes: how long a call may take, with all its requests and waits.
-        max_answer_bytes: how long one answer may be, unpacked.
-        concurrency: how many requests of `post_all` are under way at a time.
-        headers: sent with each request, such as an API key. They appear in no error.
+        retries: how often a request is sent again after a broken connection, a timeout, or an HTTP 500.
+        backoff: seconds before the first retry; doubles with each retry, up to 30.
+        wait_minutes: how long the server may be away during a call; 0 disables the wait.
+        deadline_minutes: time limit of a call, with all its requests and waits.
+        max_answer_bytes: size limit of one answer, unpacked.
+        concurrency: maximum number of concurrent requests of `post_all`.
+        headers: sent with each request, such as an API key. Errors do not show them.
 
     Attributes:
         url: the address without user, password and query, which may be secret.
-        faults: how many faults were waited out so far. While it does not change, the server was not away.
+        faults: number of transient failures so far. While it is unchanged, the server was not away.
 
     Raises:
-        TypeError: a value is of the wrong type.
-        ValueError: a number is out of range, `url` is no HTTP address, or a header holds what HTTP cannot carry.
+        TypeError: a value has an invalid type.
+        ValueError: a number is out of range, `url` is not an HTTP address, or a header contains characters that HTTP
+            does not allow.
     """
 
     def __init__(
@@ -129,16 +130,16 @@ class JsonClient:
                     f"the value of the header {name!r} has a character that HTTP headers cannot hold, or a space or "
                     "line break around it; take it out"
                 )
-        self._tls = httpx.create_ssl_context(trust_env=False)  # once: it takes as long as many requests
+        self._tls = httpx.create_ssl_context(trust_env=False)  # once: as slow as a batch of requests
         self.faults = 0
 
     def get(self, path: str) -> Any:  # noqa: ANN401 (any JSON)
         """GET `path` and return the JSON of the answer.
 
         Raises:
-            EngineUnavailableError: no answer after all waits and retries, or before the deadline; or the run was asked
-                to stop while the server was away.
-            EngineAnswerError: the answer is a refusal, too long or no JSON.
+            EngineUnavailableError: no answer after all waits and retries, or before the deadline; or the run was
+                stopped while the server was away.
+            EngineAnswerError: the server refused, or its answer is over the limit or not JSON.
         """
         return self._all("GET", path, [None])[0]
 
@@ -147,18 +148,18 @@ class JsonClient:
         return self._all("POST", path, [body])[0]
 
     def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
-        """POST every body and return the answers in their order: all, or the first error.
+        """POST every body and return the answers in their order, or raise the first error.
 
-        After an error no further request is sent or retried, and the requests under way are cut off. Raises as `get`.
+        After an error no further request is sent or retried, and running requests are aborted. Raises as `get`.
 
         Args:
             path: below the server's address.
-            bodies: what is sent, as JSON.
+            bodies: JSON values, one per request.
         """
         return self._all("POST", path, bodies)
 
     def _all(self, method: str, path: str, bodies: Sequence[object]) -> list[Any]:
-        """The answers to a batch of requests, from a thread pool. The caller's thread waits for none that hangs."""
+        """Return the answers to a batch of requests from a thread pool, without waiting for hung threads."""
         batch = waiting.RequestBatch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
         connections = _Connections(
             self._address, self._headers, tls=self._tls, count=self.concurrency, ended=batch.ended
@@ -178,8 +179,8 @@ class JsonClient:
             batch.ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-            # Threads must leave their sockets before these are closed: the number of a closed one may be given to
-            # another, which a thread would then wait for.
+            # Threads must stop using their sockets before these are closed: the OS may reuse the number of a closed
+            # socket, and a thread would then wait for the wrong connection.
             connections.cut()
             futures.wait(answers, timeout=waiting.SLICE)
             connections.client.close()
@@ -187,7 +188,7 @@ class JsonClient:
     def _answer(
         self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections
     ) -> Any:  # noqa: ANN401 (any JSON)
-        """The answer to one request, after what may pass has passed."""
+        """Return the response, retrying transient failures."""
         where = f"{method} {self.url}{path}"
         retries_left, delay = self.retries, self.backoff
         for tries in itertools.count(1):
@@ -201,7 +202,7 @@ class JsonClient:
             self.faults += 1
             failed = f"{where} failed {tries} times, at last with {fault.reason}; "
 
-            # A server that was reached and broke may break over this very request: such tries are counted.
+            # A connected server may break because of this very request: such tries are counted.
             pause = delay
             if fault.is_away:
                 budget_left = batch.note_absence(fault.reason)
@@ -228,11 +229,11 @@ class JsonClient:
     def _exchange(
         self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections, where: str
     ) -> Any:  # noqa: ANN401 (any JSON)
-        """Send a request once.
+        """Send a request once, without retries.
 
         Raises:
-            _PassingError: it may be sent again.
-            EngineAnswerError: it would fail again.
+            _PassingError: a retry may succeed.
+            EngineAnswerError: a retry would fail again.
         """
         timeout = min(self.timeout, max(batch.seconds_left, waiting.SLICE))
         has_begun = False
@@ -247,7 +248,7 @@ class JsonClient:
             reason = f"{type(error).__name__} ({printable(str(error))})".replace(" ()", "")
             is_away = isinstance(error, _NOT_CONNECTED)
             if not (is_away or has_begun) and _is_without_answer(error):
-                batch.check()  # a batch that is over asks nothing more
+                batch.check()  # stop sending once the batch is over
                 is_away = _is_nobody_there(connections, timeout)
             raise _PassingError(reason, is_away) from error
         if not refused:
@@ -268,17 +269,17 @@ class JsonClient:
 
 
 class _Connections:
-    """The connections of one batch, which can be cut at once while other threads wait on them.
+    """The connections of one batch, which `cut` can close while other threads wait on them.
 
-    A thread that waits for a byte cannot be ended from outside, but its socket can be shut down, and then it stops to
-    wait. The sockets come from httpx's trace of the connections that it opens.
+    A thread that waits for a byte cannot be interrupted, but a shutdown of its socket ends the wait. The sockets come
+    from httpx's trace of the connections that it opens.
 
     Args:
-        address: the server, with user, password and query, which go with each request.
-        headers: sent with each request, and never to another server: redirects are not followed.
-        tls: which certificates are trusted.
-        count: how many connections at most.
-        ended: set before they are cut.
+        address: the server, with user, password and query, which each request contains.
+        headers: sent with each request, never to a different server: redirects are not followed.
+        tls: the trusted certificates.
+        count: maximum number of connections.
+        ended: event that is set before the connections are cut.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class _Connections:
         hide_in_log("httpx")
 
     def stream(self, method: str, path: str, body: object, *, timeout: float) -> AbstractContextManager[httpx.Response]:
-        """Send a request; the answer's body is read inside the `with`."""
+        """Send a request; read the answer's body inside the `with` block."""
         url = httpx.URL(self._base + path).copy_merge_params(self._query)
         limits = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
         return self.client.stream(method, url, json=body, timeout=limits, extensions={"trace": self._note_socket})
@@ -313,27 +314,27 @@ class _Connections:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             opened = details["return_value"].get_extra_info("socket")
             self._sockets.append(opened)
-            if self._ended.is_set():  # it may come too late for `cut`
+            if self._ended.is_set():  # opened after `cut`
                 _shut(opened)
 
     def cut(self) -> None:
-        """End every exchange that is under way: the threads that wait get an error."""
+        """Abort every running exchange: the waiting threads get an error."""
         for opened in self._sockets:
             _shut(opened)
 
 
 def _shut(opened: socket.socket) -> None:
-    # The plain shutdown, also of a TLS socket: it wakes the thread that reads, and leaves the rest to it.
+    # A plain shutdown, also for a TLS socket: it wakes the reading thread, which does the rest.
     with contextlib.suppress(OSError):
         socket.socket.shutdown(opened, socket.SHUT_RDWR)
 
 
 def read_address(url: str) -> httpx.URL:
-    """Return an HTTP address, whose user, password and query are sent but must not be shown.
+    """Return an HTTP address. Its user, password and query are sent but must not be shown.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: it is no HTTP address.
+        TypeError: the value is not a string.
+        ValueError: the value is not an HTTP address.
     """
     if not isinstance(url, str):
         raise TypeError(f"url must be a text such as 'http://localhost:8000', got one of type {type(url).__name__}")
@@ -348,9 +349,9 @@ def read_address(url: str) -> httpx.URL:
 
 
 def _is_nobody_there(connections: _Connections, timeout: float) -> bool:
-    """Whether the simplest question breaks too, so that what broke is not the fault of one request.
+    """Return whether a minimal request breaks as well, so that the first request was not the cause.
 
-    A proxy or a tunnel takes connections for a server that is dead, and closes them.
+    A proxy or a tunnel accepts connections for a dead server, and closes them.
     """
     try:
         with connections.stream("GET", "/", None, timeout=min(timeout, PROBE_SECONDS)) as response:
@@ -360,5 +361,5 @@ def _is_nobody_there(connections: _Connections, timeout: float) -> bool:
 
 
 def _is_without_answer(error: Exception) -> bool:
-    """Whether the connection ended without an answer; bytes that are no HTTP are one, from a wrong server."""
+    """Return whether the connection ended without an answer. Bytes that are not HTTP count as an answer."""
     return isinstance(error, httpx.NetworkError) or "without sending a response" in str(error)

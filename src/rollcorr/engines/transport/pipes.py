@@ -1,12 +1,12 @@
-"""Reach a program over pipes: it runs in a process of its own and answers one question at a time, in lines of JSON.
+"""Talk to a worker process over pipes, one request at a time, in lines of JSON.
 
-The engine writes a question to the program's standard input, `{"id": 1, "do": "generate", …}`, and reads the answer
-from its standard output: `{"id": 1, …}`, or `{"id": 1, "error": "…"}` when it cannot. The last lines that it writes to
-standard error are kept for error messages. The program leads a process group, and what it has started ends with it. It
-should end when its input does, so that it does not outlive an engine that was killed.
+The engine writes a request to the worker's standard input, `{"id": 1, "do": "generate", …}`, and reads the answer
+from its standard output: `{"id": 1, …}`, or `{"id": 1, "error": "…"}` after a failure. The last lines of its standard
+error are kept for error messages. The worker leads a process group, and its child processes end with it. It should
+end when its input does, so that it does not outlive a killed engine.
 
-A worker that dies, does not answer in time, or answers something else is ended: a late answer would be taken for the
-answer to the next question.
+A worker that dies, times out, or sends an unexpected answer is killed: a late answer could be mistaken for the
+answer to the next request.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import IO, Any
 from rollcorr.config.secrets import redact
 from rollcorr.engines.base import EngineAnswerError, EngineUnavailableError
 
-# How many last lines of the program's standard error an error shows.
+# Number of last lines of the worker's standard error in an error.
 STDERR_LINES = 20
 
-# How long a program that stops to answer may take to end by itself, and its pipes to be empty, before it is killed.
+# Seconds that an unresponsive worker gets to exit and to empty its pipes before it is killed.
 END_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """A running program, and a way to ask it.
+    """A worker process that answers requests.
 
     Args:
         command: program and arguments.
-        env: environment variables in addition to those of this process.
-        name: what errors call it.
+        env: environment variables in addition to the inherited ones; optional.
+        name: the worker's name in errors.
 
     Raises:
-        EngineUnavailableError: the program cannot be started.
+        EngineUnavailableError: the worker cannot be started.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkerProcess:
         name: str = "worker",
     ) -> None:
         self.name = name
-        redact(dict(env or {}))  # a program that fails may print them
+        redact(dict(env or {}))  # a failing worker may print them
         try:
             self._process = subprocess.Popen(
                 command,
@@ -63,12 +63,12 @@ class WorkerProcess:
                 encoding="utf-8",
                 errors="replace",
                 env={**os.environ, **(env or {})},
-                start_new_session=True,  # Ctrl-C asks the trainer to stop after a step, which needs the engine alive
+                start_new_session=True,  # Ctrl-C stops the trainer after a step, which needs the engine alive
             )
         except OSError as error:
             raise EngineUnavailableError(f"the {name} {command[0]!r} cannot be started: {error}") from error
 
-        # The program would block once the pipe of its log is full.
+        # The worker would block once the pipe of its log is full.
         self._log: deque[str] = deque(maxlen=STDERR_LINES)
         reader = threading.Thread(target=_read_log, args=(self._process.stderr, self._log), daemon=True)
         reader.start()
@@ -77,27 +77,27 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Return whether the worker accepts requests."""
         return self._end.alive and self._process.poll() is None
 
     def ask(self, what: str, *, timeout: float, **values: Any) -> dict[str, Any]:  # noqa: ANN401 (any JSON)
-        """Ask for `what` and return the answer.
+        """Send a request and return the answer.
 
         Args:
-            what: the question, for instance "generate".
-            timeout: seconds until the whole answer must be here.
-            values: what goes with the question; anything that JSON can hold.
+            what: name of the request, for instance "generate".
+            timeout: seconds until the complete answer must have arrived.
+            values: JSON fields of the request.
 
         Raises:
-            EngineUnavailableError: it is dead, dies, or does not answer in time.
-            EngineAnswerError: it answers that it cannot, or its answer does not belong to this question.
+            EngineUnavailableError: the worker is dead, dies, or times out.
+            EngineAnswerError: the worker reports a failure, or its answer does not match this request.
         """
         self._asked += 1
         question = json.dumps({"id": self._asked, "do": what, **values})
         if not self.alive:
             raise self._died(what)
 
-        # In a thread of its own: a program that hangs reads nothing, and a full pipe blocks.
+        # In a separate thread: a hung worker does not read, and a full pipe blocks.
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_exchange, args=(self._process, question, lines), daemon=True).start()
         try:
@@ -109,7 +109,7 @@ class WorkerProcess:
                 f"may need longer.{self._last_words()}"
             ) from None
 
-        # Without its end the program died within a line, and half an answer is none.
+        # A line without a newline means that the worker died while it wrote: discard the partial answer.
         if not line.endswith("\n"):
             raise self._died(what)
         try:
@@ -127,7 +127,7 @@ class WorkerProcess:
         return answer
 
     def close(self) -> None:
-        """End the program and all that it has started. May be called twice."""
+        """Kill the worker and its child processes. Safe to call twice."""
         self._end()
 
     def _died(self, what: str) -> EngineUnavailableError:
@@ -149,7 +149,7 @@ def _read_log(stream: IO[str], log: deque[str]) -> None:
 
 
 def _exchange(process: Any, question: str, lines: queue.SimpleQueue[str]) -> None:  # noqa: ANN401 (a Popen of pipes)
-    """Write a question and read a line; an empty one where the program is dead."""
+    """Write a request and read one line; an empty line means that the worker is dead."""
     try:
         print(question, file=process.stdin, flush=True)
         lines.put(process.stdout.readline())
@@ -158,12 +158,12 @@ def _exchange(process: Any, question: str, lines: queue.SimpleQueue[str]) -> Non
 
 
 def _end(process: Any, reader: threading.Thread) -> None:  # noqa: ANN401 (a Popen of pipes)
-    """Kill the program's group, and close its pipes."""
-    # What the program has started may outlive it, and would hold its pipes open.
+    """Kill the worker's process group, and close its pipes."""
+    # Child processes may outlive the worker and keep its pipes open.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    reader.join(END_SECONDS)  # it closes the pipe that it reads
+    reader.join(END_SECONDS)  # closes the pipe that it reads
     process.stdout.close()
     with contextlib.suppress(OSError):
         process.stdin.close()

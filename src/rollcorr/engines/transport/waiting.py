@@ -1,4 +1,4 @@
-"""Wait for a server that is away: for how long, how often it is asked, who is told, and what ends the wait early."""
+"""Wait for a server that is away: time limits, retry delays, progress messages and early stops."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from contextlib import contextmanager
 
 from rollcorr.engines.base import EngineUnavailableError
 
-# The clock of every wait, in seconds; a test replaces both.
+# Clock of every wait, in seconds; tests replace both.
 monotonic = time.monotonic
 sleep = time.sleep
 
-# A wait looks up this often, in seconds, whether it should end.
+# Interval, in seconds, between two checks of whether a wait should end.
 SLICE = 0.1
 
-# Delays between two tries double up to this one, seconds.
+# Delays between two retries double up to this one, seconds.
 LONGEST_DELAY = 30.0
 
-# Seconds until the first line of progress, and between two later ones.
+# Seconds until the first progress message, and between two later ones.
 FIRST_LINE = 5.0
 LATER_LINES = 60.0
 
-# Who shows a line, and whether the run was asked to stop; `while_waiting` sets both. Outside a run, lines go where
-# Python's warnings of the log go: to the standard error, unless logging is configured.
+# Callbacks that show a message and check for a requested stop; `while_waiting` sets both. Outside a run, messages go
+# to Python's logging: to the standard error by default.
 show_line: Callable[[str], None] = logging.getLogger("rollcorr.engines").warning
 should_stop: Callable[[], bool] = lambda: False  # noqa: E731 (a default for a variable)
 
 
 @contextmanager
 def while_waiting(*, say: Callable[[str], None], stop_requested: Callable[[], bool]) -> Iterator[None]:
-    """Inside the `with`, every wait for an engine tells `say`, and ends when `stop_requested()` is true."""
+    """Report waits for an engine to `say`, and end them when `stop_requested()` is true, inside the `with` block."""
     global show_line, should_stop
     before = show_line, should_stop
     show_line, should_stop = say, stop_requested
@@ -45,13 +45,13 @@ def while_waiting(*, say: Callable[[str], None], stop_requested: Callable[[], bo
 
 
 class RequestBatch:
-    """What the requests of one call share: a deadline, the server's absence, and an end for all.
+    """State that the requests of one call share: a deadline, the server's outage, and a common end.
 
-    Any answer ends an absence.
+    Any answer ends an outage.
 
     Args:
-        place: the server's address, for the lines.
-        deadline_minutes: how long the batch may take.
+        place: the server's address, for messages.
+        deadline_minutes: time limit of the batch.
         wait_minutes: how long the server may be away.
     """
 
@@ -68,13 +68,13 @@ class RequestBatch:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline, 0 after it."""
+        """Return the seconds until the deadline, 0 after it."""
         return max(0.0, self._deadline - monotonic())
 
     def check(self) -> None:
-        """Raise once the batch is over."""
+        """Raise if the batch is over."""
         if self.ended.is_set():
-            raise EngineUnavailableError("the batch was given up")  # in a thread that nobody listens to any more
+            raise EngineUnavailableError("the batch was given up")  # in a thread whose result is discarded
         if self.seconds_left == 0:
             raise EngineUnavailableError(
                 f"{self._place} did not finish the batch within deadline_minutes, {self._minutes:g}; nothing of it is "
@@ -82,7 +82,7 @@ class RequestBatch:
             )
 
     def note_absence(self, reason: str) -> float:
-        """Note that the server did not answer a request, and return for how many seconds it may still be away."""
+        """Record an unanswered request, and return for how long the server may still be away, in seconds."""
         with self._lock:
             self._reason = reason
             if self._away_since is None:
@@ -91,7 +91,7 @@ class RequestBatch:
             return self._away_since + self._budget - monotonic()
 
     def note_answer(self) -> None:
-        """Note an answer."""
+        """Record an answer."""
         with self._lock:
             since, was_told = self._away_since, self._was_told
             self._away_since, self._next_line, self._was_told = None, math.inf, False
@@ -99,7 +99,7 @@ class RequestBatch:
             show_line(f"the engine at {self._place} answers again, after {_minutes(monotonic() - since)}")
 
     def pause(self, seconds: float) -> bool:
-        """Wait, at most until the deadline; false if the end of the batch or a request to stop cut it short."""
+        """Wait, at most until the deadline. Return false if the end of the batch or a requested stop cut it short."""
         until = monotonic() + min(seconds, self.seconds_left)
         while not (self.ended.is_set() or should_stop()):
             left = until - monotonic()
@@ -110,7 +110,7 @@ class RequestBatch:
         return False
 
     def _tell(self) -> None:
-        """Say that the server is away, if it is time for a line."""
+        """Report that the server is away, if a message is due."""
         with self._lock:
             now, since = monotonic(), self._away_since
             if since is None or now < self._next_line:
@@ -123,7 +123,7 @@ class RequestBatch:
 
 
 def retry_after_seconds(header: str | None) -> float:
-    """Seconds from now that a `Retry-After` header names, as a number or as a date; 0 if it names none.
+    """Parse a `Retry-After` header, a number or a date, as seconds from now; return 0 if it contains neither.
 
     Example:
         >>> retry_after_seconds("120"), retry_after_seconds("soon"), retry_after_seconds(None)
@@ -133,7 +133,7 @@ def retry_after_seconds(header: str | None) -> float:
     """
     text = (header or "").strip()
     if text.isascii() and text.isdigit():
-        return float(text)  # a thousand digits give infinity, which the budget bounds
+        return float(text)  # a thousand digits parse as infinity, which the budget bounds
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, IndexError):
@@ -141,7 +141,7 @@ def retry_after_seconds(header: str | None) -> float:
 
 
 def _minutes(seconds: float) -> str:
-    """A duration as people say it.
+    """Format a duration for people.
 
     Example:
         >>> _minutes(7.4), _minutes(600.0)

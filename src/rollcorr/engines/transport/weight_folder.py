@@ -1,4 +1,4 @@
-"""A policy as a Hugging Face checkpoint in a folder: how weights travel to an engine in another process."""
+"""Write and read a policy as a Hugging Face checkpoint, to send weights to an engine in another process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WEIGHTS = "*.safetensors*"
 
 
 def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  # noqa: ANN401 (a transformers model)
-    """Write configuration and weights, parameters rounded to `dtype`. Older weights in the folder are removed first.
+    """Write configuration and weights, with parameters rounded to `dtype`. Removes older weights in the folder first.
 
     Args:
-        model: a model of `transformers`; it is not changed.
+        model: a model of `transformers`; unchanged.
         folder: an existing folder.
-        dtype: precision in the files. Buffers keep theirs.
+        dtype: precision of the parameters in the files. Buffers keep their own.
     """
-    # A larger older checkpoint may have had more files, which an engine would read as well.
+    # A larger older checkpoint may have more files, which an engine would read as well.
     for file in folder.glob(WEIGHTS):
         file.unlink()
 
@@ -35,10 +35,10 @@ def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  
 
 
 def checkpoint_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of all safetensors files of a folder.
+    """Yield names and tensors of all safetensors files of a folder.
 
     Raises:
-        FileNotFoundError: the folder has no such file.
+        FileNotFoundError: the folder has no safetensors file.
     """
     from safetensors import safe_open
 
@@ -52,7 +52,7 @@ def checkpoint_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a transformers model)
-    """A float32 model of the configuration in `folder` with other weights, by the names of `checkpoint_weights`."""
+    """Build a float32 model from the configuration in `folder` and weights named as in `checkpoint_weights`."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ def read_policy(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:  # no
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars for reading and writing weights off the display."""
+    """Hide transformers' progress bars for reading and writing weights, inside the `with` block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

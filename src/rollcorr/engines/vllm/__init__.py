@@ -1,1 +1,1 @@
-"""vLLM: offline in a process of its own, or behind its server."""
+"""vLLM engines: offline in a worker process, or behind its server."""

@@ -1,7 +1,7 @@
-"""What both ways of running vLLM share: what it is asked for, and what an answer says.
+"""Common base of both vLLM engines: sampling parameters of requests, and the parser of answers.
 
-Answers have one form here, that of a choice of `/inference/v1/generate`. The worker process sends this form too, and
-`choice_of_text` makes it from a choice of `/v1/completions`.
+Answers have one format here: a choice of `/inference/v1/generate`. The worker process sends this format as well, and
+`choice_of_text` converts a choice of `/v1/completions` to it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from rollcorr.engines.completions import Completion, reading, versions_of_spans
 from rollcorr.engines.remote_engine import RemoteEngine, RemoteOptions
 from rollcorr.engines.transport.answer_body import brief
 
-# vLLM raises lower temperatures to this one.
+# Lowest temperature: vLLM raises lower ones to it.
 LOWEST_TEMPERATURE = 0.01
 
-# vLLM cuts larger logit biases to this one.
+# Largest logit bias: vLLM cuts larger ones to it.
 LARGEST_BIAS = 100.0
 
-# How far the probabilities of a kept set may be from summing to 1.
+# Tolerance for the sum of a kept set's probabilities, which should be 1.
 KEPT_MASS_ERROR = 1e-3
 
 
 class VllmBase(RemoteEngine):
-    """The engine without the way to reach vLLM, which subclasses give.
+    """Base class of vLLM engines. Subclasses implement the transport.
 
-    vLLM scores prompts at temperature 1. At another temperature every log-prob of the vocabulary is needed, which only
-    vLLM offline returns: slow for a large vocabulary.
+    vLLM scores prompts at temperature 1. Any other temperature needs every log-prob of the vocabulary, which only
+    offline vLLM returns: slow for a large vocabulary.
 
     Args:
         model: a causal language model of `transformers`: the policy, and the reference of the first probe.
-        settings: how to sample. `logprobs` is "raw" or "processed"; processed ones come with kept sets if anything
+        settings: sampling settings. `logprobs` is "raw" or "processed"; processed ones come with kept sets if anything
             truncates, and then `top_k` must be on. Only `eos_token_id` ends a response, not the checkpoint's own end
             tokens.
         options: precision and tolerance.
         version: policy version of `model`.
-        sampling_mask: vLLM returns kept sets itself.
+        sampling_mask: whether vLLM returns kept sets itself.
 
     Raises:
-        TypeError: a number is of the wrong type.
+        TypeError: a number has an invalid type.
         ValueError: a setting is out of range or unsupported.
     """
 
@@ -71,8 +71,8 @@ class VllmBase(RemoteEngine):
         if tells_kept(sampling) and not sampling_mask:
             log_probs = min(self.vocabulary_size, sampling.top_k + sampling.top_k // 2 + 12)
 
-        # Fields of `vllm.SamplingParams`; the same names go into requests to a server. Each has its value here, so that
-        # no default of a server fills it. `eos_token_id` alone ends a response, not the checkpoint's own end tokens.
+        # Fields of `vllm.SamplingParams`, also used in requests to a server. Each has a value here, so that no server
+        # default applies. Only `eos_token_id` ends a response, not the checkpoint's own end tokens.
         self._parameters: dict[str, Any] = {
             "max_tokens": settings.max_new_tokens,
             "min_tokens": sampling.min_new_tokens,
@@ -91,7 +91,7 @@ class VllmBase(RemoteEngine):
 
     @abc.abstractmethod
     def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
-        """One answer per prompt, in the form of `/inference/v1/generate`."""
+        """Return one answer per prompt, in the format of `/inference/v1/generate`."""
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
         choices = self._choices(prompts, seeds, self._parameters)
@@ -102,10 +102,10 @@ class VllmBase(RemoteEngine):
 
 
 def check_sampling(sampling: SamplingSpec) -> None:
-    """Require settings that vLLM follows exactly, and log-probs whose kept sets it can report.
+    """Check that vLLM follows the settings exactly, and can report the kept sets of the log-probs.
 
     Raises:
-        ValueError: names the setting and the fix.
+        ValueError: the message contains the setting and the fix.
     """
     if sampling.logprobs == "tempered":
         raise ValueError("logprobs='tempered': vLLM returns raw or processed log-probs; set logprobs to one of these")
@@ -128,28 +128,28 @@ def check_sampling(sampling: SamplingSpec) -> None:
 
 
 def tells_kept(sampling: SamplingSpec) -> bool:
-    """Whether kept sets come with the log-probs."""
+    """Return whether kept sets come with the log-probs."""
     return sampling.truncates and sampling.logprobs == "processed"
 
 
 def completion(
-    choice: Any,  # noqa: ANN401 (whatever vLLM sent)
+    choice: Any,  # noqa: ANN401 (unchecked JSON)
     *,
     row: int,
     sampling: SamplingSpec,
     initial: int | None,
 ) -> Completion:
-    """One response, with its kept sets if `sampling` truncates and its log-probs are processed.
+    """Parse one response, with its kept sets if `sampling` truncates and its log-probs are processed.
 
     Args:
-        choice: a choice as `/inference/v1/generate` sends it.
-        row: which prompt it answers, for errors.
+        choice: a choice in the format of `/inference/v1/generate`.
+        row: index of its prompt, for errors.
         sampling: how it was drawn.
         initial: as in `versions_of_spans`.
 
     Raises:
-        EngineRestartedError: vLLM lost the weights that it was given.
-        EngineAnswerError: the response was cut off, something is missing, or the probabilities of a kept set do not sum
+        EngineRestartedError: vLLM lost the updated weights.
+        EngineAnswerError: the response was cut off, a field is missing, or the probabilities of a kept set do not sum
             to 1.
     """
     with reading(f"row {row} is no answer of vLLM", choice):
@@ -160,7 +160,7 @@ def completion(
                 f"row {row} ended with {brief(reason)}, not with an end token or at its full length"
             )
 
-        # A list of log-probs that is too short is named later, by the checks of a batch.
+        # The checks of a batch report a short list of log-probs later.
         ids = [entry["token_id"] for entry in content]
         log_probs = [entry["logprob"] for entry in content]
         if ids != list(tokens[: len(ids)]):
@@ -174,7 +174,7 @@ def completion(
                 _finite(entry["top_logprobs"], f"token {t} of row {row}", sampling) for t, entry in enumerate(content)
             ]
 
-        # An older release leaves the versions out, or an empty list in their place.
+        # An older release omits the versions, or sends an empty list in their place.
         spans = choice.get("weight_versions") or None
         return Completion(
             token_ids=tokens,
@@ -185,13 +185,13 @@ def completion(
         )
 
 
-def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLLM sent)
-    """A choice of `/v1/completions` in the form of `/inference/v1/generate`.
+def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (unchecked JSON)
+    """Convert a choice of `/v1/completions` to the format of `/inference/v1/generate`.
 
-    It must have been asked for with `return_token_ids` and `return_tokens_as_token_ids`.
+    The request must set `return_token_ids` and `return_tokens_as_token_ids`.
 
     Raises:
-        EngineAnswerError: it has another form.
+        EngineAnswerError: the choice has an unexpected format.
     """
     with reading("no choice of vLLM's /v1/completions", choice):
         found = choice.get("logprobs") or {}
@@ -212,27 +212,27 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (whatever vLL
         }
 
 
-def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN401 (whatever vLLM sent)
-    """The log-probs of a prompt's tokens after its first, from `prompt_logprobs`: one mapping per token, by its id.
+def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN401 (unchecked JSON)
+    """Return the log-probs of a prompt's tokens after its first, from `prompt_logprobs`: one mapping per token, by id.
 
     The values are not checked here.
 
     Raises:
-        EngineAnswerError: they are not of this prompt.
+        EngineAnswerError: they belong to a different prompt.
     """
     with reading("prompt_logprobs are not those of the prompt", found):
         return [by_id[str(token)]["logprob"] for token, by_id in zip(row[1:], found[1:], strict=True)]
 
 
 def _named(name: str) -> int:
-    """The id in "token_id:71"; ValueError for a text."""
+    """Parse the id in "token_id:71"; raise `ValueError` for any other text."""
     _, number = name.split("token_id:")
     return int(number)
 
 
 def _finite(entries: Sequence[Mapping[str, Any]], where: str, sampling: SamplingSpec) -> list[int]:
-    """Ids of the entries above −∞: all ids that could be drawn."""
-    # Processed log-probs of a whole kept set sum to 1; anything else means that the set is not whole.
+    """Return the ids of the entries above −∞: all ids that could be drawn."""
+    # Processed log-probs of a complete kept set sum to probability 1; any other sum means an incomplete set.
     finite = {entry["token_id"]: entry["logprob"] for entry in entries if entry["logprob"] > JSON_MINUS_INFINITY}
     mass = math.fsum(map(math.exp, finite.values()))
     if not abs(mass - 1) <= KEPT_MASS_ERROR:

@@ -1,11 +1,11 @@
-"""vLLM offline: `vllm.LLM` in a process of its own, which may run another Python environment.
+"""vLLM offline: `vllm.LLM` in a worker process, which may use a separate Python environment.
 
-vLLM pins its own torch and takes over the process that it runs in, so it gets one for itself (`worker_program.py`).
+vLLM pins its own torch and changes the process that it runs in, so it runs in a separate one (`worker_program.py`).
 Prompts and answers go through pipes as JSON; weights go through a temporary folder as a checkpoint.
 
-vLLM starts from random weights and gets the policy's through the same update as all later ones. An update that leaves a
-parameter behind, such as the output head of a model with tied embeddings, then fails at the start, where it is off by
-nats. Later the same fault might hide below the noise floor.
+vLLM starts from random weights and gets the policy's through the same update as all later ones. If an update misses a
+parameter, such as the output head of a model with tied embeddings, the engine then fails at the start, where the
+error is several nats. Later the same fault might hide below the noise floor.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ OWN_ARGUMENTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions(RemoteOptions):
-    """Options of `VllmEngine`, beside those of `RemoteOptions`.
+    """Options of `VllmEngine`, in addition to `RemoteOptions`.
 
     Attributes:
-        python: interpreter of an environment with vLLM and rollcorr.
+        python: interpreter of an environment that contains vLLM and rollcorr.
         engine_args: further arguments of `vllm.LLM`, such as `max_model_len`, `tensor_parallel_size`, or
             `return_sampling_mask` on a GPU.
         env: environment variables for the worker, such as `VLLM_CPU_KVCACHE_SPACE`.
@@ -57,11 +57,11 @@ class VllmOptions(RemoteOptions):
             cannot reload.
         timeout: seconds for one answer: sampling a batch, or loading weights.
         start_timeout: seconds to start vLLM.
-        restarts: how often in one call a worker that died or hung is started again and asked again.
+        restarts: maximum number of restarts and retries per call after the worker died or hung.
 
     Raises:
-        TypeError: a value is of the wrong type.
-        ValueError: a value is out of range, or an argument in `engine_args` is the engine's own.
+        TypeError: a value has an invalid type.
+        ValueError: a value is out of range, or the engine itself sets an argument in `engine_args`.
     """
 
     python: str = sys.executable
@@ -85,19 +85,19 @@ class VllmOptions(RemoteOptions):
 
 
 class VllmEngine(VllmBase):
-    """Sample with vLLM in a worker process.
+    """Engine that samples with vLLM in a worker process.
 
     Args:
-        model: a causal language model of `transformers` that vLLM knows; it is written to a folder, never changed.
-        settings: how to sample; see `VllmBase`.
+        model: a causal language model of `transformers` that vLLM supports; saved to a folder, never changed.
+        settings: sampling settings; see `VllmBase`.
         options: how to run vLLM.
         version: policy version of `model`.
 
     Raises:
-        TypeError: a number is of the wrong type.
+        TypeError: a number has an invalid type.
         ValueError: a setting is out of range or unsupported.
         EngineUnavailableError: vLLM does not start.
-        WeightSyncError: it does not compute what the policy computes.
+        WeightSyncError: vLLM's log-probs differ from the policy's.
     """
 
     options: VllmOptions
@@ -119,18 +119,18 @@ class VllmEngine(VllmBase):
         self.update_weights(model, version=version)
 
     def close(self) -> None:
-        """End vLLM and remove the folder with its weights. This also happens when the engine is collected."""
+        """Stop vLLM and remove the folder with its weights. Garbage collection of the engine does the same."""
         super().close()
         self._abandon()
         self._remove_checkpoint()
 
     def restart(self) -> None:
-        """Start vLLM again with the weights that sample now, and verify them.
+        """Restart vLLM with the current weights, and verify them.
 
         Raises:
-            EngineError: there are no verified weights: the last update failed.
+            EngineError: there are no verified weights, because the last update failed.
             EngineUnavailableError: vLLM does not start.
-            WeightSyncError: it does not compute what it did.
+            WeightSyncError: vLLM's log-probs changed.
         """
         self._require_weights()
         with self._whole_or_unusable():
@@ -178,7 +178,7 @@ class VllmEngine(VllmBase):
             "logprobs_mode": f"{self.sampling.logprobs}_logprobs",
             "max_logprobs": -1,
             "worker_extension_cls": WORKER_EXTENSION,
-            # A reload follows at once, and must bring every parameter.
+            # A reload follows immediately, and must load every parameter.
             "load_format": "dummy" if options.update == "reload" else "auto",
         }
         try:

@@ -1,10 +1,10 @@
 """vLLM behind its HTTP server: token ids in, token ids with log-probs out.
 
-`/inference/v1/generate` (`--enable-scale-out`) takes and returns token ids, kept sets and weight versions. Every server
-has `/v1/completions`, which is asked in token ids too. The server's list of paths says which one to use.
+`/inference/v1/generate` (`--enable-scale-out`) accepts and returns token ids, kept sets and weight versions. Every
+server has `/v1/completions`, which accepts token ids as well. The engine chooses by the server's list of paths.
 
-Weights cannot go over plain HTTP. A server in development mode (`VLLM_SERVER_DEV_MODE=1`) that was started with this
-package's worker extension takes them from a folder that both sides see. An update of any other server is refused.
+Plain HTTP cannot transfer weights. A server in development mode (`VLLM_SERVER_DEV_MODE=1`) that was started with this
+package's worker extension reads them from a shared folder. For any other server an update raises an error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from rollcorr.engines.vllm.weight_receiver import WORKER_EXTENSION
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 
-# What a server must answer to take weights.
+# Paths that a server needs for weight updates.
 FOR_UPDATES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmServerOptions(ServerOptions):
-    """Options of `VllmServerEngine`, beside those of `ServerOptions`.
+    """Options of `VllmServerEngine`, in addition to `ServerOptions`.
 
     Attributes:
-        served_model: the model's name on the server; None for the first that the server lists.
-        sampling_mask: the server was started with `--return-sampling-mask`.
+        served_model: the model's name on the server; optional. Defaults to the first that the server lists.
+        sampling_mask: whether the server was started with `--return-sampling-mask`.
     """
 
     served_model: str | None = None
@@ -45,25 +45,25 @@ class VllmServerOptions(ServerOptions):
 
 
 class VllmServerEngine(VllmBase):
-    """Sample with a vLLM server that runs already.
+    """Engine that samples with a running vLLM server.
 
-    The server's `--logprobs-mode` decides which log-probs it returns. The engine asks one question at the start whose
+    The server's `--logprobs-mode` decides which log-probs it returns. The engine sends one request at the start whose
     answer shows the mode.
 
     Args:
-        model: the policy that the server has, verified by the probe.
-        settings: how to sample; see `VllmBase`. Kept sets need `--logprobs-mode processed_logprobs`, and either a
+        model: the policy that the server runs, verified by the probe.
+        settings: sampling settings; see `VllmBase`. Kept sets need `--logprobs-mode processed_logprobs`, and either a
             `--max-logprobs` of 1.5 top_k + 12 or `--return-sampling-mask`.
-        options: where the server is, and what it was started with.
+        options: the server's address and start options.
         version: policy version of `model`.
 
     Raises:
         ImportError: httpx is not installed.
-        TypeError: a number is of the wrong type.
-        ValueError: a setting is out of range or unsupported, or the server returns other log-probs than it names.
+        TypeError: a number has an invalid type.
+        ValueError: a setting is out of range or unsupported, or the server's log-probs are of a different kind.
         EngineUnavailableError: no server answers.
-        EngineAnswerError: it is no vLLM server.
-        WeightSyncError: it serves other weights than those of `model`.
+        EngineAnswerError: the server is not a vLLM server.
+        WeightSyncError: the server's weights differ from the weights of `model`.
     """
 
     options: VllmServerOptions
@@ -72,8 +72,8 @@ class VllmServerEngine(VllmBase):
         self, model: nn.Module, settings: GenerationSettings, options: VllmServerOptions, *, version: int = 0
     ) -> None:
         super().__init__(model, settings, options, version=version, sampling_mask=options.sampling_mask)
-        # A process that was killed between pause and resume left the server paused: only a load resumes it, and before
-        # that it answers no question.
+        # A process that was killed between pause and resume left the server paused: it answers no request until a load
+        # resumes it.
         self._connect(model, options, version, log_probs_per_token=2 * (1 + self._parameters["logprobs"]))
         self._check_log_probs()
 
@@ -89,7 +89,7 @@ class VllmServerEngine(VllmBase):
         return Path(self.options.folder)
 
     def _meet(self) -> None:
-        """Learn the server's paths, version, model and longest sequence."""
+        """Read the server's paths, version, model and longest sequence."""
         served_model = self.options.served_model
         paths, version, listed = (self._client.get(path) for path in ("/openapi.json", "/version", "/v1/models"))
         with reading(f"{self._client.url} is no vLLM server that serves {served_model or 'a model'}", listed):
@@ -101,7 +101,7 @@ class VllmServerEngine(VllmBase):
             self.max_model_len = None if longest is None else check_integer("max_model_len", longest, at_least=1)
 
     def _check_log_probs(self) -> None:
-        """Let the likeliest token alone be drawn: its processed log-prob is 0, its raw one is not."""
+        """Check the kind of log-probs by sampling with top-k 1: the processed log-prob is 0, the raw one is not."""
         parameters = {"max_tokens": 1, "top_k": 1, "temperature": 0.5, "logprobs": 0, "ignore_eos": True}
         choice = self._choices([self._probe.prompt_ids[0].tolist()], [0], parameters)[0]
 
@@ -115,7 +115,7 @@ class VllmServerEngine(VllmBase):
             )
 
     def _check_again(self) -> None:
-        """A server that was restarted may serve other log-probs."""
+        """Check the kind of log-probs again, because a restarted server may return a different one."""
         try:
             self._check_log_probs()
         except ValueError as error:
@@ -130,7 +130,7 @@ class VllmServerEngine(VllmBase):
             ]
             return [_only_choice(answer) for answer in self._post_all(GENERATE, bodies)]
 
-        # Without these the answer is text, and ids cannot be read back from text.
+        # Without these the answer is text, and text does not convert back to ids reliably.
         forms = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         bodies = [
             {"model": self._model, "prompt": prompt, **forms, **fields}
@@ -155,8 +155,8 @@ class VllmServerEngine(VllmBase):
             ) from error
 
     def _load(self, version: int) -> None:
-        """Pause, reload, forget what was cached under the old weights, and resume. After a failure it stays paused."""
-        # Responses under way end on the old weights.
+        """Pause, reload, clear caches of the old weights, and resume. After a failure the server stays paused."""
+        # Running responses end on the old weights.
         self._client.post("/pause?mode=wait", {})
         self._client.post("/collective_rpc", {"method": "rollcorr_reload", "args": [str(self._folder.resolve())]})
         answer = self._client.post("/reset_prefix_cache", {})
@@ -166,7 +166,7 @@ class VllmServerEngine(VllmBase):
         self._client.post("/resume", {})
 
 
-def _only_choice(answer: Any) -> Any:  # noqa: ANN401 (whatever the server sent)
+def _only_choice(answer: Any) -> Any:  # noqa: ANN401 (unchecked JSON)
     with reading("one choice was asked for, the server sent another answer", answer):
         [choice] = answer["choices"]
         return choice

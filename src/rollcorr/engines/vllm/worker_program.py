@@ -1,17 +1,17 @@
-"""The program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_program`.
+"""Worker program that runs vLLM for `VllmEngine`: `python -m rollcorr.engines.vllm.worker_program`.
 
-`rollcorr.engines.transport.pipes` describes how it is asked.
+`rollcorr.engines.transport.pipes` describes the protocol.
 
-It holds one offline `vllm.LLM` and answers:
+It runs one offline `vllm.LLM` and answers these requests:
 
 - `start`, with the `engine_args` of `vllm.LLM` and the policy's `version`: vLLM's `version` and `max_model_len`
-- `reload`, with a `folder` of safetensors and the policy's `version`: nothing
+- `reload`, with a `folder` of safetensors and the policy's `version`: an empty answer
 - `generate`, with `prompts`, `parameters` of `vllm.SamplingParams` and one of `seeds` per prompt: `completions`, in the
-  form that `rollcorr.engines.vllm.answers.completion` reads
-- `score`, with `rows` of token ids and a `temperature`: `log_probs` of each token but the first of a row
+  format of `rollcorr.engines.vllm.answers.completion`
+- `score`, with `rows` of token ids and a `temperature`: `log_probs` of each row's tokens after the first
 
-vLLM prints to the standard output as well, so answers go to a copy of its descriptor that nothing else writes to. The
-program ends as soon as its input does, whatever it is doing, and takes along the processes that vLLM has started.
+vLLM prints to the standard output as well, so answers go to a private copy of its descriptor. The program ends as soon
+as its input does, even during a computation, and kills the processes that vLLM has started.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 # Environment variables that are set unless they have a value already.
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",  # the model is a local folder
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this is a process of its own already
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this already is a separate process
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 class Worker:
-    """The questions: each is a method that takes the values and returns the answer."""
+    """Request handlers: each method accepts the JSON fields of a request and returns its answer."""
 
     llm: Any = None
 
@@ -44,13 +44,13 @@ class Worker:
 
         self.llm = vllm.LLM(**engine_args)
 
-        # Answers then name the version of each token.
+        # Answers then contain the version of each token.
         self.llm.update_weight_version(str(version))
         config = self.llm.llm_engine.model_config
         return {"version": vllm.__version__, "max_model_len": config.max_model_len}
 
     def reload(self, folder: str, version: int) -> dict[str, Any]:
-        """Load other weights, forget what was cached under the old ones, and name the version."""
+        """Load new weights, clear caches of the old ones, and set the version."""
         self.llm.collective_rpc("rollcorr_reload", args=(folder,))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, whose entries are of the old weights: requests still run")
@@ -63,17 +63,17 @@ class Worker:
         """Sample a response to each prompt."""
         from vllm import SamplingParams
 
-        # JSON made the ids into text.
+        # JSON converted the ids to strings.
         biases = {int(token): bias for token, bias in parameters.get("logit_bias", {}).items()} or None
         sampling = [SamplingParams(**{**parameters, "logit_bias": biases, "seed": seed}) for seed in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return {"completions": [plain_completion(output.outputs[0]) for output in outputs]}
 
     def score(self, rows: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:
-        """Log-probs of the tokens of each row after its first, over the whole vocabulary at `temperature`."""
+        """Compute full-vocabulary log-probs of each row's tokens after the first at `temperature`."""
         from vllm import SamplingParams
 
-        # Another temperature needs the log-prob of every token, to normalize again.
+        # Any other temperature needs the log-prob of every token, to normalize again.
         wanted = 0 if temperature == 1 else -1
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=wanted, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": row} for row in rows], sampling, use_tqdm=False)
@@ -85,7 +85,7 @@ class Worker:
 
 
 def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.CompletionOutput)
-    """A completion of vLLM in the form in which `/inference/v1/generate` sends one."""
+    """Convert a completion of vLLM to the format of `/inference/v1/generate`."""
     content = [
         {
             "token_id": token,
@@ -95,7 +95,7 @@ def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.Compl
         for token, found in zip(output.token_ids, output.logprobs or (), strict=False)
     ]
 
-    # Older releases report neither.
+    # Older releases report neither field.
     mask, spans = getattr(output, "sampling_mask", None), getattr(output, "weight_versions", None)
     return {
         "token_ids": list(output.token_ids),
@@ -107,7 +107,7 @@ def plain_completion(output: Any) -> dict[str, Any]:  # noqa: ANN401 (vllm.Compl
 
 
 def tempered(found_at: Sequence[Any], row: Sequence[int], temperature: float) -> list[float]:
-    """log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves.
+    """Compute log softmax(log p / τ)[y] of each token but the first; at τ = 1 the log-probs themselves.
 
     Args:
         found_at: for each token a mapping from ids to entries with a `logprob`; None for the first token.
@@ -124,11 +124,11 @@ def tempered(found_at: Sequence[Any], row: Sequence[int], temperature: float) ->
 
 
 def main() -> None:
-    """Keep the standard streams for the questions and answers, and answer until the process ends."""
+    """Reserve the standard streams for the protocol, and answer requests until the process ends."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
-    # Whatever vLLM reads or prints must not touch the questions and answers.
+    # Other reads and prints of vLLM must not touch the protocol's streams.
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -138,7 +138,7 @@ def main() -> None:
     def read() -> None:
         for line in asked:
             questions.put(line)
-        os.killpg(0, signal.SIGKILL)  # the engine is gone, and nobody waits for what vLLM may be computing
+        os.killpg(0, signal.SIGKILL)  # the engine has exited, so discard any running computation
 
     threading.Thread(target=read, daemon=True).start()
     worker = Worker()
@@ -147,7 +147,7 @@ def main() -> None:
         number, what = question.pop("id"), question.pop("do")
         try:
             answer = getattr(worker, what)(**question)
-        except Exception as error:  # the other side reads whatever vLLM raises
+        except Exception as error:  # the engine receives any error of vLLM
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"id": number, **answer}), file=answers, flush=True)
 
