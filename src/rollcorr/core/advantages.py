@@ -1,10 +1,12 @@
-"""Advantages: GRPO, Dr. GRPO, RLOO and GAE, with rejected rows left out on request.
+"""Advantages: GRPO, Dr. GRPO, RLOO and GAE, optionally without rejected rows.
 
-A row that rejection removed from the loss was sampled by a policy too far from ours, so its reward says little about
-ours. With `keep`, it does not move the baseline of its group either: its reward is never read, and its advantage is 0.
+A rejected row was sampled by a policy far from the trainer's, so its reward carries little information about the
+trainer's policy. With `keep`, such a row does not move its group's baseline: its reward is never read, and its
+advantage is 0.
 
-Group estimators work on one reward per sequence, (B,), and do not know the layout. GAE works on tokens, padded or
-packed. Arithmetic is in float64. The result has the dtype of the rewards, and at least float32. Nothing reads a value.
+Group estimators take one reward per sequence, (B,), and are independent of the layout. GAE works on tokens, padded or
+packed. Arithmetic is in float64. The result has the dtype of the rewards, and at least float32. No function reads
+tensor values.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from rollcorr.core.layout import add_at, check_layout, expand, sequence_count, t
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
-    """(r − mean of the group) / (standard deviation of the group + epsilon), deviation with n − 1.
+    """Compute (r − mean of the group) / (standard deviation of the group + epsilon), deviation with n − 1.
 
     Args:
         rewards: one per sequence, (B,).
-        group_ids: the prompt that a sequence answers, (B,), any integers in any order.
-        keep: (B,) bool; false leaves a row out of mean and deviation. None keeps all.
+        group_ids: the prompt of each sequence, (B,), any integers in any order.
+        keep: (B,) bool; false excludes a row from mean and deviation. Defaults to all true.
         epsilon: added to the deviation, in units of reward; > 0. Groups of equal rewards divide rounding noise by it.
 
     Returns:
-        (B,), no unit. 0 for rows left out and in groups with one kept row or with equal rewards.
+        (B,), no unit. 0 for excluded rows, and in groups with one kept row or with equal rewards.
 
     Raises:
         ValueError: shapes differ, group ids are not integers, or epsilon is not positive.
@@ -42,15 +44,15 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
-    """r − mean of the group: GRPO without the division, which favors groups that are nearly all right or wrong.
+    """Compute r − mean of the group: GRPO without the division, which favors groups with nearly equal rewards.
 
     Args:
         rewards: one per sequence, (B,).
-        group_ids: the prompt that a sequence answers, (B,), any integers in any order.
-        keep: (B,) bool; false leaves a row out of the mean. None keeps all.
+        group_ids: the prompt of each sequence, (B,), any integers in any order.
+        keep: (B,) bool; false excludes a row from the mean. Defaults to all true.
 
     Returns:
-        (B,), in units of the reward. 0 for rows left out and in groups with one kept row.
+        (B,), in units of the reward. 0 for excluded rows, and in groups with one kept row.
 
     Raises:
         ValueError: shapes differ, or group ids are not integers.
@@ -62,15 +64,15 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | Non
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
-    """r − mean of the others in the group = n / (n − 1) · (r − mean of the group).
+    """Compute r − mean of the group's remaining rows = n / (n − 1) · (r − mean of the group).
 
     Args:
         rewards: one per sequence, (B,).
-        group_ids: the prompt that a sequence answers, (B,), any integers in any order.
-        keep: (B,) bool; false leaves a row out of the mean. None keeps all.
+        group_ids: the prompt of each sequence, (B,), any integers in any order.
+        keep: (B,) bool; false excludes a row from the mean. Defaults to all true.
 
     Returns:
-        (B,), in units of the reward. 0 for rows left out and in groups with one kept row.
+        (B,), in units of the reward. 0 for excluded rows, and in groups with one kept row.
 
     Raises:
         ValueError: shapes differ, or group ids are not integers.
@@ -92,10 +94,10 @@ def gae_advantages(
     keep: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t, where t' is the next response token; V = 0 after the last.
+    """Compute A_t = δ_t + γλ A_{t'}, δ_t = r_t + γ V_{t'} − V_t; t' is the next response token, V = 0 after the last.
 
-    Observation tokens in the middle of a response (holes in the mask) are skipped: no discount is applied for them,
-    and their rewards and values are never read.
+    Observation tokens in the middle of a response (holes in the mask) are skipped: they apply no discount, and their
+    rewards and values are never read.
 
     Args:
         rewards: per token, (B, T), or (N,) when packed. `terminal_rewards` places one reward per sequence.
@@ -103,7 +105,7 @@ def gae_advantages(
         response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
         gamma: discount per response token, in [0, 1].
         lam: λ, in [0, 1]: 0 is one-step, 1 is Monte Carlo.
-        keep: (B,) bool; rows where it is false get advantage and return 0. None keeps all.
+        keep: (B,) bool; rows where it is false get advantage and return 0. Defaults to all true.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
@@ -127,14 +129,14 @@ def gae_advantages(
     reward = rewards.detach().to(torch.float64).masked_fill(~mask, 0.0)
     value = values.detach().to(torch.float64).masked_fill(~mask, 0.0)
 
-    # V_{t'}: each hole hands on the value of the token behind it, so that the next response token is one place away.
+    # V_{t'}: copy the value of the next response token into each hole before it, so that t' is always t + 1.
     final = _final_position(mask, cu_seqlens)
     hole = (~mask).to(torch.float64)
     value_from_here = _linear_recurrence(value, hole.masked_fill(final, 0.0))
     next_value = _next(value_from_here).masked_fill(final, 0.0)
     delta = (reward + gamma * next_value - value).masked_fill(~mask, 0.0)
 
-    # Holes hand on advantages in the same way, with factor 1. Nothing passes from one sequence to another.
+    # Holes copy advantages the same way, with factor 1. Advantages never cross a sequence boundary.
     decay = hole.masked_fill(mask, gamma * lam).masked_fill(final, 0.0)
     advantages = _linear_recurrence(delta, decay).masked_fill(~mask, 0.0)
     dtype = _result_dtype(rewards)
@@ -142,7 +144,7 @@ def gae_advantages(
 
 
 def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """r_t = the sequence's reward on its last response token, 0 elsewhere.
+    """Place each sequence's reward on its last response token; 0 elsewhere.
 
     Args:
         rewards: one per sequence, (B,).
@@ -150,8 +152,8 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
-        In the shape of `response_mask`. The reward of a sequence without a response token is dropped: there is no
-        token to place it on.
+        The shape of `response_mask`. The reward of a sequence without response tokens is dropped, because no token can
+        carry it.
 
     Raises:
         ValueError: shapes differ or do not fit the layout.
@@ -172,7 +174,7 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
 
 
 def _centered_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """r − the mean of its group's kept rewards (0 where left out), the kept rows of each group, each row's group."""
+    """Return r − the mean of its group's kept rewards (0 if excluded), each group's kept rows, and each row's group."""
     check_tensors(rewards=rewards, group_ids=group_ids, keep=keep)
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be one per sequence, (B,); got {tuple(rewards.shape)}")
@@ -190,7 +192,7 @@ def _centered_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) 
 
 
 def _group_index(group_ids: Tensor) -> Tensor:
-    """Renumber any integers as 0 … B − 1, equal ones alike: (B,). Unlike `torch.unique`, the sizes are not data."""
+    """Renumber integers as 0 … B − 1, equal ones alike: (B,). Unlike in `torch.unique`, sizes don't depend on data."""
     ordered, order = group_ids.sort()
     number = torch.zeros_like(order)
     number[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
@@ -202,7 +204,7 @@ def _group_sum(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _linear_recurrence(addend: Tensor, factor: Tensor) -> Tensor:
-    """x_t = addend_t + factor_t · x_{t+1} along the last dimension, in log₂ T passes over the whole tensor.
+    """Compute x_t = addend_t + factor_t · x_{t+1} along the last dimension, in log₂ T passes over the tensor.
 
     Source: Hillis & Steele (1986), "Data Parallel Algorithms"; Blelloch (1990) for linear recurrences.
     """
@@ -215,16 +217,16 @@ def _linear_recurrence(addend: Tensor, factor: Tensor) -> Tensor:
 
 
 def _next(x: Tensor, step: int = 1) -> Tensor:
-    """x_{t+step} along the last dimension; 0 beyond the end."""
+    """Return x_{t+step} along the last dimension; 0 beyond the end."""
     return torch.nn.functional.pad(x[..., step:], (0, min(step, x.shape[-1])))
 
 
 def _final_position(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """True on the last position of each sequence, in the mask or not."""
+    """Return true on the last position of each sequence, in the mask or not."""
     if cu_seqlens is None:
         return torch.zeros_like(mask).index_fill(-1, torch.arange(mask.shape[-1], device=mask.device)[-1:], True)
-    # The last token of an empty sequence would be its predecessor's, which is a last token too; one extra slot at the
-    # front catches the empty sequences before the first token.
+    # An empty sequence marks its predecessor's last token, which is already marked. One extra slot at the front takes
+    # the marks of empty sequences before the first token.
     slots = mask.new_zeros(mask.numel() + 1).index_fill(0, bounded_offsets(cu_seqlens, mask.numel())[1:], True)
     return slots[1:]
 

@@ -1,10 +1,10 @@
-"""Aggregation: how per-token losses become one number, so that any split of the batch gives the same gradient.
+"""Aggregation: reduce per-token losses to one number, so that any split of the batch gives the same gradient.
 
-Every mode is a plain sum over tokens, scaled by numbers that belong to the whole optimizer step. Given those numbers
-(`Denominators`), the losses of micro-batches and ranks add up to the loss of the undivided batch. Without them, the
-call itself is taken to be the whole step. Trainers whose gradients are averaged over R ranks (DDP) multiply by R.
+Every mode is a plain sum over tokens, scaled by totals of the full optimizer step. Given those totals
+(`Denominators`), the losses of micro-batches and ranks add up to the loss of the undivided batch. By default, each
+call is treated as the full step. Trainers whose gradients are averaged over R ranks (DDP) multiply by R.
 
-`rollcorr.correction.denominators` counts denominators over process groups, and says what each normalizer counts.
+`rollcorr.correction.denominators` sums denominators over process groups, and documents the count of each normalizer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollcorr.core.layout import check_layout, expand, token_count
 
 @dataclass(frozen=True, eq=False)
 class Denominators:
-    """What a loss is divided by: amounts of tokens and of sequences, summed over everything in one optimizer step.
+    """Divisors of a loss: numbers of tokens and of sequences, summed over one optimizer step.
 
     Attributes:
-        tokens: a float, or a 0-d tensor when it must not wait for the GPU.
+        tokens: a float, or a 0-d tensor to avoid a GPU sync.
         sequences: the same, for the seq-mean modes.
     """
 
@@ -31,19 +31,19 @@ class Denominators:
     sequences: Tensor | float
 
     def __add__(self, other: Denominators) -> Denominators:
-        """Those of two micro-batches (or ranks) together."""
+        """Return the denominators of two micro-batches (or ranks) combined."""
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
 
 
 def denominators_of_lengths(lengths: Tensor, weight_sums: Tensor | None = None) -> Denominators:
-    """tokens = Σ_i k_i and sequences = #{i: k_i > 0}; with weights, tokens = Σ_i W_i and sequences = Σ_i W_i / k_i.
+    """Compute tokens = Σ_i k_i, sequences = #{i: k_i > 0}; with weights, tokens = Σ_i W_i, sequences = Σ_i W_i / k_i.
 
     W_i / k_i is the mean kept weight of sequence i. A sequence-level weight is its own mean, so weights of 1 give the
     plain counts, and a per-token loss that is the same constant everywhere aggregates to that constant.
 
     Args:
-        lengths: k_i, the counted tokens of each whole sequence, (B,).
-        weight_sums: W_i, the sum of their weights, (B,) float64. None: every weight is 1.
+        lengths: k_i, the counted tokens of each full sequence, (B,).
+        weight_sums: W_i, the sum of the sequence's token weights, (B,) float64; optional, weights of 1 by default.
 
     Returns:
         0-d float64 tensors.
@@ -56,19 +56,19 @@ def denominators_of_lengths(lengths: Tensor, weight_sums: Tensor | None = None) 
 def token_mean(
     loss: Tensor, mask: Tensor, denominators: Denominators | None = None, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Σ_it loss / tokens: every token counts the same, so long sequences count more.
+    """Compute Σ_it loss / tokens: every token counts equally, so long sequences count more.
 
     Args:
         loss: per-token loss, (B, T), or (N,) when packed. Never read outside `mask`.
         mask: tokens in the loss, same shape; read as ≠ 0.
-        denominators: of the whole optimizer step. None: `mask` is counted.
+        denominators: totals of the full optimizer step. Defaults to the counts of `mask`.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
         0-d, in the loss's dtype. A zero denominator gives 0, still connected to the graph.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
         ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
     masked = _masked(loss, mask, cu_seqlens)
@@ -77,14 +77,14 @@ def token_mean(
 
 
 def token_sum(loss: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Σ_it loss: no denominator, so the step size grows with the batch. Arguments are as in `token_mean`."""
+    """Compute Σ_it loss: no denominator, so the step size grows with the batch. Arguments are as in `token_mean`."""
     return _masked(loss, mask, cu_seqlens).sum()
 
 
 def seq_mean_token_sum(
     loss: Tensor, mask: Tensor, denominators: Denominators | None = None, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Σ_i (Σ_t loss) / sequences: the Σ_t of the policy-gradient theorem, averaged over trajectories.
+    """Compute Σ_i (Σ_t loss) / sequences: the Σ_t of the policy-gradient theorem, averaged over trajectories.
 
     Arguments, Returns and Raises are as in `token_mean`.
     """
@@ -101,22 +101,22 @@ def seq_mean_token_mean(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Σ_i (Σ_t loss / length_i) / sequences: every sequence counts the same, whatever its length.
+    """Compute Σ_i (Σ_t loss / length_i) / sequences: every sequence counts equally, independent of its length.
 
     Args:
         loss: per-token loss, (B, T), or (N,) when packed. Never read outside `mask`.
         mask: tokens in the loss, same shape; read as ≠ 0.
-        denominators: of the whole optimizer step. None: `mask` is counted.
-        lengths: what each row is divided by, (B,): the original lengths c_i for the normalizer "original". None: the
-            kept lengths k_i, for "kept" and for "weights". (Dividing a row by its weight sum would cancel a
-            sequence-level weight. The mean weights in the denominator normalize it instead.)
+        denominators: totals of the full optimizer step. Defaults to the counts of `mask`.
+        lengths: divisor of each row, (B,): the original lengths c_i for the normalizer "original". Defaults to the kept
+            lengths k_i, for "kept" and for "weights". (Dividing a row by its weight sum would cancel a sequence-level
+            weight. The mean weights in the denominator normalize it instead.)
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
         0-d, in the loss's dtype. A zero length or denominator gives 0, still connected to the graph.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
         ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
     masked = _masked(loss, mask, cu_seqlens)
@@ -127,7 +127,7 @@ def seq_mean_token_mean(
     check_tensors(loss=loss, lengths=lengths)
     check_shape("lengths", lengths, kept_lengths.shape, "one per sequence")
 
-    # Each token is scaled before the sum, so that one reduction serves padded and packed batches alike.
+    # Scale each token before the sum, so that one reduction serves both padded and packed batches.
     row_scale = expand(_inverse_tensor(lengths, masked), masked, cu_seqlens=cu_seqlens)
     return (masked * row_scale).sum() * _inverse(denominators.sequences, masked)
 
@@ -140,10 +140,10 @@ def seq_mean_token_sum_norm(
     scale: float,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Σ_i (Σ_t loss) / (sequences × scale): a constant in place of the length, as in Dr. GRPO.
+    """Compute Σ_i (Σ_t loss) / (sequences × scale): a constant in place of the length, as in Dr. GRPO.
 
     Arguments, Returns and Raises are as in `token_mean`. `scale` is a finite constant > 0, usually the longest response
-    allowed. The padded length is no default, because padding would then change the gradient.
+    allowed. It has no default: the padded length would make the gradient depend on padding.
 
     Source: Liu et al. (2025), "Understanding R1-Zero-Like Training", arXiv:2503.20783.
     """
@@ -160,8 +160,8 @@ def _masked(loss: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _inverse(amount: Tensor | float, like: Tensor) -> Tensor | float:
-    """1 / amount, or 0 when there is nothing to divide by."""
-    # A tensor of more than one number would broadcast, and silently give a loss per row.
+    """Return 1 / amount, or 0 if amount is 0."""
+    # A tensor with more than one entry would broadcast, and silently produce a loss per row.
     if isinstance(amount, Tensor):
         check_shape("a denominator", amount, (), "a number or a 0-d tensor")
         return _inverse_tensor(amount, like)
@@ -169,8 +169,8 @@ def _inverse(amount: Tensor | float, like: Tensor) -> Tensor | float:
 
 
 def _inverse_tensor(amount: Tensor, like: Tensor) -> Tensor:
-    """The same for each entry, in the dtype of `like`."""
-    # The reciprocal is taken in float64, and rounded once, to the dtype of the loss.
+    """Return 1 / amount per entry, or 0 where amount is 0, in the dtype of `like`."""
+    # Compute the reciprocal in float64, and round once, to the dtype of the loss.
     empty = amount == 0
     inverse = amount.to(torch.float64).masked_fill(empty, 1.0).reciprocal()
     return inverse.masked_fill(empty, 0.0).to(like.dtype)

@@ -1,16 +1,15 @@
-"""The boundary: what may enter as a tensor, checked once before any kernel is chosen.
+"""Input validation at the boundary: tensors are checked once, before a kernel is chosen.
 
 Torch broadcasts, and a GPU kernel does not check offsets. So every entry point calls these checks first, through
-`rollcorr.core.layout.check_layout` where there is a layout. Each error names the argument, its value and the fix. No
+`rollcorr.core.layout.check_layout` if it takes a layout. Each error names the argument, its value and the fix. No
 check reads a value on a device.
 
-C and numpy read memory by its address. `in_host_memory` and `why_no_address` say which tensors they may read; all
-others stay with torch.
+C and numpy read memory by address. `in_host_memory` and `why_no_address` decide which tensors they may read; torch
+handles the rest.
 
-The values of token ids, rows, offsets and masks become addresses, or decide which tokens count. In host memory every
-call checks them, which waits for nothing, and an error names the position, the value, the limit and the fix. On a
-device no value is read. Ids and offsets are clamped there: bad ones lead to bad numbers, but never touch memory beyond
-the data.
+The values of token ids, rows, offsets and masks become addresses, or select the counted tokens. In host memory every
+call checks them without a sync, and an error names the position, the value, the limit and the fix. On a device no
+value is read. Ids and offsets are clamped there: invalid ones produce invalid numbers, but no access out of bounds.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ INTEGERS = frozenset(
 _REAL = FLOATING | INTEGERS | {torch.bool}
 _PLAIN = Tensor, torch.nn.Parameter
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
-_active_mode = torch._C._get_dispatch_mode  # of torch's tracing, or None
-_STAND_INS = ("FakeTensor", "FunctionalTensor")  # torch's own, for plain tensors that it traces
+_active_mode = torch._C._get_dispatch_mode  # returns torch's active tracing mode, or None
+_STAND_INS = ("FakeTensor", "FunctionalTensor")  # torch's substitutes for plain tensors while tracing
 
 NO_LIMIT = 1 << 31
-"""The end of a range of ids or lengths where none is known: no int32 is beyond it."""
+"""End of a range of ids or lengths without a known limit: greater than any int32."""
 
 _NEVER_NEGATIVE = frozenset(getattr(torch, name) for name in ("bool", "uint8", "uint16", "uint32", "uint64"))
 
 
 def check_tensors(**tensors: object) -> None:
-    """Check that the named arguments are dense real tensors on one device. An argument that is None is not checked.
+    """Check that the named arguments are dense real tensors on one device. Arguments that are None are skipped.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
         ValueError: it is sparse, nested, distributed, or of an unusable dtype; its memory was freed; or two arguments
             are on different devices.
     """
@@ -68,7 +67,7 @@ def check_tensors(**tensors: object) -> None:
         if tensor.dtype not in _REAL:
             raise ValueError(f"{name} is {tensor.dtype}; real numbers or bool are needed, e.g. {name}.float()")
 
-        # Torch would read address 0, which ends the process.
+        # Torch would read address 0, which kills the process.
         if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
             raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
         first = first or (name, tensor.device)
@@ -80,15 +79,15 @@ def check_tensors(**tensors: object) -> None:
 
 
 def type_name(value: object) -> str:
-    """The type of a value as errors name it: list, numpy.ndarray."""
+    """Return the type name of a value for error messages: list, numpy.ndarray."""
     return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
 
 
 def check_floating(**tensors: Tensor | None) -> None:
-    """Check that the named tensors are bfloat16, float16, float32 or float64. None is not checked.
+    """Check that the named tensors are bfloat16, float16, float32 or float64. None is skipped.
 
     Raises:
-        ValueError: names the first that is not.
+        ValueError: names the first tensor of a different dtype.
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATING:
@@ -99,10 +98,10 @@ def check_floating(**tensors: Tensor | None) -> None:
 
 
 def check_integers(**tensors: Tensor | None) -> None:
-    """Check that the named tensors hold integers. None is not checked.
+    """Check that the named tensors contain integers. None is skipped.
 
     Raises:
-        ValueError: names the first that does not.
+        ValueError: names the first tensor of a different dtype.
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in INTEGERS:
@@ -110,7 +109,7 @@ def check_integers(**tensors: Tensor | None) -> None:
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size | tuple[int, ...], meaning: str) -> None:
-    """Check that a tensor has exactly this shape; `meaning` says what it is, e.g. "one per sequence".
+    """Check that a tensor has exactly this shape; `meaning` describes it in the error, e.g. "one per sequence".
 
     Raises:
         ValueError: names both shapes.
@@ -123,19 +122,19 @@ def check_positive(name: str, value: float) -> None:
     """Check that a number is finite and above 0.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the number is not finite or not above 0.
     """
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} must be finite and > 0, got {value}")
 
 
 def in_transform() -> bool:
-    """Return whether a transform of `torch.func` (vmap, grad, jvp, functionalize) runs: its tensors have no memory."""
+    """Return whether a `torch.func` transform (vmap, grad, jvp, functionalize) runs: its tensors have no memory."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def is_traced() -> bool:
-    """Return whether torch records or transforms operations, so that it must see each of them."""
+    """Return whether torch is recording or transforming operations, so every operation must go through torch."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
     modes = _active_mode(_FAKE), _active_mode(_PROXY)
@@ -143,12 +142,12 @@ def is_traced() -> bool:
 
 
 def in_host_memory(*tensors: Tensor) -> bool:
-    """Return whether the values of all tensors can be read without a wait: plain CPU tensors, outside of any trace."""
+    """Return whether all tensors' values can be read without a sync: plain CPU tensors, outside of any trace."""
     return not is_traced() and all(type(x) in _PLAIN and x.is_cpu for x in tensors)
 
 
 def why_no_address(**tensors: Tensor) -> str | None:
-    """Return why a kernel must not read these tensors by their addresses, or None."""
+    """Return why a kernel must not read these tensors by their addresses, or None if it may."""
     if is_traced():
         return "torch is tracing it, or transforming it by torch.func"
     for name, tensor in tensors.items():
@@ -169,30 +168,30 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _dispatches(tensor: Tensor) -> bool:
-    """Return whether a subclass computes in its own way, rather than only adding methods."""
+    """Return whether a subclass overrides computation, rather than only adding methods."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def usable_ids(name: str, ids: Tensor, *ranges: tuple[int, int], mask: Tensor | None = None) -> Tensor:
-    """Return ids as int64, each of them in one of the ranges.
+    """Return ids as int64, each within one of the ranges.
 
     Args:
-        name: of the argument, for errors.
+        name: the argument's name, for errors.
         ids: integers of any shape.
         ranges: first id and the one after the last: (0, V), or one range for each slice of a vocabulary.
-        mask: same shape, bool; where it is false an id may be anything, for instance −100. Defaults to all true.
+        mask: same shape, bool; where it is false an id may have any value, for instance −100. Defaults to all true.
 
     Returns:
         The shape of `ids`. Ids outside the mask are clamped; on a device, all ids.
 
     Raises:
-        ValueError: the ids are no integers, or one in host memory is in no range.
+        ValueError: the ids are not integers, or an id in host memory is outside all ranges.
     """
     ids = plain(ids)
     check_integers(**{name: ids})
     least, most = min(first for first, _ in ranges), max(stop for _, stop in ranges) - 1
     if in_host_memory(ids):
-        # As numpy arrays: on a small batch one torch operation is slower than all of these.
+        # Use numpy arrays: on a small batch one torch operation is slower than all of these.
         values = ids.numpy()
         outside: Any = True
         for first, stop in ranges:
@@ -222,10 +221,10 @@ def truth(mask: Tensor, name: str = "mask") -> Tensor:
 
 
 def check_mask_values(mask: Tensor, name: str = "mask") -> None:
-    """Check that a mask in host memory contains no negative and no non-finite value: those are labels or log-probs.
+    """Check that a mask in host memory contains no negative or non-finite value, such as labels or log-probs.
 
     Raises:
-        ValueError: names the first.
+        ValueError: names the first such value.
     """
     if mask.dtype in _NEVER_NEGATIVE or not mask.numel() or not in_host_memory(mask):
         return
@@ -252,18 +251,18 @@ def check_count(values: Tensor, mask: Tensor, name: str) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", of: str = "tokens") -> None:
-    """Check the values of `cu_seqlens`: starts at 0, never falls, ends at the token count.
+    """Check the values of `cu_seqlens`: start at 0, never decrease, end at the token count.
 
-    Reads values: free on the CPU, a wait on a device, where it is for loaders and on request.
+    Reads values: free on the CPU, a sync on a device; call it there only in loaders and on request.
 
     Args:
         cu_seqlens: (B + 1,) token offsets: the first token of each sequence, then the number of tokens.
         tokens: N, the number of packed tokens.
-        name: of the argument, for errors.
-        of: noun for what the offsets count, for errors.
+        name: the argument's name, for errors.
+        of: noun for the counted items, for errors.
 
     Raises:
-        ValueError: names the first offending entry.
+        ValueError: names the first invalid entry.
     """
     if cu_seqlens.dim() != 1 or not cu_seqlens.numel():
         raise ValueError(f"{name} must be (B + 1,) with at least one entry, got {tuple(cu_seqlens.shape)}")
@@ -279,21 +278,21 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", 
 
 
 def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return offsets with which a kernel never leaves the data, even for bad values: (B + 1,) int64.
+    """Return offsets that keep a kernel within the data, even for invalid input: (B + 1,) int64.
 
-    In host memory only the dtype changes: `check_cu_seqlens` checks the values there. On a device they are clamped to
-    the data and made to rise from 0 to N. That does not change correct offsets.
+    In host memory only the dtype changes: `check_cu_seqlens` checks the values there. On a device, offsets are clamped
+    to the data and made to rise from 0 to N, which leaves valid offsets unchanged.
     """
     if in_host_memory(cu_seqlens):
         return cu_seqlens.to(torch.int64)
     bounded = cu_seqlens.to(torch.int64).clamp(0, tokens).cummax(0).values
     bounded[-1:].fill_(tokens)
-    bounded[:1].zero_()  # last, because a single entry is the first
+    bounded[:1].zero_()  # last, because a single entry is both first and last
     return bounded
 
 
 def _first(bad: Any, values: Any) -> tuple[str, float]:  # noqa: ANN401 (numpy arrays, which core does not import)
-    """Return where the first true entry is, and the value there."""
+    """Return the position of the first true entry, and the value there."""
     if not bad.ndim:
         return "its only entry", values.item()
     place = tuple(int(axis[0]) for axis in bad.nonzero())

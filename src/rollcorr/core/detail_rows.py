@@ -1,14 +1,14 @@
-"""Rows of statistics on request (`detail=`): histograms, and the worst entries.
+"""Optional rows of statistics (`detail=`): histograms, and the worst entries.
 
-**Histograms** have fixed bins: counts that add up exactly, and quantiles with a stated error. A bin holds the values
-whose float32 sign, exponent and first five bits of mantissa agree. There are 32 bins per octave for |x| from 2⁻²⁴ to
-2²⁰, one around 0 for smaller values, and one at either end for larger values. No logarithm is taken, so every device
-puts a value into the same bin, and there is no limit on the number of values. A quantile is off by at most 1/65 of
-itself (`RELATIVE_ERROR`), or by 2⁻²⁴ near 0.
+**Histograms** have fixed bins: counts that add up exactly, and quantiles with a known error bound. A bin contains the
+values with equal float32 sign, exponent and first five bits of mantissa. There are 32 bins per octave for |x| from
+2⁻²⁴ to 2²⁰, one around 0 for smaller values, and one at either end for larger values. No logarithm is computed, so
+every device assigns a value to the same bin, and the number of values is unlimited. A quantile has a relative error of
+at most 1/65 (`RELATIVE_ERROR`), or an absolute error of 2⁻²⁴ near 0.
 
-**The worst** of a sample are its entries farthest from 0, with where they came from, merged exactly. An entry is
+**The worst** entries of a sample are those farthest from 0, with their origin, merged exactly. An entry is
 (value, sequence, at). The order is total: by |value|, then by sequence, then by `at`. So the worst entries of a batch
-are the same, however it was cut.
+are independent of how it was split.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
     """
     seen = values.masked_fill(~mask, 0.0).float().flatten()
 
-    # The upper bits of a float32, exponent and start of the mantissa, number the bins of its magnitude.
+    # Use the upper bits of a float32, exponent and start of the mantissa, as the bin number of its magnitude.
     magnitude = (seen.abs().view(torch.int32) >> (23 - _MANTISSA_BITS)).sub_(_FIRST).clamp_(0, _SIDE)
     index = magnitude.mul_(seen.sign().to(torch.int32)).add_(_SIDE)
     counts = torch.zeros(BINS, dtype=torch.float64, device=values.device)
@@ -57,23 +57,23 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def quantile(counts: Sequence[float], q: float, *, absolute: bool = False) -> float:
-    """The smallest value with a share q of the sample at or below it, up to `RELATIVE_ERROR`.
+    """Return the smallest value with a share q of the sample at or below it, up to `RELATIVE_ERROR`.
 
     Args:
         counts: a histogram on the host, BINS long.
         q: in [0, 1].
-        absolute: of |x| rather than of x.
+        absolute: whether to use |x| instead of x.
 
     Returns:
-        The harmonic mean of its bin's edges; 0 for an empty sample; ±inf where the bin has no outer edge.
+        The harmonic mean of the bin's edges; 0 for an empty sample; ±inf where the bin has no outer edge.
     """
-    # For |x|, each negative bin is added to its mirror image.
+    # For |x|, add each negative bin to its mirror image.
     first = -_SIDE
     if absolute:
         below, above = counts[:_SIDE], counts[_SIDE + 1 :]
         counts, first = [counts[_SIDE], *map(add, reversed(below), above)], 0
 
-    # The factor undoes rounding, so that 0.99 · 100 is the 99th of 100.
+    # The factor compensates for rounding, so that 0.99 · 100 selects the 99th of 100.
     reached = list(accumulate(counts))
     rank = max(1.0, math.ceil(q * reached[-1] * (1 - 1e-15)))
     bin_ = bisect_left(reached, rank)
@@ -96,7 +96,7 @@ def _edge(step: int) -> float:
 
 
 def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The at most TOP entries with the largest |value| where mask is true, the first of equal ones first.
+    """Find up to TOP entries with the largest |value| where mask is true; ties keep the first.
 
     Args:
         values: (N,) with N below 2³²; compared in float32. ±inf counts, NaN must be masked.
@@ -105,7 +105,7 @@ def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Their indices, (min(TOP, N),) int64, and whether each one exists, bool.
     """
-    # The bits of a float ≥ 0 rise with its value, so that one integer sorts by value first and by position second.
+    # The bits of a float ≥ 0 increase with its value, so one integer sorts by value first and by position second.
     bits = values.float().abs().view(torch.int32).to(torch.int64)
     key = (bits << 32) - torch.arange(values.numel(), device=values.device)
     best = key.masked_fill_(~mask, torch.iinfo(torch.int64).min).topk(min(TOP, values.numel())).indices
@@ -113,12 +113,12 @@ def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_entries(values: Tensor, sequence: Tensor, at: Tensor, exists: Tensor) -> Tensor:
-    """Entries as rows (value, sequence, at), (TOP, 3) float64; a row of an entry that does not exist is (0, −1, −1).
+    """Return entries as rows (value, sequence, at), (TOP, 3) float64; rows without an entry are (0, −1, −1).
 
     Args:
         values: (K,) with K up to TOP; stored with the precision of float32, in which they are compared.
         sequence: (K,) index of the sequence.
-        at: (K,) one more fact about the entry, e.g. its position.
+        at: (K,) additional number about the entry, e.g. its position.
         exists: (K,) bool.
     """
     rows = torch.stack([values.float().to(torch.float64), sequence.to(torch.float64), at.to(torch.float64)], dim=-1)
@@ -132,7 +132,7 @@ def merge_tops(parts: Tensor) -> Tensor:
     rows = parts.movedim(0, -3).flatten(-3, -2)
     value, sequence, at = rows.unbind(-1)
 
-    # Three stable sorts, the least significant key first. Rows of entries that do not exist come last.
+    # Apply three stable sorts, the least significant key first. Rows without an entry come last.
     rank = value.abs().masked_fill(sequence < 0, -1.0)
     order = at.argsort(dim=-1, stable=True)
     order = order.gather(-1, sequence.gather(-1, order).argsort(dim=-1, stable=True))
@@ -145,18 +145,18 @@ Entry = tuple[float, int, int]
 
 
 def host_entries(rows: list[list[float]]) -> tuple[Entry, ...]:
-    """The entries that exist, worst first."""
+    """Return the existing entries, worst first."""
     return tuple((value, int(sequence), int(at)) for value, sequence, at in rows if sequence >= 0)
 
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token whose two log-probs are far apart.
+    """A token with a large difference between its two log-probs.
 
     Attributes:
-        log_ratio: d = log π − log μ, nats; −inf where the trainer gives it probability zero.
-        sequence: the sequence's index in the batch, plus the offset that the caller gave.
-        position: its column when padded, its place in the sequence when packed, or what `position_ids` says.
+        log_ratio: d = log π − log μ, nats; −inf where the trainer's probability is zero.
+        sequence: the sequence's index in the batch, plus the caller's offset.
+        position: its column when padded, its index in the sequence when packed, or its entry of `position_ids`.
     """
 
     log_ratio: float
@@ -166,12 +166,12 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class WorstSequence:
-    """A sequence whose two likelihoods are far apart.
+    """A sequence with a large difference between its two likelihoods.
 
     Attributes:
         log_ratio: S_i = Σ d, nats; −inf with a token of probability zero.
-        sequence: its index in the batch, plus the offset that the caller gave.
-        tokens: how many tokens the sum has.
+        sequence: its index in the batch, plus the caller's offset.
+        tokens: number of tokens in the sum.
     """
 
     log_ratio: float
@@ -180,19 +180,19 @@ class WorstSequence:
 
     @property
     def mean_log_ratio(self) -> float:
-        """G_i = S_i / c_i, nats per token."""
+        """Return G_i = S_i / c_i, nats per token."""
         return self.log_ratio / self.tokens
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The worst of a batch, or of everything that was merged, worst first: by |log ratio|, at most TOP of each."""
+    """The worst tokens and sequences of a batch or a merge, sorted by |log ratio| descending, at most TOP of each."""
 
     tokens: tuple[WorstToken, ...]
     sequences: tuple[WorstSequence, ...]
 
 
 def worst_of(tops: Mapping[str, tuple[Entry, ...]]) -> Worst:
-    """The rows `tokens` and `sequences` of host statistics as objects. A row that was not collected is empty."""
+    """Convert the rows `tokens` and `sequences` of host statistics to objects. Rows not collected are empty."""
     tokens, sequences = tops.get("tokens", ()), tops.get("sequences", ())
     return Worst(tuple(WorstToken(*entry) for entry in tokens), tuple(WorstSequence(*entry) for entry in sequences))

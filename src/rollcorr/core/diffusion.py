@@ -1,4 +1,4 @@
-"""One denoising step of a flow-matching sampler as a Gaussian policy: its mean and spread, log-probs, exact KL.
+"""One denoising step of a flow-matching sampler as a Gaussian policy: mean and standard deviation, log-probs, exact KL.
 
 Symbols: x_σ = (1 − σ) x₀ + σ ε is the latent at noise σ, v = ε − x₀ the model's velocity, dt = σ_next − σ < 0, a the
 noise level, g the diffusion coefficient, D the number of latent dimensions. A step samples x′ = m + s z, z ~ N(0, 1):
@@ -7,12 +7,12 @@ noise level, g the diffusion coefficient, D the number of latent dimensions. A s
 
     sde (Flow-GRPO)    g = a sqrt(σ / (1 − σ)), with σ₁ in place of σ under the root where σ = 1
     dance (DanceGRPO)  g = a
-    cps                s = σ_next sin(a π / 2), and a mean of its own
+    cps                s = σ_next sin(a π / 2), with a different mean
 
-a = 0 is the Euler step of the ODE. It is deterministic, so it has no log-prob: its std is None.
+a = 0 is the Euler step of the ODE. It is deterministic, so it has no log-prob, and its std is None.
 
-Latents and velocities are float32 (or float64), never less: half precision would be the mismatch to be measured. Every
-function is pure and reads shapes, not values.
+Latents and velocities are float32 or float64. Half precision is rejected: its rounding error would be the very mismatch
+to be measured. Every function is pure and reads shapes, not values.
 
 Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470; Xue et al. (2025), "DanceGRPO", arXiv:2505.07818; Wang et al.
 (2025), "Coefficients-Preserving Sampling", arXiv:2509.05952.
@@ -32,7 +32,7 @@ Sigma = float | Tensor
 
 
 class SdeStep(NamedTuple):
-    """A step taken.
+    """Result of one sampler step.
 
     Attributes:
         prev_sample: x′, the sample at σ_next ("previous" as diffusers counts), in the shape of the sample.
@@ -45,7 +45,7 @@ class SdeStep(NamedTuple):
     std: Tensor | None
 
     def log_prob(self, *, reduction: Reduction = "mean") -> Tensor | None:
-        """`gaussian_log_prob` of x′, (B,) nats; None for a deterministic step, which has no density."""
+        """Compute `gaussian_log_prob` of x′, (B,) nats; None for a deterministic step, which has no density."""
         if self.std is None:
             return None
         return gaussian_log_prob(self.prev_sample, self.mean, self.std, reduction=reduction)
@@ -54,14 +54,14 @@ class SdeStep(NamedTuple):
 def sde_step_mean(
     velocity: Tensor, sample: Tensor, *, sigma: Sigma, sigma_next: Sigma, sigma_max: Sigma, noise_level: float
 ) -> tuple[Tensor, Tensor | None]:
-    """m and s of Flow-GRPO's step, where g = a sqrt(σ / (1 − σ)).
+    """Compute m and s of Flow-GRPO's step, where g = a sqrt(σ / (1 − σ)).
 
     Args:
         velocity: v, the model's prediction. (B, …), float32. Carries the gradient.
         sample: x at σ, same shape and dtype.
         sigma: σ in (0, 1], a number or (B,).
         sigma_next: σ of the next step, below σ, a number or (B,).
-        sigma_max: σ₁, the schedule's second entry: it stands in for σ = 1, where g would be infinite.
+        sigma_max: σ₁, the schedule's second entry: replaces σ = 1, where g would be infinite.
         noise_level: a ≥ 0.
 
     Returns:
@@ -83,7 +83,7 @@ def sde_step_mean(
 def dance_sde_step_mean(
     velocity: Tensor, sample: Tensor, *, sigma: Sigma, sigma_next: Sigma, noise_level: float
 ) -> tuple[Tensor, Tensor | None]:
-    """m and s of DanceGRPO's step, where g = a at every σ. Arguments, Returns, Raises: as in `sde_step_mean`.
+    """Compute m and s of DanceGRPO's step, where g = a at every σ. Arguments, Returns, Raises: as in `sde_step_mean`.
 
     Source: Xue et al. (2025), arXiv:2505.07818.
     """
@@ -96,10 +96,10 @@ def dance_sde_step_mean(
 def cps_step_mean(
     velocity: Tensor, sample: Tensor, *, sigma: Sigma, sigma_next: Sigma, noise_level: float
 ) -> tuple[Tensor, Tensor | None]:
-    """m = (1 − σ_next) x̂₀ + sqrt(σ_next² − s²) ε̂,  s = σ_next sin(a π / 2): the noise is replaced, not added.
+    """Compute m = (1 − σ_next) x̂₀ + sqrt(σ_next² − s²) ε̂, s = σ_next sin(a π / 2): replaces noise instead of adding it.
 
-    x̂₀ = x − σ v and ε̂ = x + (1 − σ) v. Its log-prob here is that of the Gaussian; what the original calls log-prob,
-    −(x′ − m)², is no density (`density_from_cps`). At σ_next = 0 its s is 0: leave the last step out of the window.
+    x̂₀ = x − σ v and ε̂ = x + (1 − σ) v. The log-prob here is the Gaussian's. The original's "log-prob", −(x′ − m)², is
+    not a density (`density_from_cps`). At σ_next = 0 its s is 0: exclude the last step from the window.
     Arguments, Returns, Raises: as in `sde_step_mean`, with a in [0, 1].
 
     Source: Wang et al. (2025), arXiv:2509.05952.
@@ -110,7 +110,7 @@ def cps_step_mean(
     if noise_level == 0:
         return sample + dt * velocity, None
 
-    # Estimates of x₀ and ε; the step mixes them again for σ_next.
+    # Estimate x₀ and ε; the step mixes them again for σ_next.
     angle = noise_level * math.pi / 2
     clean = sample - sigma * velocity
     noise = sample + (1 - sigma) * velocity
@@ -128,19 +128,19 @@ def sde_step(
     noise_level: float,
     noise: Tensor | None = None,
 ) -> SdeStep:
-    """x′ = m + s z: one step of Flow-GRPO's sampler. `take_step` does it for the other variants.
+    """Compute x′ = m + s z: one step of Flow-GRPO's sampler. For the remaining variants, use `take_step`.
 
     Args:
-        velocity: as in `sde_step_mean`, like the others.
+        velocity: as in `sde_step_mean`, like the next five arguments.
         sample: x at σ.
         sigma: σ.
         sigma_next: σ of the next step.
         sigma_max: σ₁.
-        noise_level: a; 0 takes the Euler step.
+        noise_level: a; 0 selects the Euler step.
         noise: z, standard normal, in the shape of the sample. Not read for a = 0, where it may be None.
 
     Raises:
-        TypeError, ValueError: as in `sde_step_mean`; or the noise is missing, or of another shape.
+        TypeError, ValueError: as in `sde_step_mean`; or the noise is missing, or its shape differs.
     """
     moments = sde_step_mean(
         velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise_level=noise_level
@@ -149,7 +149,7 @@ def sde_step(
 
 
 def take_step(mean: Tensor, std: Tensor | None, noise: Tensor | None) -> SdeStep:
-    """x′ = m + s z; x′ = m where std is None.
+    """Compute x′ = m + s z; x′ = m where std is None.
 
     Raises:
         ValueError: the noise is missing, or not in the shape of the mean.
@@ -163,9 +163,9 @@ def take_step(mean: Tensor, std: Tensor | None, noise: Tensor | None) -> SdeStep
 
 
 def gaussian_log_prob(prev_sample: Tensor, mean: Tensor, std: Tensor, *, reduction: Reduction = "mean") -> Tensor:
-    """p · Σ_D [ −(x′ − m)² / 2s² − log s − log sqrt(2π) ]: the log-density of a step, to the power p.
+    """Compute p · Σ_D [ −(x′ − m)² / 2s² − log s − log sqrt(2π) ]: the log-density of a step, to the power p.
 
-    "mean" is p = 1/D, what Flow-GRPO trains on; "sum" is p = 1, the log-likelihood; a number is p itself. A ratio of
+    "mean" is p = 1/D, as in Flow-GRPO; "sum" is p = 1, the log-likelihood; a number is p itself. A ratio of
     means is the true likelihood ratio to the power 1/D.
 
     Args:
@@ -191,7 +191,7 @@ def gaussian_log_prob(prev_sample: Tensor, mean: Tensor, std: Tensor, *, reducti
 
 
 def gaussian_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor) -> Tensor:
-    """KL(p‖q) = Σ_D (m_p − m_q)² / 2s² of two steps with the same s: exact, and the same in both directions.
+    """Compute KL(p‖q) = Σ_D (m_p − m_q)² / 2s² of two steps with the same s: exact, and equal in both directions.
 
     Under p, the joint log-ratio J = log q − log p is normal with mean −KL and variance 2 KL.
 
@@ -212,9 +212,9 @@ def gaussian_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor) -> Tensor:
 
 
 def density_from_cps(log_prob: Tensor, std: Tensor) -> Tensor:
-    """l / 2s² − log s − log sqrt(2π): the mean log-density behind l = mean_D(−(x′ − m)²), which CPS calls a log-prob.
+    """Compute l / 2s² − log s − log sqrt(2π): the mean log-density of l = mean_D(−(x′ − m)²), CPS's "log-prob".
 
-    A log-ratio of the two l is 2s² times the true one, so thresholds on it mean something else at every step.
+    A log-ratio computed from l is 2s² times the true one, so the meaning of a threshold on it changes with every step.
 
     Args:
         log_prob: l, any shape.
@@ -226,7 +226,7 @@ def density_from_cps(log_prob: Tensor, std: Tensor) -> Tensor:
 
 
 def power_of(reduction: Reduction, dimensions: int) -> float:
-    """The power p to which a reduction takes the likelihood: 1/D for "mean", 1 for "sum", else the number itself.
+    """Return the power p of the likelihood for a reduction: 1/D for "mean", 1 for "sum", else the number itself.
 
     Raises:
         ValueError: neither, or a number that is not finite and above 0.
@@ -242,7 +242,7 @@ def power_of(reduction: Reduction, dimensions: int) -> float:
 
 @dataclass(frozen=True)
 class SdeWindow:
-    """The steps that are sampled with noise and trained on: start, …, start + size − 1. Outside it, the ODE.
+    """The steps sampled with noise and trained on: start, …, start + size − 1. Outside it, sampling follows the ODE.
 
     Attributes:
         start: first step of the window, from 0.
@@ -265,14 +265,14 @@ class SdeWindow:
 
     @property
     def steps(self) -> range:
-        """The indices of the steps in the window."""
+        """Return the indices of the steps in the window."""
         return range(self.start, self.start + self.size)
 
 
 def _schedule(
     velocity: Tensor, sample: Tensor, sigma: Sigma, sigma_next: Sigma, noise_level: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """σ, σ_next and dt of a step, broadcastable to the sample."""
+    """Return σ, σ_next and dt of a step, broadcastable to the sample."""
     _check_pair("velocity", velocity, "sample", sample)
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be finite and ≥ 0 (0 is the ODE), got {noise_level}")
@@ -281,14 +281,14 @@ def _schedule(
 
 
 def _sde(velocity: Tensor, sample: Tensor, sigma: Tensor, dt: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """m and s of a step with diffusion coefficient g: see the top of this file."""
+    """Compute m and s of a step with diffusion coefficient g: see the top of this file."""
     drift = g.square() / (2 * sigma)
     mean = sample * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
     return mean, g * (-dt).sqrt()
 
 
 def _like(value: Sigma, sample: Tensor) -> Tensor:
-    """A number as 0-d, or one number per row as (B, 1, …), in the dtype of the sample."""
+    """Return a number as 0-d, or one number per row as (B, 1, …), in the dtype of the sample."""
     value = torch.as_tensor(value, dtype=sample.dtype, device=sample.device)
     if value.dim() == 0 or value.shape == (sample.shape[0], *[1] * (sample.dim() - 1)):
         return value

@@ -1,11 +1,11 @@
 """Losses of denoising steps: Flow-GRPO's clip, GRPO-Guard's re-centered ratio, Flow-DPPO's divergence mask.
 
-One number for each sample and step, (b, w), 0 where the step was rejected, for an aggregation to add up; beside it
-mergeable statistics. r = π_θ / π_old is the ratio of log-probs averaged over the D latent dimensions, so it is the true
-likelihood ratio to the power 1/D: a useful clip range shrinks as 1/D too.
+Each loss returns one number per sample and step, (b, w), 0 where the step was rejected, for aggregation, and mergeable
+statistics. r = π_θ / π_old is the ratio of log-probs averaged over the D latent dimensions. It is the true likelihood
+ratio to the power 1/D, so a useful clip range also shrinks as 1/D.
 
-Rejected steps are never read: they are replaced before any arithmetic, so NaN or ±inf there changes nothing, forward
-or backward.
+Rejected steps are never read: they are replaced before any arithmetic, so NaN or ±inf there has no effect, forward or
+backward.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def flow_grpo_loss(
     clip_ratio: float,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """−w · min(r A, clip(r, 1 − ε, 1 + ε) A) with r = π_θ / π_old.
+    """Compute −w · min(r A, clip(r, 1 − ε, 1 + ε) A) with r = π_θ / π_old.
 
-    Where the rollout differs from the trainer before any update (bypass mode), r is not 1 to begin with, and since
-    E[log r] = −KL it lies below: the clip then stops samples of A < 0 far more often than those of A > 0.
+    If rollout and trainer differ before any update (bypass mode), r does not start at 1. Since E[log r] = −KL, it
+    starts below: the clip then stops samples with A < 0 far more often than samples with A > 0.
 
     Args:
         log_prob: log π_θ averaged over the D dimensions, nats. (b, w): samples and steps. Carries the gradient.
@@ -42,7 +42,7 @@ def flow_grpo_loss(
         advantages: A of each sample, (b,).
         keep: steps in the loss, same shape as the log-probs; read as ≠ 0.
         clip_ratio: ε > 0.
-        weights: importance weights, same shape; detached here. None: 1. A step of weight 0 adds nothing.
+        weights: importance weights, same shape; detached here. Defaults to 1. A step of weight 0 adds 0.
 
     Returns:
         The loss of each step, and statistics over the kept ones: `policy_kl` (log π_old − log π_θ), `ratio`,
@@ -71,10 +71,10 @@ def grpo_guard_loss(
     clip_ratio: float,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """−w · min(r A, clip(r) A) / |dt| with r = exp(s (log π_θ − log π_old + b)), b = mean_D (m − m_old)² / 2s².
+    """Compute −w · min(r A, clip(r) A) / |dt| with r = exp(s (log π_θ − log π_old + b)), b = mean_D (m − m_old)² / 2s².
 
-    b is KL/D, so it puts the mean of log r back to 0; s takes out the spread, which differs between timesteps, and
-    1/|dt| the size of the gradient.
+    b is KL/D, so it centers the mean of log r at 0. The factor s removes the spread, which differs between timesteps.
+    The factor 1/|dt| equalizes the size of the gradient.
 
     Args:
         log_prob: as in `flow_grpo_loss`, like `old_log_prob`, `advantages`, `keep`, `clip_ratio`, `weights`.
@@ -86,7 +86,7 @@ def grpo_guard_loss(
         advantages: (b,).
         keep: (b, w).
         clip_ratio: ε > 0.
-        weights: (b, w), or None.
+        weights: (b, w), optional.
 
     Returns:
         As `flow_grpo_loss`, with the re-centered ratio; and `ratio_mean_bias`, the moments of b.
@@ -116,12 +116,12 @@ def flow_dppo_loss(
     kl_threshold: float,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """−w · r A, without gradient where mean_D (m − m_old)² / 2s² > threshold and the step leads farther away.
+    """Compute −w · r A, without gradient if mean_D (m − m_old)² / 2s² > threshold and the update would increase it.
 
-    Farther away is r > 1 at A > 0, and r < 1 at A < 0: what corrects a step stays in the loss.
+    The update increases it if r > 1 at A > 0, or r < 1 at A < 0. Steps with a correcting gradient stay in the loss.
 
     Args:
-        log_prob: as in `grpo_guard_loss`, like the others.
+        log_prob: as in `grpo_guard_loss`, like the remaining tensors.
         old_log_prob: log π_old.
         mean: m of π_θ, (b, w, …).
         old_mean: m_old, same shape.
@@ -129,7 +129,7 @@ def flow_dppo_loss(
         advantages: (b,).
         keep: (b, w).
         kl_threshold: largest KL/D, nats, > 0.
-        weights: (b, w), or None.
+        weights: (b, w), optional.
 
     Returns:
         As `flow_grpo_loss`; and `divergence`, the moments of KL/D.
@@ -144,7 +144,7 @@ def flow_dppo_loss(
     with torch.no_grad():
         divergence = mean_kl(mean, old_mean, _kept("std", std, steps), steps.active)
 
-    # A step beyond the limit stays in the loss if its gradient leads back.
+    # A step beyond the limit stays in the loss if its gradient reduces the divergence.
     ratio = _ratio(steps.log_ratio)
     high, low = ratio > 1, ratio < 1
     far = divergence > kl_threshold
@@ -156,26 +156,26 @@ def flow_dppo_loss(
 
 
 class _Steps(NamedTuple):
-    """The inputs with everything that is not in the loss replaced."""
+    """Inputs with entries outside the loss replaced."""
 
     log_ratio: Tensor  # (b, w), with gradient; 0 where inactive
     advantages: Tensor  # (b, w); 0 where inactive
-    active: Tensor  # (b, w) bool: kept, and of a weight other than 0
+    active: Tensor  # (b, w) bool: kept, with nonzero weight
     weights: Tensor | None
 
     def leads_away(self, high: Tensor, low: Tensor) -> Tensor:
-        """Where the gradient raises a ratio that is high, or lowers one that is low."""
+        """Return where the gradient increases a ratio that is high, or decreases one that is low."""
         return (high & (self.advantages > 0)) | (low & (self.advantages < 0))
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """The importance-weighted loss of each step."""
+        """Return the importance-weighted loss of each step."""
         return loss if self.weights is None else self.weights * loss
 
 
 def _prepare(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, keep: Tensor, weights: Tensor | None
 ) -> _Steps:
-    """The inputs, checked, with everything that is not in the loss replaced.
+    """Check the inputs, and replace entries outside the loss.
 
     Raises:
         ValueError: shapes differ.
@@ -189,7 +189,7 @@ def _prepare(
             f"({log_prob.shape[0]},); nothing is broadcast"
         )
 
-    # A token of probability 0 adds nothing, as in `ppo_clip_loss`. Nor does a step of weight 0.
+    # A step with old probability 0 adds 0, as in `ppo_clip_loss`. So does a step of weight 0.
     weights, active = weights_and_active(weights, log_prob, truth(keep, "keep") & (old_log_prob != -torch.inf))
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
     per_step = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
@@ -197,12 +197,12 @@ def _prepare(
 
 
 def _clipped(steps: _Steps, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
-    """−w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
+    """Compute −w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
     check_positive("clip_ratio", clip_ratio)
     ratio = _ratio(log_ratio)
     loss = torch.maximum(-ratio * steps.advantages, -ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * steps.advantages)
 
-    # The clip zeroes the gradient on one side of A only; what leads back into the range stays.
+    # The clip zeroes the gradient on one side of A only; steps that move back into the range stay.
     high, low = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
     return steps.weighted(loss), _statistics(steps, ratio, high, low, steps.leads_away(high, low))
 
@@ -221,7 +221,7 @@ def _statistics(steps: _Steps, ratio: Tensor, high: Tensor, low: Tensor, zeroed:
 
 
 def mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, active: Tensor) -> Tensor:
-    """mean_D (m − m_old)² / 2s² of each step, (b, w); 0 where inactive, whose means are not read."""
+    """Compute mean_D (m − m_old)² / 2s² of each step, (b, w); 0 where inactive, whose means are not read."""
     if mean.shape != old_mean.shape or mean.shape[:2] != active.shape or mean.dim() < 3:
         raise ValueError(
             f"mean {tuple(mean.shape)} and old_mean {tuple(old_mean.shape)} must be (b, w, …) with (b, w) = "
@@ -233,7 +233,7 @@ def mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, active: Tensor) -> Tens
 
 
 def _kept(name: str, values: Tensor, steps: _Steps) -> Tensor:
-    """Values of each step, 1 where inactive, so that nothing divides by what is there."""
+    """Return values of each step, with 1 where inactive, so that a division there is safe."""
     if values.shape != steps.active.shape:
         raise ValueError(f"{name} {tuple(values.shape)} must be one for each step, {tuple(steps.active.shape)}")
     return values.detach().to(steps.log_ratio.dtype).masked_fill(~steps.active, 1.0)

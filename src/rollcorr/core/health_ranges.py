@@ -1,4 +1,4 @@
-"""Healthy ranges: when a metric's value is a reason to worry, why, and what to do."""
+"""Healthy ranges of metrics: the limits, the meaning of a value beyond them, and the fix."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HealthyRange:
-    """What a healthy run shows.
+    """Range of a metric in a healthy run.
 
     Attributes:
         ideal: the ideal, in words, e.g. "1" or "< 0.5".
-        ideal_low: lower guide line, or the ideal itself. None: there is none.
-        ideal_high: upper guide line. None: there is none.
-        warn_below: a value below this is a finding. None never warns.
-        warn_above: a value above this is a finding. None never warns.
+        ideal_low: lower guide line, or the ideal itself; optional.
+        ideal_high: upper guide line; optional.
+        warn_below: a value below this is a finding; None disables it.
+        warn_above: a value above this is a finding; None disables it.
         absolute: the bounds apply to |value|.
-        reason: what a value outside means.
-        fix: what to change.
+        reason: the meaning of a value outside.
+        fix: the recommended change.
     """
 
     ideal: str
@@ -30,7 +30,7 @@ class HealthyRange:
     fix: str
 
     def breached(self, value: float) -> float | None:
-        """The limit that a value is beyond, strictly, or None."""
+        """Return the limit that a value is strictly beyond, or None."""
         size = abs(value) if self.absolute else value
         if self.warn_below is not None and size < self.warn_below:
             return self.warn_below
@@ -63,7 +63,7 @@ _LIMITS: dict[str, tuple[str, float | None, float | None, float | None, float | 
     "zero_probability_count": ("0", None, 0.0, None, 0.0),
 }
 
-# metric: what a value beyond its limit means, and what to try
+# metric: meaning of a value beyond its limit, and the recommended fix
 _ADVICE = {
     "rollout_is_mean": (
         "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
@@ -134,7 +134,7 @@ _ADVICE = {
     ),
 }
 
-# The limits of the KL hold on both sides of 0.
+# The limits of the KL apply on both sides of 0.
 RANGES: dict[str, HealthyRange] = {
     metric: HealthyRange(*limits, metric == "kl", *_ADVICE[metric]) for metric, limits in _LIMITS.items()
 }

@@ -24,12 +24,12 @@ _SIZES = {kind: math.prod(shape) for kind, shape in ROW_SHAPES.items()}
 
 
 def population_std(count: float, m2: float) -> float:
-    """sqrt(M2 / n); 0 for an empty sample."""
+    """Compute sqrt(M2 / n); 0 for an empty sample."""
     return (m2 / count) ** 0.5 if count else 0.0
 
 
 def kish_sample_size(count: float, mean: float, m2: float) -> float:
-    """(Σ x)² / (n Σ x²), in [0, 1]; 0 when every value is 0 or there is none (Kish, 1965)."""
+    """Compute (Σ x)² / (n Σ x²), in [0, 1]; 0 for an empty sample or if every value is 0 (Kish, 1965)."""
     square = mean * mean
     second_moment = m2 / count + square if count else 0.0
     return min(1.0, square / second_moment) if second_moment > 0 else 0.0
@@ -38,13 +38,13 @@ def kish_sample_size(count: float, mean: float, m2: float) -> float:
 class Moments(NamedTuple):
     """Count, mean and M2 = Σ (x − mean)² of a sample, on the host."""
 
-    count: float  # type: ignore[assignment] # a tuple's method, which nobody asks of moments
+    count: float  # type: ignore[assignment] # shadows a method of tuple that moments never use
     mean: float
     m2: float
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 0 for an empty sample."""
+        """Return the population standard deviation; 0 for an empty sample."""
         return population_std(self.count, self.m2)
 
 
@@ -57,11 +57,11 @@ class Extremes(NamedTuple):
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """The rows of a `Statistics` as Python numbers, from which the metric registry makes metrics.
+    """Rows of a `Statistics` as Python numbers, from which the metric registry computes metrics.
 
     Attributes:
         names: the names of the rows, kind by kind.
-        numbers: the numbers of all rows one after the other, as `Statistics.pack` has them.
+        numbers: the numbers of all rows in sequence, in the order of `Statistics.pack`.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -69,31 +69,31 @@ class HostStatistics:
 
     @cached_property
     def sums(self) -> Mapping[str, float]:
-        """Name → Σ x."""
+        """Return name → Σ x."""
         return {name: number for name, (number,) in self._rows("sums")}
 
     @cached_property
     def moments(self) -> Mapping[str, Moments]:
-        """Name → count, mean and M2."""
+        """Return name → count, mean and M2."""
         return {name: Moments(*row) for name, row in self._rows("moments")}
 
     @cached_property
     def extremes(self) -> Mapping[str, Extremes]:
-        """Name → smallest and largest value."""
+        """Return name → smallest and largest value."""
         return {name: Extremes(*row) for name, row in self._rows("extremes")}
 
     @cached_property
     def histograms(self) -> Mapping[str, Sequence[float]]:
-        """Name → counts, BINS long."""
+        """Return name → counts, BINS long."""
         return dict(self._rows("histograms"))
 
     @cached_property
     def tops(self) -> Mapping[str, tuple[Entry, ...]]:
-        """Name → the entries that exist, worst first."""
+        """Return name → existing entries, worst first."""
         return {name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._rows("tops")}
 
     def _rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
-        """The rows of a kind, by name."""
+        """Yield the rows of a kind, with their names."""
         for row, place in row_places(self.names).items():
             of, _, name = row.partition(":")
             if of == kind:
@@ -102,7 +102,7 @@ class HostStatistics:
 
 @lru_cache(maxsize=64)
 def row_places(names: tuple[tuple[str, ...], ...]) -> Mapping[str, int]:
-    """Where each row begins in `HostStatistics.numbers`, by its name as finalizers have it, "kind:name"."""
+    """Return the start of each row in `HostStatistics.numbers`, by its name as finalizers use it, "kind:name"."""
     rows = [(kind, name) for kind, of_kind in zip(ROW_SHAPES, names, strict=True) for name in of_kind]
     ends = accumulate(_SIZES[kind] for kind, _ in rows)
     return {f"{kind}:{name}": end - _SIZES[kind] for (kind, name), end in zip(rows, ends, strict=True)}

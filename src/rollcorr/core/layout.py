@@ -1,8 +1,8 @@
 """Layouts: one set of per-sequence operations for padded and packed batches.
 
-Padded tensors are (B, T). Packed tensors are (N,) with `cu_seqlens` (B + 1,), as in varlen attention. This is the
-only file that knows the difference: every other function takes `cu_seqlens=None` and passes it on. Nothing here reads
-a value on a device, so nothing waits for the GPU.
+Padded tensors are (B, T). Packed tensors are (N,) with `cu_seqlens` (B + 1,), as in varlen attention. Only this file
+distinguishes the two: every other function takes `cu_seqlens=None` and passes it on. No function here reads a value on
+a device, so none waits for the GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rollcorr.core.boundary import (
 def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
     """Check that the named arguments are tensors of one shape on one device, and that they fit the layout.
 
-    The values of `cu_seqlens` are checked too where they lie in host memory, which waits for nothing. On a device they
-    are not checked: wrong ones give wrong sums there, but never a read or write beyond the data (`sequence_ids`,
+    In host memory the values of `cu_seqlens` are also checked, without a sync. On a device they are not checked:
+    invalid offsets produce invalid sums there, but never a read or write out of bounds (`sequence_ids`,
     `bounded_offsets`).
 
     Raises:
-        TypeError: an argument is no tensor.
-        ValueError: two shapes or devices differ, the rank is wrong, an argument cannot be computed with
+        TypeError: an argument is not a tensor.
+        ValueError: two shapes or devices differ, the rank does not match the layout, an argument is unusable
             (`check_tensors`), or `cu_seqlens` does not describe the tokens.
     """
     check_shapes(cu_seqlens=cu_seqlens, **tensors)
@@ -66,20 +66,20 @@ def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each of consecutive parts begins, then the end of the last, as in `cu_seqlens`: (B,) → (B + 1,)."""
+    """Return the start of each of consecutive parts, then the end of the last, as `cu_seqlens`: (B,) → (B + 1,)."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def sequence_count(tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> int:
-    """B, the number of sequences."""
+    """Return B, the number of sequences."""
     return tokens.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
 def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
-    """The sequence that each packed token belongs to: (N,) int64.
+    """Return the sequence index of each packed token: (N,) int64.
 
-    On a device the values of `cu_seqlens` are not known to be right. There each token is looked up between the inner
-    offsets, which gives the index of some sequence for any values.
+    On a device the values of `cu_seqlens` are unchecked. There each token is looked up between the inner offsets,
+    which returns a valid sequence index for any values.
 
     Raises:
         ValueError: as `check_cu_seqlens`, where the offsets are in host memory.
@@ -92,7 +92,7 @@ def sequence_ids(tokens: Tensor, *, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Σ of each sequence's values where mask is true: (B,). Masked values are never read. An empty sequence gives 0."""
+    """Sum each sequence's values where mask is true: (B,). Masked values are never read. 0 for an empty sequence."""
     valid = values.masked_fill(~mask, 0)
     if cu_seqlens is None:
         return valid.sum(dim=-1)
@@ -100,9 +100,9 @@ def sequence_sum(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = No
 
 
 def ragged_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """Σ of each segment of values, in the same order every time: (n,) and n + 1 offsets → (segments,).
+    """Sum each segment of values, in a deterministic order: (n,) and n + 1 offsets → (segments,).
 
-    A GPU adds what shares an index by atomics, in an order that timing decides; so segments are reduced there.
+    On a GPU, `index_add` uses atomics, whose order is not deterministic; so segments are reduced there.
     """
     if _adds_by_atomics(values):
         return torch.segment_reduce(values, "sum", lengths=offsets.diff(), unsafe=True)
@@ -110,20 +110,20 @@ def ragged_sum(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def add_at(total: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """A copy of total with values added at an index along the first dimension, in the same order every time."""
+    """Return a copy of total with values added at an index along the first dimension, in a deterministic order."""
     if _adds_by_atomics(values):
         return total.index_put((index,), values, accumulate=True)  # sorts by index, where index_add uses atomics
     return total.index_add(0, index, values)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Mean of the values of each sequence where mask is true: (B,). An empty sequence gives 0."""
+    """Compute the mean of each sequence's values where mask is true: (B,); 0 for an empty sequence."""
     count = token_count(mask, cu_seqlens=cu_seqlens).to(values.dtype)
     return sequence_sum(values, mask, cu_seqlens=cu_seqlens) / count.clamp(min=1)
 
 
 def sequence_max(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Largest value of each sequence where mask is true: (B,). An empty sequence gives −inf."""
+    """Return the largest value of each sequence where mask is true: (B,); −inf for an empty sequence."""
     valid = values.masked_fill(~mask, -torch.inf)
     if cu_seqlens is None:
         return valid.amax(dim=-1) if valid.shape[-1] else valid.new_full((valid.shape[0],), -torch.inf)
@@ -132,7 +132,7 @@ def sequence_max(values: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = No
 
 
 def token_count(mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """c_i, the number of true entries of each sequence: (B,) int64."""
+    """Return c_i, the number of true entries of each sequence: (B,) int64."""
     if cu_seqlens is None:
         return mask.sum(dim=-1)
     out = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64, device=mask.device)
@@ -140,14 +140,14 @@ def token_count(mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
 
 
 def expand(per_sequence: Tensor, like: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Give every token its sequence's value: (B,) → the shape of `like`. Padded: a view."""
+    """Expand per-sequence values to tokens: (B,) → the shape of `like`. Padded: a view."""
     if cu_seqlens is None:
         return per_sequence.unsqueeze(-1).expand(like.shape)
     return per_sequence[sequence_ids(like, cu_seqlens=cu_seqlens)]
 
 
 def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) → ((N,), cu_seqlens): keep the true entries, row by row. The number kept is data: this one syncs.
+    """Pack (B, T) → ((N,), cu_seqlens): keep the true entries, row by row. Syncs, because N depends on the data.
 
     Args:
         padded: (B, T), any dtype.
@@ -164,5 +164,5 @@ def pack(padded: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _adds_by_atomics(values: Tensor) -> bool:
-    """Whether adding these at indices gives other last digits each time. Inside torch.func there is no other way."""
+    """Return whether to avoid `index_add`: its atomics are not deterministic. torch.func has no alternative to it."""
     return values.device.type == "cuda" and values.is_floating_point() and not in_transform()

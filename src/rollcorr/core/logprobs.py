@@ -1,4 +1,4 @@
-"""Token log-probs from logits: over the whole vocabulary, over a recomputed support, or over recorded kept sets.
+"""Token log-probs from logits: over the full vocabulary, over a recomputed support, or over recorded kept sets.
 
 Logits are (…, V) and token ids (…): (B, T, V) and (B, T), or packed (N, V) and (N,). Logits are divided by the
 temperature before the softmax, as samplers do. Everything is computed in float32 or wider, is differentiable in the
@@ -23,7 +23,7 @@ from rollcorr.core.sampling import KeptSets, usable_kept_sets, with_sampled
 
 
 class SupportedLogProb(NamedTuple):
-    """Log-probs over a support, and what the restriction did.
+    """Log-probs over a support, and the tokens that had to be added to it.
 
     Attributes:
         log_prob: log p of the sampled token over the support, nats. The shape of the token ids.
@@ -35,7 +35,7 @@ class SupportedLogProb(NamedTuple):
 
 
 def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """log p(a) = z_a/τ − log Σ_j exp(z_j/τ), over the whole vocabulary.
+    """Compute log p(a) = z_a/τ − log Σ_j exp(z_j/τ), over the full vocabulary.
 
     Args:
         logits: z, (…, V), any float dtype.
@@ -46,8 +46,8 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         (…), nats, at least float32.
 
     Raises:
-        ValueError: shapes do not fit, the temperature is not above 0, or a token id is no id of the vocabulary (in host
-            memory; on a device it is clamped to one).
+        ValueError: shapes do not fit, the temperature is not above 0, or a token id is outside the vocabulary (checked
+            in host memory; clamped on a device).
 
     Source: defined here.
     """
@@ -58,9 +58,9 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
 def supported_log_prob(
     logits: Tensor, token_ids: Tensor, support: Tensor, *, temperature: float = 1.0
 ) -> SupportedLogProb:
-    """log p(a) = z_a/τ − log Σ_{j ∈ K ∪ {a}} exp(z_j/τ), over a dense support K.
+    """Compute log p(a) = z_a/τ − log Σ_{j ∈ K ∪ {a}} exp(z_j/τ), over a dense support K.
 
-    For supports that the trainer recomputes from its own logits. `rollcorr.core.sampling` says why that is fragile.
+    For supports that the trainer recomputes from its own logits. `rollcorr.core.sampling` explains why that is fragile.
 
     Args:
         logits: z, (…, V).
@@ -80,9 +80,9 @@ def supported_log_prob(
 
 
 def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> SupportedLogProb:
-    """log p(a) = z_a/τ − log Σ_{j ∈ K ∪ {a}} exp(z_j/τ), over recorded sets K: the keep-sampling-mask replayed.
+    """Compute log p(a) = z_a/τ − log Σ_{j ∈ K ∪ {a}} exp(z_j/τ), over recorded sets K (replayed keep-sampling-mask).
 
-    Only the kept logits are gathered: no mask or softmax of shape (…, V) is made. A token without a kept id (padding;
+    Only kept logits are gathered: no mask or softmax of shape (…, V) is created. A token without kept ids (padding;
     see `KeptSets.padded`) gets log 1 = 0 and counts as outside.
 
     Args:
@@ -92,7 +92,7 @@ def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
         temperature: τ, > 0.
 
     Raises:
-        ValueError: as in `token_log_prob`, for kept ids too. Whether an id is listed twice is not checked here: see
+        ValueError: as in `token_log_prob`, also for kept ids. Duplicate ids are not checked here: see
             `rollcorr.core.sampling.check_kept_sets`.
 
     Source: DeepSeek-AI (2025), "DeepSeek-V3.2", keep sampling mask.
@@ -104,9 +104,9 @@ def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
 
 def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> Tensor:
-    """log S = log Σ_{j ∈ K ∪ {a}} p_j: the log of the kept set's share of the whole softmax. (…), nats, ≤ 0.
+    """Compute log S = log Σ_{j ∈ K ∪ {a}} p_j: the log of the kept set's share of the full softmax. (…), nats, ≤ 0.
 
-    Arguments and raises are those of `kept_log_prob`.
+    Arguments and raises are as in `kept_log_prob`.
     """
     scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
     largest, log_sum, _ = _log_sum(scaled, sampled, rows, is_sampled)
@@ -115,7 +115,7 @@ def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """H = log Σ_j exp(z_j/τ) − Σ_j p_j z_j/τ, over the whole vocabulary.
+    """Compute H = log Σ_j exp(z_j/τ) − Σ_j p_j z_j/τ, over the full vocabulary.
 
     Args:
         logits: z, (…, V), any float dtype.
@@ -134,29 +134,29 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
 
 def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> Tensor:
-    """H = −Σ_{j ∈ K ∪ {a}} p_j log p_j with p over the kept set alone. (…), nats; 0 where nothing was kept.
+    """Compute H = −Σ_{j ∈ K ∪ {a}} p_j log p_j with p over the kept set only. (…), nats; 0 where the set is empty.
 
-    Arguments and raises are those of `kept_log_prob`.
+    Arguments and raises are as in `kept_log_prob`.
     """
     scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
     largest, log_sum, outside = _log_sum(scaled, sampled, rows, is_sampled)
 
-    # The sampled token's own term is added only where it is not one of the kept ids already.
+    # Add the sampled token's own term only if it is not among the kept ids.
     member = (scaled - largest[rows]) - log_sum[rows]
     alone = ((sampled - largest) - log_sum).masked_fill(~outside, -torch.inf)
     return add_at(minus_p_log_p(alone), rows, minus_p_log_p(member)).view(token_ids.shape)
 
 
 def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
-    """d − log S: the log-ratio between two truncated policies, from a trainer's log-prob over the whole vocabulary.
+    """Compute d − log S: the log-ratio of two truncated policies, from a trainer's log-prob over the full vocabulary.
 
-    This is the fallback when the kept mass S was recorded and the kept sets were not. The engine's log-prob is
+    This is the fallback for runs that recorded the kept mass S but not the kept sets. The engine's log-prob is
     log p(a) − log S. The trainer's, over the same set, would be log π(a) − log S_π. This function uses S in place of
-    S_π, so a difference between the two masses stays in the ratio, and the gradient is that of the untruncated policy.
+    S_π, so a difference between the two masses remains in the ratio, and the gradient is the untruncated policy's.
     Prefer `kept_log_prob`.
 
     Args:
-        log_ratio: d = log π − log μ with π over the whole vocabulary, nats. Any shape.
+        log_ratio: d = log π − log μ with π over the full vocabulary, nats. Any shape.
         log_kept_mass: log S of the engine's set at each token, ≤ 0, nats. Same shape.
 
     Raises:
@@ -170,7 +170,7 @@ def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
 def _gather(
     logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled logits of kept ids (M,) and of sampled tokens (N,), each kept id's token, and whether it was sampled."""
+    """Return scaled logits of kept ids (M,) and sampled tokens (N,), each kept id's token, and if it is sampled."""
     token_ids = _checked(logits, token_ids, temperature, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
     if len(kept) != token_ids.numel():
         raise ValueError(
@@ -187,21 +187,21 @@ def _gather(
 
 
 def _log_sum(scaled: Tensor, sampled: Tensor, rows: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """max z and log Σ exp(z − max z) of each kept set with its sampled token, and where that token was outside it."""
+    """Compute max z and log Σ exp(z − max z) of each kept set with its sampled token, and whether that was outside."""
     found = torch.zeros_like(sampled, dtype=torch.int64).index_add(0, rows, is_sampled.long())
     outside = found == 0
 
-    # The maximum cancels in every result. Without a gradient it stays out of the backward pass.
+    # The maximum cancels in every result. Detach it to exclude it from the backward pass.
     largest = sampled.detach().scatter_reduce(0, rows, scaled.detach(), "amax")
 
-    # A sampled token that is one of the kept ids must count once, so its own term counts only where it is outside.
+    # A sampled token among the kept ids must count once, so add its own term only where it is outside.
     inserted = (sampled - largest).masked_fill(~outside, -torch.inf).exp()
     total = add_at(inserted, rows, (scaled - largest[rows]).exp())
     return largest, total.log(), outside
 
 
 def minus_p_log_p(log_p: Tensor) -> Tensor:
-    """−p log p, and 0 at p = 0."""
+    """Compute −p log p, and 0 at p = 0."""
     return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0))
 
 
@@ -210,7 +210,7 @@ def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _checked(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> Tensor:
-    """Check operands against each other; return the token ids as int64 that lead nowhere beyond the logits."""
+    """Check operands against each other; return the token ids as int64, clamped to the vocabulary on a device."""
     check_tensors(logits=logits, token_ids=token_ids, **others)
     if logits.shape[:-1] != token_ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} must be token_ids {tuple(token_ids.shape)} with V added")
@@ -222,7 +222,7 @@ def check_temperature(temperature: float) -> None:
     """Check that a temperature is finite and above 0.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the temperature is not finite or not above 0.
     """
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")

@@ -1,11 +1,11 @@
-"""Per-token policy losses, and the terms that hold the policy near a reference.
+"""Per-token policy losses, and the KL terms to a reference policy.
 
 There are three policies: μ sampled the tokens, π_old is the trainer's policy when the batch arrived, π_θ is the policy
-being trained. A loss here is a tensor of per-token values, 0 outside the loss mask, which `rollcorr.core.aggregation`
-adds up. Mergeable statistics come with it. `rollcorr.correction.losses` decides which policy plays which part.
+being trained. A loss here is a tensor of per-token values, 0 outside the loss mask, for `rollcorr.core.aggregation` to
+sum, together with mergeable statistics. `rollcorr.correction.losses` assigns the policies to the arguments.
 
-Masked values are never read: they are replaced before any arithmetic, so NaN or ±inf there changes nothing, forward
-or backward. Arithmetic is in float32 at least.
+Masked values are never read: they are replaced before any arithmetic, so NaN or ±inf there has no effect, forward or
+backward. Arithmetic is in float32 at least.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def ppo_clip_loss(
     weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """−w · min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = π_θ / π_old; for A < 0 at most −w · c A.
+    """Compute −w · min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = π_θ / π_old; if A < 0, at most −w · c A.
 
-    Decoupled PPO: the ratio carries the drift since the batch arrived, and the weight w = π_old / μ the mismatch of the
-    sampler. The clip looks at r alone.
+    Decoupled PPO: the ratio measures the drift since the batch arrived, and the weight w = π_old / μ the sampler's
+    mismatch. The clip reads only r.
 
     Args:
         log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient.
-        old_log_prob: log π_old, nats, same shape. A token to which π_old gives probability 0 (−inf) adds nothing.
+        old_log_prob: log π_old, nats, same shape. A token with probability 0 under π_old (−inf) adds 0.
         advantages: per token, same shape; or per sequence, (B,), in the padded layout.
         loss_mask: tokens in the loss, same shape; read as ≠ 0.
-        clip_low: how far r may fall before the clip binds, in [0, 1].
-        clip_high: how far r may rise before the clip binds, ≥ 0.
-        clip_c: dual clip, a ratio > 1: the loss of a token with A < 0 stops at −c A. None: no dual clip.
-        weights: importance weights, same shape; detached here. None: all are 1. A token of weight 0 adds nothing.
+        clip_low: clip range of r below 1, in [0, 1].
+        clip_high: clip range of r above 1, ≥ 0.
+        clip_c: dual clip, a ratio > 1: the loss of a token with A < 0 is at most −c A. Optional; off by default.
+        weights: importance weights, same shape; detached here. Defaults to 1. A token of weight 0 adds 0.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
@@ -72,15 +72,15 @@ def ppo_clip_loss(
 
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
 
-    # The bound changes only tokens with A < 0 and r > e²⁰ without the dual clip: their gradient, which no optimizer
-    # would survive, becomes 0.
+    # The bound changes only tokens with A < 0 and r > e²⁰ without the dual clip: their gradient, far beyond any usable
+    # size, becomes 0.
     ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     advantages = advantages.detach().to(ratio.dtype).masked_fill(~active, 0.0)
 
-    # The larger of the two losses: a clip that would lower the loss does not bind.
+    # Take the larger of the two losses: a clip that would lower the loss does not apply.
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
-    # For A < 0 a growing ratio is never clipped above, so one token could dominate the batch without a ceiling.
+    # For A < 0, r is not clipped from above, so without a ceiling one token could dominate the batch.
     negative = advantages < 0
     stopped = torch.zeros_like(negative)
     if clip_c is not None:
@@ -108,16 +108,17 @@ def reinforce_loss(
     behavior_log_prob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """−sg(w) · log π_θ · A: the policy gradient with importance weights and without a clip.
+    """Compute −sg(w) · log π_θ · A: the policy gradient with importance weights and without a clip.
 
     Args:
-        log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient. A token to
-            which π_θ gives probability 0 (−inf) adds nothing: its importance ratio is 0.
+        log_prob: log π_θ of the sampled tokens, nats. (B, T), or (N,) when packed. Carries the gradient. A token with
+            probability 0 under π_θ (−inf) adds 0: its importance ratio is 0.
         advantages: per token, same shape; or per sequence, (B,), in the padded layout.
         loss_mask: tokens in the loss, same shape; read as ≠ 0.
         weights: importance weights π_θ / μ, same shape; detached here (a gradient through w would add a second
-            policy-gradient term). None: all are 1. A token of weight 0 adds nothing.
-        behavior_log_prob: log μ, same shape, for the `policy_kl` statistic alone. None: the statistic is empty.
+            policy-gradient term). Defaults to 1. A token of weight 0 adds 0.
+        behavior_log_prob: log μ, same shape, used only for the `policy_kl` statistic. Optional; without it the
+            statistic is empty.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
     Returns:
@@ -137,14 +138,14 @@ def reinforce_loss(
     mask = truth(loss_mask, "loss_mask")
     weights, active = weights_and_active(weights, log_prob, mask & (log_prob != -torch.inf))
 
-    # Both factors become 0 on tokens that add nothing: with one alone, 0 · NaN would still be NaN.
+    # Set both factors to 0 on inactive tokens: with only one, 0 · NaN would still be NaN.
     active_log_prob = at_least_float32(log_prob).masked_fill(~active, 0.0)
     advantages = advantages.detach().to(active_log_prob.dtype).masked_fill(~active, 0.0)
     loss = -active_log_prob * advantages
     if weights is not None:
         loss = weights * loss
 
-    # Without μ the statistic is there all the same, over no token: what it would compare does not matter.
+    # Without μ, return the statistic over an empty sample. The second log-prob then has no effect.
     if behavior_log_prob is None:
         return loss, _policy_statistics(torch.zeros_like(mask), log_prob, log_prob)
     check_layout(log_prob=log_prob, behavior_log_prob=behavior_log_prob, cu_seqlens=cu_seqlens)
@@ -152,18 +153,18 @@ def reinforce_loss(
 
 
 def neutral_log_probs(log_prob: Tensor, old_log_prob: Tensor) -> tuple[Tensor, Tensor]:
-    """Both log-probs, with missing values replaced as `nonfinite="neutral"` asks, so that a loss over them is finite.
+    """Replace missing values in both log-probs for `nonfinite="neutral"`, so that a loss over them is finite.
 
-    Where log π_old is missing it becomes sg(log π_θ). Then r = π_θ / sg(π_θ) is 1, its gradient is that of log π_θ, and
-    the token gives −w A ∇log π_θ. Where log π_θ is missing there is no gradient to take: both become −inf, which adds
-    nothing.
+    Where log π_old is missing it becomes sg(log π_θ). Then r = π_θ / sg(π_θ) is 1, its gradient is the gradient of
+    log π_θ, and the token contributes −w A ∇log π_θ. Where log π_θ is missing there is no gradient: both become −inf,
+    which contributes 0.
 
     Args:
         log_prob: log π_θ, nats. Any shape. Carries the gradient.
         old_log_prob: log π_old, or log μ in its place, nats, same shape. −inf is probability 0, which is not missing.
 
     Returns:
-        The two log-probs.
+        The two log-probs, same shapes.
     """
     gone = log_prob.isnan() | (log_prob == torch.inf)
     missing = old_log_prob.isnan() | (old_log_prob == torch.inf)
@@ -180,9 +181,9 @@ def reference_kl(
         log_prob: log π_θ, nats. Any shape. Carries the gradient.
         ref_log_prob: log π_ref, nats, same shape; detached here.
         mask: response tokens, same shape; read as ≠ 0.
-        estimate: a function of d, of `rollcorr.core.divergence`. `k1` is unbiased and signed, and the expectation of
-            its gradient is 0: it measures the KL but does not lower it. `k2` is biased, but its expected gradient is
-            that of the KL. `k3` is unbiased and never negative.
+        estimate: a function of d, from `rollcorr.core.divergence`; default `k3`. `k1` is unbiased and signed, and the
+            expectation of its gradient is 0: it measures the KL but does not lower it. `k2` is biased, but its expected
+            gradient is the KL's. `k3` is unbiased and nonnegative.
 
     Returns:
         The estimate per token, and the mask of the tokens where both log-probs are finite; 0 elsewhere.
@@ -202,7 +203,7 @@ def reference_kl(
 
 
 def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **indicators: Tensor) -> Statistics:
-    """The moments over the mask of log π_old − log π_θ (never clamped) and of each indicator."""
+    """Compute the moments over the mask of log π_old − log π_θ (never clamped) and of each indicator."""
     log_prob, old_log_prob = log_prob.detach(), old_log_prob.detach()
     finite = mask & log_prob.isfinite() & old_log_prob.isfinite()
     moments = {"policy_kl": moments_of(-token_log_ratio(log_prob, old_log_prob, finite), finite)}
@@ -211,7 +212,7 @@ def _policy_statistics(mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, **i
 
 
 def weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The detached weights, and the tokens that can add to the loss: in the mask, with a weight other than 0."""
+    """Return the detached weights, and the active tokens: in the mask, with nonzero weight."""
     if weights is None:
         return None, mask
     if weights.shape != log_prob.shape:
@@ -220,7 +221,7 @@ def weights_and_active(weights: Tensor | None, log_prob: Tensor, mask: Tensor) -
             "weights are one per token (a sequence-level weight is repeated)"
         )
 
-    # 0 · NaN is NaN. A token of weight 0 is therefore taken out, like one outside the mask.
+    # 0 · NaN is NaN, so exclude a token of weight 0 like one outside the mask.
     weights = at_least_float32(weights.detach())
     active = mask & (weights != 0)
     return weights.masked_fill(~active, 0.0), active
@@ -232,7 +233,7 @@ def _per_token(advantages: Tensor, log_prob: Tensor, cu_seqlens: Tensor | None) 
     if cu_seqlens is None and advantages.shape == log_prob.shape[:1]:
         return expand(advantages, log_prob)
 
-    # Packed, (B,) and (N,) could not be told apart when B = N, so only (N,) is accepted.
+    # Packed, (B,) and (N,) are indistinguishable if B = N, so only (N,) is accepted.
     fix = "(B, T) per token or (B,) per sequence"
     if cu_seqlens is not None:
         fix = "(N,) per token; rollcorr.core.layout.expand(advantages, log_prob, cu_seqlens=cu_seqlens) spreads (B,)"

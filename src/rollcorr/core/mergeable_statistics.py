@@ -1,4 +1,4 @@
-"""Mergeable statistics: numbers about a batch that add up exactly.
+"""Mergeable statistics: batch statistics that add up exactly.
 
 There are five kinds of row, on the device of the data, in float64:
 
@@ -6,10 +6,10 @@ There are five kinds of row, on the device of the data, in float64:
     moments     (n, mean, M2)           merged by Chan's update; M2 = Σ (x − mean)²
     extremes    (min, max)              merged by min and max
     histograms  counts in fixed bins    merged by addition; on request (`rollcorr.core.detail_rows`)
-    tops        the worst, and where    merged by order; on request (`rollcorr.core.detail_rows`)
+    tops        worst entries           merged by order; on request (`rollcorr.core.detail_rows`)
 
-`merge` is associative and commutative up to the last bits of float64, so micro-batches, ranks and log shards
-give the number that one process would. Ratios, means and roots are taken once, after the last merge
+`merge` is associative and commutative up to the last bits of float64, so micro-batches, ranks and log shards produce
+the same number as one process. Ratios, means and roots are computed once, after the last merge
 (`rollcorr.core.metric_registry`).
 """
 
@@ -47,7 +47,7 @@ def merge_moments(parts: Tensor) -> Tensor:
     count, mean, m2 = parts.unbind(-1)
     total = count.sum(0)
 
-    # What each part's mean is away from the common one was not in its M2.
+    # Add the deviation of each part's mean from the common mean, which is not in its M2.
     center = (count * mean).sum(0) / total.clamp(min=1)
     spread = m2.sum(0) + (count * (mean - center).square()).sum(0)
     return torch.stack([total, center, spread], dim=-1)
@@ -73,7 +73,7 @@ def _shapes(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 class _PackedRows(Mapping[str, Tensor]):
-    """Kind of row → values, of rows that lie in one vector. They are taken apart when they are first asked for."""
+    """Mapping of kind of row → values, stored in one vector that is split on first access."""
 
     def __init__(self, vector: Tensor, names: Mapping[str, tuple[str, ...]]) -> None:
         self.vector, self._names = vector, names
@@ -95,12 +95,12 @@ class _PackedRows(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Named rows that live on one device and merge exactly. `of` makes them.
+    """Named rows on one device that merge exactly. Create them with `of`.
 
     Attributes:
         names: kind of row → the names of its rows.
         rows: kind of row → their values, float64: sums (R,), moments (R, 3: n, mean, M2), extremes (R, 2: min, max;
-            +inf, −inf when nothing was seen), histograms (R, BINS), tops (R, TOP, 3).
+            +inf, −inf for an empty sample), histograms (R, BINS), tops (R, TOP, 3).
     """
 
     names: Mapping[str, tuple[str, ...]]
@@ -121,15 +121,15 @@ class Statistics:
 
         Args:
             sums: name → a 0-d tensor.
-            moments: name → what `moments_of` returns, (3,): count, mean and sum of squared deviations.
-            extremes: name → what `extremes_of` returns, (2,).
-            histograms: name → what `histogram_of` returns, (BINS,).
-            tops: name → what `top_entries` returns, (TOP, 3).
-            device: where the tables go if no row is given at all.
+            moments: name → result of `moments_of`, (3,): count, mean and sum of squared deviations.
+            extremes: name → result of `extremes_of`, (2,).
+            histograms: name → result of `histogram_of`, (BINS,).
+            tops: name → result of `top_entries`, (TOP, 3).
+            device: device of the empty tables; needed only if no row is given.
         """
         given = dict(zip(ROW_SHAPES, (sums, moments, extremes, histograms, tops), strict=True))
 
-        # Only where there is no row at all, the caller must say which device the empty tables are on.
+        # If there is no row, the caller must specify the device of the empty tables.
         device = next((row.device for rows in given.values() for row in rows.values()), device)
         return cls(
             {kind: tuple(rows) for kind, rows in given.items()},
@@ -137,7 +137,7 @@ class Statistics:
         )
 
     def merge(self, other: Statistics) -> Statistics:
-        """Return the statistics of both samples together.
+        """Return the statistics of both samples combined.
 
         Raises:
             ValueError: the two have different rows, for instance because their configurations differ.
@@ -156,7 +156,7 @@ class Statistics:
         )
 
     def without(self, *left_out: str) -> Statistics:
-        """All rows except these. Names that are not there are ignored."""
+        """Return all rows except these. Unknown names are ignored."""
         kept = {kind: [i for i, name in enumerate(self.names[kind]) if name not in left_out] for kind in ROW_SHAPES}
         return Statistics(
             {kind: tuple(self.names[kind][i] for i in kept[kind]) for kind in ROW_SHAPES},
@@ -167,29 +167,29 @@ class Statistics:
         )
 
     def pack(self) -> Tensor:
-        """All rows as one float64 vector, which travels between ranks or to the host in one transfer."""
+        """Return all rows as one float64 vector, for a single transfer between ranks or to the host."""
         if isinstance(self.rows, _PackedRows):
             return self.rows.vector.clone()
         return torch.cat([rows.flatten() for rows in self.rows.values()])
 
     def unpack(self, vector: Tensor) -> Statistics:
-        """The same rows with other values.
+        """Return the same rows with the values of a vector.
 
         Args:
-            vector: 1-D float64, from `pack`, here or on another rank.
+            vector: 1-D float64, from `pack`, on any rank.
         """
         return Statistics(self.names, _PackedRows(vector, self.names))
 
     @classmethod
     def from_vector(cls, names: Mapping[str, tuple[str, ...]], vector: Tensor) -> Statistics:
-        """The rows with these names, kind by kind; for who has no such rows.
+        """Return rows with these names, kind by kind, without an existing `Statistics`.
 
         Args:
             names: kind of row → the names of its rows.
             vector: 1-D float64, from `pack`.
 
         Raises:
-            ValueError: the vector has another number of values than these rows.
+            ValueError: the vector has a different number of values than these rows.
         """
         sizes = [math.prod(shape) for shape in _shapes(names).values()]
         if sum(sizes) != vector.numel():
@@ -197,29 +197,29 @@ class Statistics:
         return cls(dict(names), _PackedRows(vector, names))
 
     def read(self) -> HostStatistics:
-        """Bring every row to the host in one transfer."""
-        # Each transfer waits for the device, so all rows travel together, as one list of numbers.
+        """Copy every row to the host in one transfer."""
+        # Each transfer syncs with the device, so all rows travel together, as one list of numbers.
         vector = self.rows.vector if isinstance(self.rows, _PackedRows) else self.pack()
         return HostStatistics(tuple([self.names[kind] for kind in ROW_SHAPES]), vector.cpu().tolist())
 
     def metrics(self, *, prefix: str = "rollout_corr/") -> dict[str, float]:
-        """Every metric of the registry that these rows suffice for, in one transfer; of merged statistics too."""
+        """Compute every metric whose rows are present, in one transfer; also of merged statistics."""
         return finalize(self.read(), prefix=prefix)
 
     def sum(self, name: str) -> Tensor:
-        """One sum, 0-d, still on the device."""
+        """Return one sum, 0-d, still on the device."""
         return self.rows["sums"][self.names["sums"].index(name)]
 
     def moment(self, name: str) -> Tensor:
-        """One row of moments, (3,): n, mean, M2, still on the device."""
+        """Return one row of moments, (3,): n, mean, M2, still on the device."""
         return self.rows["moments"][self.names["moments"].index(name)]
 
 
 def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
-    """Merge any number of statistics. The same parts in the same order give the same bits.
+    """Merge any number of statistics. The same parts in the same order produce the same bits.
 
     Raises:
-        ValueError: there is nothing to merge, or rows differ.
+        ValueError: there are no parts, or rows differ.
     """
     parts = list(parts)
     if not parts:
@@ -231,7 +231,7 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
             differing = sorted({name for kind in ROW_SHAPES for name in set(part.names[kind]) ^ set(names[kind])})
             raise ValueError(f"only statistics with the same rows merge; these rows are on one side only: {differing}")
 
-    # Histograms and the worst entries exist on request only. A kind without rows has nothing to merge.
+    # Histograms and the worst entries are optional. A kind without rows is skipped.
     merged = {
         kind: _MERGES[kind](torch.stack([part.rows[kind] for part in parts])) if names[kind] else rows
         for kind, rows in parts[0].rows.items()
@@ -240,26 +240,26 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
 
 
 def moments_of(values: Tensor, mask: Tensor) -> Tensor:
-    """(n, mean, M2) of the values where mask is true, in two passes, so that a large mean cancels no digits.
+    """Compute (n, mean, M2) of the values where mask is true, in two passes, so that a large mean cancels no digits.
 
     Args:
         values: any shape, finite where `mask` is true. Masked values are never read.
         mask: bool, same shape.
 
     Returns:
-        (3,) float64. An empty sample gives zeros.
+        (3,) float64. Zeros for an empty sample.
     """
     values = values.to(STATISTICS_DTYPE)
     count = mask.sum(dtype=STATISTICS_DTYPE)
     mean = values.masked_fill(~mask, 0.0).sum() / count.clamp(min=1)
 
-    # Deviations are taken from the mean itself: Σ x² − n mean² would cancel for a mean far from 0.
+    # Subtract the mean first: Σ x² − n mean² would cancel for a mean far from 0.
     m2 = (values - mean).masked_fill_(~mask, 0.0).pow_(2).sum()
     return torch.stack([count, mean, m2])
 
 
 def extremes_of(values: Tensor, mask: Tensor) -> Tensor:
-    """(min, max) of the values where mask is true; (+inf, −inf) when there is none. (2,) float64."""
+    """Compute (min, max) of the values where mask is true; (+inf, −inf) if the sample is empty. (2,) float64."""
     if values.numel() == 0:
         return no_extremes(values.device)
     values = values.to(STATISTICS_DTYPE)
@@ -267,8 +267,8 @@ def extremes_of(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def no_extremes(device: torch.device) -> Tensor:
-    """(+inf, −inf), the extremes of an empty sample, (2,) float64."""
-    # Filled on the device: two numbers from Python would be copied there, and a GPU's queue would stop for them.
+    """Return (+inf, −inf), the extremes of an empty sample, (2,) float64."""
+    # Fill on the device: copying two numbers from Python would stall a GPU's queue.
     nothing = torch.full((2,), torch.inf, dtype=STATISTICS_DTYPE, device=device)
     nothing[1:].neg_()
     return nothing

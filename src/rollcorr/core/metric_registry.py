@@ -1,10 +1,10 @@
 """The metric registry: every metric's name, unit, sample, formula, finalizer, healthy range and source.
 
-This is the one table that the code, the health check, the plots' guide lines and docs/reference/metrics.md read. A
-metric appears in a result when the rows that it needs were collected, which the configuration decides.
+This table is the single source for the code, the health check, the plots' guide lines and docs/reference/metrics.md. A
+result contains a metric if the configuration collected the rows that it needs.
 
-V are the valid tokens, R the sequences with at least one; "unit" is the token or the sequence, whichever the weights'
-level counts.
+V are the valid tokens, R the sequences with at least one; "unit" is the token or the sequence, as set by the weights'
+level.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ __all__ = ["CRITERIA", "METRICS", "PREFIX", "Metric", "criterion_metrics", "fina
 PREFIX = "rollout_corr/"
 
 CRITERIA = tuple(config.CRITERIA)
-"""The rejection criteria, those of `rollcorr.config`."""
+"""The rejection criteria of `rollcorr.config`."""
 
 METRICS: dict[str, Metric] = metric_table(
     RANGES,
-    # How much was seen.
+    # Counts of the sample.
     ("token_count", "tokens", "batch", "n = |V|", total("tokens"), OWN),
     ("sequence_count", "sequences", "batch", "|R|", total("sequences"), OWN),
     ("nonfinite_count", "tokens", "batch", "missing log-probs on V", total("nonfinite"), OWN),
     ("zero_probability_count", "tokens", "batch", "log π = −inf on V", total("zero_probability"), OWN),
-    # How far apart the policies are.
+    # Distance between the policies.
     ("training_ppl", "1", R, "sm(exp(−mean_i log π))", share("train_ppl", "sequences_measured"), MATHS),
     ("training_log_ppl", "nats", R, "sm(−mean_i log π)", share("train_log_ppl", "sequences_measured"), MATHS),
     ("rollout_ppl", "1", R, "sm(exp(−mean_i log μ))", share("rollout_ppl", "sequences_measured"), MATHS),
@@ -99,7 +99,7 @@ METRICS: dict[str, Metric] = metric_table(
     ),
     ("t_times_kl", "nats", "batch", "mean c_i · kl", length_times_kl(), PRAXIS),
     ("max_viable_length", "tokens", "batch", "safety_bound / kl, at most 1e9; 1e9 if kl ≤ 0", viable_length(), PRAXIS),
-    # The importance weights.
+    # Importance weights.
     ("rollout_is_mean", "ratio", V, "mean_V(w), applied weights", mean("weight"), IS_GUIDE),
     ("rollout_is_std", "ratio", V, "std_V(w)", std("weight"), IS_GUIDE),
     ("rollout_is_min", "ratio", V, "min_V(w)", lowest("weight"), IS_GUIDE),
@@ -217,7 +217,7 @@ METRICS: dict[str, Metric] = metric_table(
         share("catastrophic_tokens", "tokens"),
         IS_GUIDE,
     ),
-    # Quantiles, where detail was asked for.
+    # Quantiles, with `detail`.
     ("log_ratio_abs_p50", "nats", V, "median of |d|", quantile_of("log_ratio", 0.5, absolute=True), OWN),
     ("log_ratio_abs_p99", "nats", V, "0.99 quantile of |d|", quantile_of("log_ratio", 0.99, absolute=True), OWN),
     ("log_ratio_abs_p999", "nats", V, "0.999 quantile of |d|", quantile_of("log_ratio", 0.999, absolute=True), OWN),
@@ -233,11 +233,11 @@ _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in c
 _REGISTRY = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS
 
 HEALTHY_RANGES = {name: found.healthy for name, found in _REGISTRY.items() if found.healthy is not None}
-"""Bare name → what a healthy run shows, of the metrics that have a limit or an ideal."""
+"""Bare name → healthy range, for metrics with a limit or an ideal."""
 
 
 def metric(name: str) -> Metric:
-    """Look a metric up by its bare or prefixed name, those of rejection criteria and of denoising steps included.
+    """Look up a metric by its bare or prefixed name, including rejection criteria and denoising steps.
 
     Raises:
         KeyError: there is no such metric.
@@ -249,24 +249,24 @@ def metric(name: str) -> Metric:
 
 
 def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, float]:
-    """Every metric whose rows the statistics have, prefixed, in the registry's order.
+    """Compute every metric whose rows the statistics contain, prefixed, in the registry's order.
 
     Args:
-        statistics: what `Statistics.read()` returns: rows on the host, merged over micro-batches and ranks.
+        statistics: result of `Statistics.read()`: rows on the host, merged over micro-batches and ranks.
         prefix: put before each name.
     """
     numbers = statistics.numbers
     metrics = {name: compute(numbers) for name, compute in _plan(statistics.names, prefix)}
 
-    # Diffusion alone has one row for each timestep that occurred.
+    # Only diffusion has one row for each timestep in the data.
     return metrics | {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
 
 
 @lru_cache(maxsize=64)
 def _plan(names: tuple[tuple[str, ...], ...], prefix: str) -> tuple[tuple[str, Callable[[Numbers], float]], ...]:
-    """The metrics that these rows suffice for, with their prefix, in the registry's order.
+    """Return the metrics computable from these rows, with their prefix, in the registry's order.
 
-    It is the same at every step of a run.
+    The result is the same at every step of a run, so it is cached.
     """
     places = row_places(names)
     return tuple(

@@ -1,6 +1,6 @@
-"""What a metric is: its arithmetic, its type, and the metrics made from a name, of criteria and of denoising steps.
+"""Definition of a metric: its arithmetic and its type, and the metrics of rejection criteria and denoising steps.
 
-A finalizer makes one number of merged rows of statistics. For an empty sample each gives 0, never a NaN.
+A finalizer computes one number from merged rows of statistics. For an empty sample it returns 0, never NaN.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MEAN, M2 = 1, 2
 
 @dataclass(frozen=True)
 class Finalizer:
-    """A number made from rows of merged statistics.
+    """Computation of one number from rows of merged statistics.
 
-    The places of its rows are the same at every step of a run, so it is told them once, and then reads numbers.
+    The positions of its rows are the same at every step of a run, so `at` binds them once.
 
     Attributes:
         rows: the rows it reads, each as "kind:name" with kind sums, moments, extremes, histograms or tops.
-        at: where each of these rows begins → a function that makes the metric from the numbers of all rows.
+        at: start positions of these rows → a function that computes the metric from the numbers of all rows.
         description: the arithmetic in words, e.g. "mean of log_ratio".
     """
 
@@ -39,12 +39,12 @@ class Finalizer:
 
 
 def total(name: str) -> Finalizer:
-    """The sum itself."""
+    """Return the sum itself."""
     return Finalizer((f"sums:{name}",), lambda row: lambda x: x[row], f"sum {name}")
 
 
 def share(numerator: str, denominator: str) -> Finalizer:
-    """sums[numerator] / sums[denominator]; 0 when there is nothing to divide by."""
+    """Compute sums[numerator] / sums[denominator]; 0 if the denominator is 0."""
     return Finalizer(
         (f"sums:{numerator}", f"sums:{denominator}"),
         lambda above, below: lambda x: x[above] / x[below] if x[below] else 0.0,
@@ -53,7 +53,7 @@ def share(numerator: str, denominator: str) -> Finalizer:
 
 
 def complement_share(numerator: str, denominator: str) -> Finalizer:
-    """1 − sums[numerator] / sums[denominator]; 0 when there is nothing to divide by."""
+    """Compute 1 − sums[numerator] / sums[denominator]; 0 if the denominator is 0."""
     return Finalizer(
         (f"sums:{numerator}", f"sums:{denominator}"),
         lambda above, below: lambda x: (x[below] - x[above]) / x[below] if x[below] else 0.0,
@@ -62,7 +62,7 @@ def complement_share(numerator: str, denominator: str) -> Finalizer:
 
 
 def exp_share(numerator: str, denominator: str) -> Finalizer:
-    """exp(sums[numerator] / sums[denominator]): a geometric mean; 0 when there is nothing to average."""
+    """Compute exp(sums[numerator] / sums[denominator]): a geometric mean; 0 if the denominator is 0."""
     inner = share(numerator, denominator)
     return Finalizer(
         inner.rows,
@@ -72,12 +72,12 @@ def exp_share(numerator: str, denominator: str) -> Finalizer:
 
 
 def mean(name: str, *, scale: float = 1.0) -> Finalizer:
-    """The mean of a sample."""
+    """Return the mean of a sample."""
     return Finalizer((f"moments:{name}",), lambda row: lambda x: scale * x[row + MEAN] or 0.0, f"mean of {name}")
 
 
 def std(name: str) -> Finalizer:
-    """The population standard deviation of a sample."""
+    """Return the population standard deviation of a sample."""
     return Finalizer(
         (f"moments:{name}",),
         lambda row: lambda x: population_std(x[row], x[row + M2]),
@@ -86,7 +86,7 @@ def std(name: str) -> Finalizer:
 
 
 def effective_sample_size(name: str) -> Finalizer:
-    """(Σ w)² / (n Σ w²)."""
+    """Compute (Σ w)² / (n Σ w²)."""
     return Finalizer(
         (f"moments:{name}",),
         lambda row: lambda x: kish_sample_size(*x[row : row + 3]),
@@ -95,21 +95,21 @@ def effective_sample_size(name: str) -> Finalizer:
 
 
 def lowest(name: str) -> Finalizer:
-    """The minimum of a sample; of an empty one the minimum is above the maximum."""
+    """Return the minimum of a sample; 0 for an empty sample, whose minimum is above its maximum."""
     return Finalizer(
         (f"extremes:{name}",), lambda low: lambda x: x[low] if x[low] <= x[low + 1] else 0.0, f"min of {name}"
     )
 
 
 def highest(name: str) -> Finalizer:
-    """The maximum of a sample."""
+    """Return the maximum of a sample."""
     return Finalizer(
         (f"extremes:{name}",), lambda low: lambda x: x[low + 1] if x[low] <= x[low + 1] else 0.0, f"max of {name}"
     )
 
 
 def farthest(name: str, *, center: float = 0.0) -> Finalizer:
-    """max |x − center| of a sample, from its two extremes."""
+    """Compute max |x − center| of a sample, from its two extremes."""
     return Finalizer(
         (f"extremes:{name}",),
         lambda low: lambda x: max(center - x[low], x[low + 1] - center) if x[low] <= x[low + 1] else 0.0,
@@ -118,7 +118,7 @@ def farthest(name: str, *, center: float = 0.0) -> Finalizer:
 
 
 def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
-    """A quantile of a sample, or of its absolute values, off by at most 1/65 of itself."""
+    """Return a quantile of a sample, or of its absolute values, with a relative error of at most 1/65."""
     of = f"|{name}|" if absolute else name
     return Finalizer(
         (f"histograms:{name}",),
@@ -128,7 +128,7 @@ def quantile_of(name: str, q: float, *, absolute: bool = False) -> Finalizer:
 
 
 def length_times_kl() -> Finalizer:
-    """Mean response length × KL: the typical −log of a sequence weight (T × KL)."""
+    """Compute mean response length × KL: the typical −log of a sequence weight (T × KL)."""
     return Finalizer(
         ("moments:log_ratio", "sums:tokens", "sums:sequences"),
         lambda log_ratio, tokens, sequences: (
@@ -139,11 +139,11 @@ def length_times_kl() -> Finalizer:
 
 
 LONGEST = 1e9
-"""Tokens: what `max_viable_length` says where no length is too long. JSON has no infinity."""
+"""Tokens: the value of `max_viable_length` if the length is unlimited. JSON has no infinity."""
 
 
 def viable_length() -> Finalizer:
-    """min(safety_bound / KL, 1e9), in tokens; 1e9 when KL ≤ 0. The bound travels as an extreme: it merges to itself."""
+    """Compute min(safety_bound / KL, 1e9), in tokens; 1e9 if KL ≤ 0. The bound is an extreme, merged to itself."""
 
     def at(log_ratio: int, safety_bound: int) -> Callable[[Numbers], float]:
         def compute(x: Numbers) -> float:
@@ -166,7 +166,7 @@ IS_GUIDE = "rollout importance sampling guide (2025-10)"
 PRAXIS = "Fang & Khazi (2025), Mismatch Praxis"
 OWN = "rollcorr"
 
-# What is averaged over, by the symbols of docs/reference/notation.md: valid tokens, and sequences with one.
+# Samples to average over, by the symbols of docs/reference/notation.md: valid tokens, and sequences with one.
 V, R = "tokens", "sequences"
 
 
@@ -175,13 +175,13 @@ class Metric:
     """One metric of the registry.
 
     Attributes:
-        name: bare name, without the prefix. For a criterion's metrics, with the criterion's name filled in.
+        name: bare name, without the prefix. For a criterion's metrics, it includes the criterion's name.
         unit: nats, tokens, sequences, ratio, probability, share or 1.
-        sample: what is averaged over: tokens, sequences, unit or batch.
+        sample: the averaged items: tokens, sequences, unit or batch.
         formula: the definition, in the symbols of docs/reference/notation.md.
-        finalizer: how it is computed from merged statistics.
-        source: who defined it.
-        healthy: the healthy range, where one is known.
+        finalizer: its computation from merged statistics.
+        source: origin of the definition.
+        healthy: the healthy range; optional.
     """
 
     name: str
@@ -198,18 +198,18 @@ Line = tuple[str, str, str, str, Finalizer, str]
 
 
 def metric_table(ranges: Mapping[str, HealthyRange], *lines: Line, prefix: str = "") -> dict[str, Metric]:
-    """The metrics of a table, by name.
+    """Return the metrics of a table, by name.
 
     Args:
         ranges: healthy ranges, by the name on the line.
         lines: the table.
-        prefix: goes before every name.
+        prefix: prepended to every name.
     """
     return {prefix + line[0]: Metric(prefix + line[0], *line[1:], healthy=ranges.get(line[0])) for line in lines}
 
 
 def criterion_metrics(criterion: str) -> dict[str, Metric]:
-    """The metrics of one rejection criterion, e.g. `seq_mean_k3`; the same names for each (spec: one set of keys).
+    """Return the metrics of one rejection criterion, e.g. `seq_mean_k3`; each criterion has the same set of keys.
 
     The statistic is −log ρ for k1, and k2 or k3 in nats, over the criterion's own unit: V for token_*, R for seq_*.
     "high" means ρ above the upper bound for k1, the divergence above its bound for k2 and k3; "low" is 0 for those.
@@ -220,7 +220,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     sequence_row = f"{row}/seq" if token_scope else row
     sequence_side = f"{row}/seq_" if token_scope else f"{row}/"
     value = criterion if not token_scope else f"{criterion} averaged over the sequence"
-    # A token criterion also has the mean of each sequence, under names with "seq_".
+    # A token criterion also has each sequence's mean, under names with "seq_".
     lines: list[Line] = [
         ("mean", "nats", unit, f"mean({criterion})", mean(row), MATHS),
         ("std", "nats", unit, f"std({criterion})", std(row), MATHS),
@@ -253,7 +253,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
             share(f"{row}/sequences_alone", R),
             MATHS,
         ),
-        # The same over sequences.
+        # The same metrics over sequences.
         ("seq_mean", "nats", R, f"mean_R({value})", mean(sequence_row), MATHS),
         ("seq_std", "nats", R, f"std_R({value})", std(sequence_row), MATHS),
         ("seq_min", "nats", R, f"min_R({value})", lowest(sequence_row), MATHS),
@@ -284,7 +284,7 @@ BY_TIMESTEP = "abs_log_ratio_per_dimension/t_"
 
 
 def _of_steps(finalizer: Finalizer) -> Finalizer:
-    """The same, but only where the rows are of denoising steps."""
+    """Return the same finalizer, restricted to rows of denoising steps."""
     return dataclasses.replace(
         finalizer,
         rows=(*finalizer.rows, "moments:log_ratio_per_dimension"),
@@ -329,7 +329,7 @@ STEP_KL_METRICS: dict[str, Metric] = criterion_metrics("step_kl")
 
 
 def by_timestep(statistics: HostStatistics) -> dict[str, float]:
-    """Mean |Δ log p|, averaged over D, by timestep value: `log_prob_abs_diff/t_VALUE`, for the values that occurred."""
+    """Return mean |Δ log p|, averaged over D, by timestep: `log_prob_abs_diff/t_VALUE`, for the values in the data."""
     rows = [name for name in statistics.names[1] if name.startswith(BY_TIMESTEP)]
     return {
         f"log_prob_abs_diff/t_{name.removeprefix(BY_TIMESTEP)}": statistics.moments[name].mean

@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class TokenClasses(NamedTuple):
-    """A partition of the valid tokens by what their two log-probs allow. Each is bool, in the shape of the inputs.
+    """Partition of the valid tokens by whether their two log-probs are usable. Each is bool, in the inputs' shape.
 
     Attributes:
         measured: both log-probs are finite, so d is.
-        zero_probability: log π = −inf with a finite log μ, so ρ = 0. That is a fact, not an accident.
-        missing: every other token: NaN, an infinite rollout log-prob, +inf from the trainer.
+        zero_probability: log π = −inf with a finite log μ, so ρ = 0. A valid value, not an error.
+        missing: all remaining tokens: NaN, an infinite rollout log-prob, +inf from the trainer.
     """
 
     measured: Tensor
@@ -27,7 +27,7 @@ class TokenClasses(NamedTuple):
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or in its own dtype where that is wider. Half types are for storage, not for arithmetic."""
+    """Return x in float32, or in its own dtype if that is wider. Half types are for storage, not for arithmetic."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -46,7 +46,7 @@ def classify_tokens(train_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tens
 
 
 def token_log_ratio(train_log_prob: Tensor, rollout_log_prob: Tensor, measured: Tensor) -> Tensor:
-    """d = log π − log μ where `measured`, and 0 elsewhere, in at least float32.
+    """Compute d = log π − log μ where `measured`, and 0 elsewhere, in at least float32.
 
     The inputs are widened before the subtraction: in bfloat16 one unit in the last place of a log-prob near −5 is
     0.03, which is larger than the mismatch to be measured.

@@ -1,14 +1,14 @@
-"""Supports: which tokens a sampler could have drawn, recomputed from logits or recorded as kept sets.
+"""Supports: the tokens a sampler could have drawn, recomputed from logits or recorded as kept sets.
 
-Logits are (…, V), in any float dtype; a support is bool of that shape. The filters look at logits that may hold −inf
-(what an earlier filter removed) and never keep those. Logits that tie at a boundary are kept together, so a support
-does not depend on how a sort orders equals; engines that break ties keep one of them.
+Logits are (…, V), in any float dtype; a support is bool of that shape. Logits may contain −inf (removed by an earlier
+filter), which filters never keep. Logits that tie at a boundary are kept together, so a support does not depend on the
+order in which a sort puts ties; engines that break ties keep one of them.
 
-Recomputed supports are fragile: another engine's logits differ a little, tokens at the boundary fall in or out, and a
-sampled token may lie outside. `with_sampled` adds such a token and says where. Recorded sets (`KeptSets`) do not have
-this problem.
+Recomputed supports are fragile: logits differ slightly between engines, tokens at the boundary fall in or out, and a
+sampled token may lie outside. `with_sampled` adds such a token and reports its position. Recorded sets (`KeptSets`) do
+not have this problem.
 
-No function reads a value, except those that say so.
+No function reads tensor values, unless its docstring states it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rollcorr.core.layout import offsets_of, sequence_ids
 from rollcorr.core.ratios import at_least_float32
 
 Filter = Callable[[Tensor], Tensor]
-"""From logits (…, V), −inf where already removed, to the bool support of what stays."""
+"""Function from logits (…, V), −inf where already removed, to the bool support of the remaining tokens."""
 
 
 def top_k_support(logits: Tensor, top_k: int) -> Tensor:
-    """{j : z_j ≥ the k-th largest z}: k tokens, and those that tie with the last. (…, V) bool.
+    """Return {j : z_j ≥ the k-th largest z}: k tokens, plus ties with the last. (…, V) bool.
 
     Raises:
         ValueError: `top_k` is below 1.
@@ -49,9 +49,9 @@ def top_k_support(logits: Tensor, top_k: int) -> Tensor:
 
 
 def top_p_support(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most likely tokens with mass ≥ p, and those that tie with its last. (…, V) bool.
+    """Return the smallest set of most likely tokens with mass ≥ p, plus ties with its last. (…, V) bool.
 
-    Probabilities are softmax(logits), so what an earlier filter removed has none. Sums run in float64.
+    Probabilities are softmax(logits), so tokens removed by an earlier filter have mass 0. Sums run in float64.
 
     Raises:
         ValueError: `top_p` is outside (0, 1].
@@ -68,7 +68,7 @@ def top_p_support(logits: Tensor, top_p: float) -> Tensor:
 
 
 def min_p_support(logits: Tensor, min_p: float) -> Tensor:
-    """{j : p_j ≥ m max p} = {j : z_j ≥ max z + log m}. (…, V) bool.
+    """Return {j : p_j ≥ m max p} = {j : z_j ≥ max z + log m}. (…, V) bool.
 
     Raises:
         ValueError: `min_p` is outside (0, 1].
@@ -80,7 +80,7 @@ def min_p_support(logits: Tensor, min_p: float) -> Tensor:
 
 
 def sequential_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
-    """Each filter sees what the filter before it left, renormalized (transformers, vLLM, llama.cpp). (…, V) bool."""
+    """Apply each filter to the renormalized output of the previous one (transformers, vLLM, llama.cpp). (…, V) bool."""
     support = logits > -torch.inf
     for keep in filters:
         support = keep(logits.masked_fill(~support, -torch.inf))
@@ -88,7 +88,7 @@ def sequential_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
 
 
 def joint_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
-    """Every filter sees the same whole softmax, and a token must pass all of them (SGLang). (…, V) bool."""
+    """Apply every filter to the same full softmax, and intersect the results (SGLang). (…, V) bool."""
     support = logits > -torch.inf
     for keep in filters:
         support = support & keep(logits)
@@ -96,12 +96,12 @@ def joint_support(logits: Tensor, filters: Sequence[Filter]) -> Tensor:
 
 
 def with_sampled(support: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The support with every sampled token added, and where one was outside before: (…, V) and (…) bool.
+    """Add every sampled token to the support, and report which were outside before: (…, V) and (…) bool.
 
-    Without this the trainer gives probability 0 to a token that the engine did sample, and its loss is infinite.
+    Otherwise the trainer's probability of a token that the engine did sample would be 0, and its loss infinite.
 
     Raises:
-        ValueError: a token id is outside of the support's 0 … V − 1, in host memory.
+        ValueError: a token id is outside the support's 0 … V − 1, in host memory.
     """
     index = usable_ids("token_ids", token_ids, (0, support.shape[-1])).unsqueeze(-1)
     outside = ~support.gather(-1, index).squeeze(-1)
@@ -116,7 +116,7 @@ class KeptSets:
 
     Attributes:
         ids: (M,) int32.
-        offsets: (N + 1,) int64, from 0 to M, never falling; a ValueError in host memory where they are not.
+        offsets: (N + 1,) int64, from 0 to M, never decreasing; else a ValueError in host memory.
 
     Source: DeepSeek-AI (2025), "DeepSeek-V3.2", keep sampling mask.
     """
@@ -137,16 +137,16 @@ class KeptSets:
             check_cu_seqlens(self.offsets, self.ids.numel(), "kept offsets", of="ids")
 
     def __len__(self) -> int:
-        """N, the number of tokens."""
+        """Return N, the number of tokens."""
         return self.offsets.numel() - 1
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> KeptSets:
-        """From one list of ids per token.
+        """Create kept sets from one list of ids per token.
 
         Args:
             sets: N lists of token ids, in the order of the tokens.
-            device: where the tensors go. None: torch's default.
+            device: device of the tensors; optional, the default device of torch if omitted.
         """
         sizes = torch.tensor([0, *map(len, sets)], dtype=torch.int64, device=device)
         ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32, device=device)
@@ -154,18 +154,18 @@ class KeptSets:
 
     def to(self, device: torch.device | str) -> KeptSets:
         """Return the same sets on another device."""
-        # The constructor reads offsets in host memory, so a copy that comes there must have arrived.
+        # The constructor reads offsets in host memory, so wait for a copy from a device to finish.
         to_device = torch.device(device).type != "cpu"
         return KeptSets(self.ids.to(device, non_blocking=to_device), self.offsets.to(device, non_blocking=to_device))
 
     def padded(self, mask: Tensor) -> KeptSets:
-        """The sets of a packed batch in the layout of a padded one: tokens where `mask` is false keep nothing.
+        """Convert the sets of a packed batch to the padded layout: tokens where `mask` is false have empty sets.
 
         Args:
-            mask: (B, T) with as many entries that are not 0 as there are sets.
+            mask: (B, T) with as many nonzero entries as there are sets.
 
         Raises:
-            ValueError: their number differs from N, or the mask has a negative or non-finite value, in host memory.
+            ValueError: their number differs from N, or the mask contains a negative or non-finite value in host memory.
         """
         flat = truth(mask).flatten()
         check_count(self.offsets[1:], flat, "mask")
@@ -174,13 +174,13 @@ class KeptSets:
         return KeptSets(self.ids, offsets_of(sizes[packed].masked_fill(~flat, 0)))
 
     def select(self, rows: Tensor) -> KeptSets:
-        """The sets of some tokens. It syncs: sizes are data.
+        """Return the sets of selected tokens. Syncs, because sizes depend on the data.
 
         Args:
-            rows: positions of tokens, 0 … N − 1, of shape (n,), in the order that is wanted.
+            rows: positions of tokens, 0 … N − 1, of shape (n,), in the output order.
 
         Raises:
-            ValueError: a position is outside of 0 … N − 1, in host memory.
+            ValueError: a position is outside 0 … N − 1, in host memory.
         """
         rows = usable_ids("rows", rows, (0, len(self)))
         sizes = self.offsets.diff()[rows]
@@ -190,27 +190,27 @@ class KeptSets:
 
 
 def concatenate_kept_sets(parts: Sequence[KeptSets]) -> KeptSets:
-    """The sets of several batches, one batch after the other; at least one."""
+    """Concatenate the sets of one or more batches, in order."""
     sizes = torch.cat([part.offsets.diff() for part in parts])
     return KeptSets(torch.cat([part.ids for part in parts]), offsets_of(sizes))
 
 
 def kept_sets_of_support(support: Tensor) -> KeptSets:
-    """The true entries of a dense (…, V) support, such as transformers' finite scores. It syncs: sizes are data."""
+    """Return the true entries of a dense (…, V) support, e.g. transformers' finite scores. Syncs: sizes are data."""
     rows = support.reshape(-1, support.shape[-1])
     return KeptSets(torch.where(rows)[1].to(torch.int32), offsets_of(rows.sum(-1)))
 
 
 def usable_kept_sets(kept: KeptSets, *ranges: tuple[int, int], mask: Tensor | None = None) -> KeptSets:
-    """Return sets whose ids and offsets lead nowhere beyond the data: checked in host memory, bounded on a device.
+    """Return sets with ids and offsets within the data: checked in host memory, bounded on a device.
 
     Args:
         kept: one set per token.
         ranges: of ids, as in `rollcorr.core.boundary.usable_ids`.
-        mask: one bool per token, any shape; where it is false, ids may be anything. Defaults to all true.
+        mask: one bool per token, any shape; where it is false, ids may have any value. Defaults to all true.
 
     Raises:
-        ValueError: an id in host memory is in no range.
+        ValueError: an id in host memory is outside all ranges.
     """
     offsets = bounded_offsets(kept.offsets, kept.ids.numel())
     try:
@@ -219,24 +219,24 @@ def usable_kept_sets(kept: KeptSets, *ranges: tuple[int, int], mask: Tensor | No
         if mask is None:
             raise
 
-        # Finding the entries in the mask is a pass over all of them, so only bad ids pay for it.
+        # Selecting the entries in the mask costs a pass over all of them, so do it only if an id is invalid.
         of_entry = mask.flatten()[sequence_ids(kept.ids, cu_seqlens=offsets)]
         ids = usable_ids("kept.ids", kept.ids, *ranges, mask=of_entry)
     return KeptSets(ids.to(torch.int32), offsets)
 
 
 def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
-    """Check the number of tokens, that offsets never fall, that ids are inside the vocabulary, and that none is twice.
+    """Check the number of tokens, nondecreasing offsets, ids inside the vocabulary, and that no id is duplicated.
 
-    Reads values (a device sync): for loaders and on request, not for the step path.
+    Reads values (a device sync): call it in loaders and on request, not on the step path.
 
     Args:
         kept: the sets.
-        tokens: N, how many tokens the batch has.
-        vocabulary: V, how many ids there are.
+        tokens: N, the number of tokens in the batch.
+        vocabulary: V, the number of ids.
 
     Raises:
-        ValueError: names the first token that is wrong.
+        ValueError: names the first invalid token.
     """
     if len(kept) != tokens:
         raise ValueError(f"kept sets are of {len(kept)} tokens, the batch has {tokens}; give offsets for every token")
@@ -246,7 +246,7 @@ def check_kept_sets(kept: KeptSets, tokens: int, vocabulary: int) -> None:
     ids = usable_ids("kept.ids", kept.ids, (0, vocabulary))
     token = sequence_ids(ids, cu_seqlens=kept.offsets)
 
-    # Sorted by token and id, equal neighbors are an id that one token lists twice.
+    # After sorting by token and id, equal neighbors are duplicates.
     key, _ = (token * vocabulary + ids).sort()
     twice = key[1:] == key[:-1]
     if twice.any():

@@ -1,11 +1,11 @@
 """Importance weights and bounds: how much a rollout token or sequence counts in the trainer's loss.
 
-The safety bound acts on the log weight before `exp`, so nothing overflows, and a larger log weight never gives a
-smaller weight. Weights carry no gradient: they scale the loss and are not part of it.
+The safety bound is applied to the log weight before `exp`, so no weight overflows, and weights stay monotonic in the
+log weight. Weights carry no gradient: they scale the loss and are not part of it.
 
-Bounds are inclusive at the precision of the data. Log-probs are float32 at best, so a ratio that a user calls "exactly
-1.001" arrives as exp of a float32 logarithm, a few units in the last place off. Bounds are therefore widened by a hair:
-what equals a bound in float32 is inside it.
+Bounds are inclusive at the precision of the data. Log-probs are float32 at best, so a ratio of exactly 1.001 arrives as
+exp of a float32 logarithm, a few units in the last place off. Bounds are therefore widened slightly: a value equal to a
+bound in float32 is inside it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _ABSOLUTE = 2.0**-22  # of a log-ratio: the relative precision of a float32 rati
 
 
 def bounded_weights(log_weight: Tensor, *, safety_bound: float) -> Tensor:
-    """w = exp(clamp(ℓ, ±bound)): the raw weight, kept inside the range of floats.
+    """Compute w = exp(clamp(ℓ, ±bound)): the raw weight, kept inside the range of floats.
 
     Args:
         log_weight: ℓ, nats. Any shape: per token or per sequence. ℓ = −inf is probability zero, not an underflow.
         safety_bound: largest |ℓ|, nats.
 
     Returns:
-        Weights in {0} ∪ [e^−bound, e^bound], same shape, at least float32, no gradient. NaN in gives NaN out.
+        Weights in {0} ∪ [e^−bound, e^bound], same shape, at least float32, no gradient. NaN in, NaN out.
     """
     log_weight = at_least_float32(log_weight.detach())
     return log_weight.clamp(-safety_bound, safety_bound).exp().masked_fill(log_weight == -torch.inf, 0.0)
 
 
 def between(weights: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """Weights raised to `lower` and lowered to `upper`; 0 stays 0. None leaves a side as it is. Any shape."""
+    """Clamp weights to [lower, upper]; 0 stays 0. None leaves a side open. Any shape."""
     if lower is None:
         return weights if upper is None else weights.clamp(max=upper)
     return torch.where(weights > 0, weights.clamp(lower, upper), weights)
 
 
 def masked_weights(log_weight: Tensor, *, lower: float | None, upper: float | None, safety_bound: float) -> Tensor:
-    """w = exp ℓ if lower ≤ exp ℓ ≤ upper, else 0 (IcePop). The loss mask stays as it is.
+    """Compute w = exp ℓ if lower ≤ exp ℓ ≤ upper, else 0 (IcePop). The loss mask is unchanged.
 
     Args:
         log_weight: ℓ, nats. Any shape.
@@ -56,28 +56,28 @@ def masked_weights(log_weight: Tensor, *, lower: float | None, upper: float | No
     bounded = at_least_float32(log_weight.detach()).clamp(-safety_bound, safety_bound)
     kept = within_ratio_band(bounded, lower=lower, upper=upper) & (log_weight != -torch.inf)
 
-    # NaN is inside no band, but it must stay visible: a weight of 0 would hide a missing log-prob.
+    # NaN is outside every band, but it must stay visible: a weight of 0 would hide a missing log-prob.
     return bounded.exp().masked_fill(~kept & ~bounded.isnan(), 0.0)
 
 
 def normalization_factor(weight_sum: Tensor, count: Tensor) -> Tensor:
-    """Σ w / n: what weights are divided by so that their batch mean is 1; 1 where it would be 0."""
+    """Compute Σ w / n: the divisor that makes the batch mean of the weights 1; 1 where it would be 0."""
     mean = weight_sum / count.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
 def ratio_below(log_ratio: Tensor, lower: float | None) -> Tensor:
-    """True where exp(log_ratio) < lower, strictly. Bool, same shape; never true for an open side (`None`)."""
+    """Return where exp(log_ratio) < lower, strictly. Bool, same shape; never true for an open side (`None`)."""
     return log_ratio < log_band(lower, None)[0]
 
 
 def ratio_above(log_ratio: Tensor, upper: float | None) -> Tensor:
-    """True where exp(log_ratio) > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
+    """Return where exp(log_ratio) > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
     return log_ratio > log_band(None, upper)[1]
 
 
 def within_ratio_band(log_ratio: Tensor, *, lower: float | None, upper: float | None) -> Tensor:
-    """Keep iff lower ≤ ρ ≤ upper, where ρ is exp(d), exp(S_i) or exp(G_i): the k1 criteria.
+    """Return where lower ≤ ρ ≤ upper, where ρ is exp(d), exp(S_i) or exp(G_i): the k1 criteria.
 
     The band is on the ratio itself. Testing −log ρ against [log lower, log upper] would invert every band that is not
     reciprocal.
@@ -92,12 +92,12 @@ def within_ratio_band(log_ratio: Tensor, *, lower: float | None, upper: float | 
 
 
 def exceeds(divergence: Tensor, upper: float | None) -> Tensor:
-    """True where divergence > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
+    """Return where divergence > upper, strictly. Bool, same shape; never true for an open side (`None`)."""
     return divergence > divergence_bound(upper)
 
 
 def log_band(lower: float | None, upper: float | None) -> tuple[float, float]:
-    """The log-ratios that lie inside a band of ratios, ends included, nats; infinite for an open side (`None`)."""
+    """Return the bounds of a band of ratios as log-ratios, inclusive, nats; infinite for an open side (`None`)."""
     return (
         -math.inf if lower is None else math.log(lower) - _widening(lower),
         math.inf if upper is None else math.log(upper) + _widening(upper),
@@ -105,7 +105,7 @@ def log_band(lower: float | None, upper: float | None) -> tuple[float, float]:
 
 
 def divergence_bound(upper: float | None) -> float:
-    """The largest divergence that a bound lets pass; inf for `None`."""
+    """Return the largest divergence within a bound; inf for `None`."""
     return math.inf if upper is None else upper * (1 + _RELATIVE)
 
 

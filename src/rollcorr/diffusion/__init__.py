@@ -2,7 +2,7 @@
 
 apply_bypass_mode_to_diffusion_batch           bypass: π_old := μ, no recomputed log-probs
 apply_rollout_correction_to_diffusion_batch    decoupled: weights and keep mask, once per batch
-diffusion_loss                                 either mode: the loss of a micro-batch of steps
+diffusion_loss                                 both modes: the loss of a micro-batch of steps
 
 `rollcorr.TrainingStep` scales these losses in an optimizer step of micro-batches, denoising steps and ranks.
 """

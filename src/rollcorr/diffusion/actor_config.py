@@ -27,28 +27,28 @@ _NORMALIZERS: dict[RsDenominator, Normalizer] = {"all": "original", "kept": "kep
 @names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class DiffusionActorConfig:
-    """How denoising steps are trained on, and what is done about the rollout's mismatch.
+    """Configuration of the denoising loss and of the correction of the rollout mismatch.
 
-    The log-probs of a batch are averaged over the D latent dimensions, and PPO's ratio is theirs: the true likelihood
-    ratio to the power 1/D. The correction acts on the power that `reduction` names.
+    The log-probs of a batch are averaged over the D latent dimensions. PPO's ratio is computed from these averages, so
+    it is the true likelihood ratio to the power 1/D. The correction acts on the power set by `reduction`.
 
     Attributes:
         loss_mode: "flow_grpo", "grpo_guard" or "flow_dppo" (`rollcorr.core.diffusion_losses`).
         clip_ratio: ε of the clip, > 0. Useful values shrink as 1/D.
         kl_mask_threshold: flow_dppo only: largest KL/D, nats, > 0.
         adv_clip_max: advantages are clipped to ± this, > 0.
-        kl_coef: weight of KL(π_θ‖π_ref) / D, ≥ 0. It covers rejected steps too and is never rescaled.
+        kl_coef: weight of KL(π_θ‖π_ref) / D, ≥ 0. It includes rejected steps and is never rescaled.
         reduction: the power on which importance weights and rejection act: "mean" (1/D), "sum" (1: the real likelihood
-            ratio, on which thresholds mean what they mean for language models), or a number.
-        rollout_correction: a configuration, a preset's name or a dictionary of any generation; None corrects nothing.
-            `rollout_rs` may name `step_kl`: the exact KL of a step, over all D dimensions, in nats.
-        rs_denominator: the policy gradient is divided by "all" steps, by the "kept" ones, or by their "weights"; None
-            takes the correction's `normalizer`.
-        min_keep_fraction: in [0, 1]. An optimizer step is skipped when less than this share of it is kept, and always
-            when nothing is kept.
+            ratio, so thresholds have the same meaning as for language models), or a number.
+        rollout_correction: a configuration, a preset's name or a dictionary of any generation; optional, no correction
+            by default. `rollout_rs` may contain `step_kl`: the exact KL of a step, over all D dimensions, in nats.
+        rs_denominator: divisor of the policy gradient: "all" steps, the "kept" ones, or their "weights"; optional,
+            the correction's `normalizer` by default.
+        min_keep_fraction: in [0, 1]. An optimizer step is skipped if a smaller share of its steps is kept, and always
+            if no step is kept.
 
     Raises:
-        TypeError: a value is of the wrong type.
+        TypeError: a value has an invalid type.
         ValueError: a value is outside its limits.
     """
 
@@ -83,36 +83,36 @@ class DiffusionActorConfig:
 
     @property
     def correction(self) -> RolloutCorrectionConfig | None:
-        """`rollout_correction`, typed."""
+        """Return `rollout_correction` as a typed configuration."""
         config = self.rollout_correction
         return config if isinstance(config, RolloutCorrectionConfig) else None
 
     @property
     def bypass_mode(self) -> bool:
-        """Whether μ itself is π_old."""
+        """Return whether π_old is μ itself."""
         return self.correction is not None and self.correction.bypass_mode
 
     @property
     def denominator(self) -> Normalizer:
-        """What the policy gradient is divided by, in the words of `RolloutCorrectionConfig.normalizer`."""
+        """Return the divisor of the policy gradient, as a value of `RolloutCorrectionConfig.normalizer`."""
         if self.rs_denominator is not None:
             return _NORMALIZERS[self.rs_denominator]
         return "kept" if self.correction is None else self.correction.normalizer
 
     @property
     def step_kl(self) -> float | None:
-        """Largest exact KL of a step that is kept, nats; None without that criterion."""
+        """Return the largest exact KL of a kept step, nats; None without that criterion."""
         criteria = () if self.correction is None else self.correction.criteria
         return next((criterion.upper for criterion in criteria if criterion.name == STEP_KL), None)
 
     @cached_property
     def log_prob_correction(self) -> RolloutCorrectionConfig | None:
-        """What of the correction is decided from log-probs: all of it but `step_kl`."""
+        """Return the part of the correction that reads log-probs: all criteria except `step_kl`."""
         config = self.correction
         if config is None or self.step_kl is None:
             return config
 
-        # What is inert was reported when the whole configuration was made.
+        # Inert options were reported when the full configuration was created.
         names, threshold = without_criterion(str(config.rollout_rs), config.rollout_rs_threshold or "", STEP_KL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InertOptionWarning)
@@ -121,15 +121,15 @@ class DiffusionActorConfig:
     def micro_batch_loss(
         self, model_output: Batch, data: Batch, *, schedule: Sequence[float] | None = None
     ) -> PolicyLossOutput:
-        """Compute the loss of b samples and w steps for `TrainingStep`, which adds up their counts.
+        """Compute the loss of b samples and w steps for `TrainingStep`, which sums the counts of its micro-batches.
 
         Args:
-            model_output: tensors (b, w, …), as `rollcorr.diffusion.diffusion_loss` takes them.
+            model_output: tensors (b, w, …), as in `rollcorr.diffusion.diffusion_loss`.
             data: this micro-batch's slices of the batch, likewise.
-            schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+            schedule: timestep values for the breakdown of bypass mode; optional, no breakdown by default.
 
         Returns:
-            The loss and its counts, as if this call were the whole optimizer step.
+            The loss and its counts, as if this call were the full optimizer step.
 
         Raises:
             KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
@@ -137,13 +137,13 @@ class DiffusionActorConfig:
         return diffusion_loss(self, model_output, data, whole_step=True, schedule=schedule)
 
     def _inert_options(self) -> list[tuple[str, str]]:
-        """Options that were changed and can have no effect beside the others, and why."""
+        """Return the changed options that can have no effect in this configuration, and why."""
         changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         correction, dppo = self.correction, self.loss_mode == "flow_dppo"
         reinforce = correction is not None and correction.loss_type == "reinforce"
         unweighted = correction is not None and self.rs_denominator == "weights" and not correction.weights_reach_loss
 
-        # Options, when they are inert, and why.
+        # Each row: an option, the condition under which it is inert, and why.
         rows = (
             (
                 ("loss_mode", "clip_ratio", "kl_mask_threshold"),

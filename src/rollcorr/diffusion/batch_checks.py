@@ -1,8 +1,8 @@
-"""Checks of a diffusion batch. Shapes are checked everywhere; values here, once per batch, because that waits.
+"""Checks of a diffusion batch. Shapes are checked on every call; values once per batch, because reading them syncs.
 
 A batch is a mapping of tensors; B samples, W steps in the window:
 
-    key                    shape          what
+    key                    shape          content
     rollout_log_probs      (B, W)         log μ of each step, averaged over the D latent dimensions, nats
     old_log_probs          (B, W)         log π_old, likewise
     advantages             (B,)           A of each sample
@@ -13,7 +13,7 @@ A batch is a mapping of tensors; B samples, W steps in the window:
     ref_prev_sample_mean   (B, W, …)      m of the reference, for kl_coef
     std                    (B, W)         s of each step
     dt                     (B, W)         σ_next − σ < 0, for GRPO-Guard
-    rollout_is_weights     (B, W)         written: what multiplies the loss; 0 where rejected
+    rollout_is_weights     (B, W)         written: factors of the loss; 0 where rejected
     rollout_keep_mask      (B, W)         written: steps in the loss, bool
 """
 
@@ -45,7 +45,7 @@ FIXES = {
 
 
 def require(batch: Batch, *keys: str, reason: str) -> list[Tensor]:
-    """The tensors under these keys.
+    """Return the tensors under these keys.
 
     Raises:
         KeyError: names the missing key, why it is needed, and the fix.
@@ -57,10 +57,10 @@ def require(batch: Batch, *keys: str, reason: str) -> list[Tensor]:
 
 
 def check_shapes(batch: Batch, *, like: str = "rollout_log_probs") -> tuple[int, int]:
-    """Check that what is there fits (B, W), and return both.
+    """Check that the tensors present fit (B, W), and return B and W.
 
     Raises:
-        ValueError: names the tensor, its shape and the one it must have.
+        ValueError: names the tensor, its shape and the expected shape.
     """
     first = batch[like]
     if first.dim() != 2:
@@ -88,7 +88,7 @@ def check_shapes(batch: Batch, *, like: str = "rollout_log_probs") -> tuple[int,
 
 
 def dimensions_of(*batches: Batch) -> int | None:
-    """D, the number of latent dimensions, from the first tensor that has them; None without one."""
+    """Return D, the number of latent dimensions, from the first tensor that has them, or None."""
     for batch in batches:
         for key in (*MEANS, "latents"):
             if key in batch:
@@ -97,13 +97,13 @@ def dimensions_of(*batches: Batch) -> int | None:
 
 
 def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = None) -> None:
-    """Check the values of a batch: latents are finite, timesteps are those of the schedule, log-probs are means.
+    """Check a batch's values: latents are finite, timesteps are in the schedule, log-probs are means over D.
 
-    Waits for the device: once per batch, before it is trained on. Non-finite *log-probs* are no error: the
-    correction's `nonfinite` says what they do.
+    Syncs with the device, so call it once per batch, before training on it. Non-finite *log-probs* raise no error:
+    the correction's `nonfinite` option handles them.
 
     Args:
-        batch: see above; what is missing is not checked.
+        batch: a mapping as described at the top of this file; absent tensors are not checked.
         schedule: the trainer's timestep values, in order, e.g. `scheduler.timesteps.tolist()`.
 
     Raises:
@@ -120,10 +120,10 @@ def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = No
 
 
 def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolerance: float = 1e-5) -> None:
-    """Check that rollout and trainer denoise along one schedule (of sigmas, or of timestep values).
+    """Check that rollout and trainer denoise along the same schedule (of sigmas, or of timestep values).
 
-    A schedule that is off by one entry, or shifted in another way, gives every step another σ: log-probs are then of
-    another distribution.
+    A shifted schedule, for example by one entry, assigns a different σ to every step. The log-probs then belong to a
+    different distribution.
 
     Args:
         rollout: the sampler's, in order.
@@ -131,7 +131,7 @@ def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolera
         tolerance: largest difference allowed, relative to the largest entry.
 
     Raises:
-        ValueError: lengths differ, or names the first entry that does.
+        ValueError: the lengths differ, or an entry does; names the first.
     """
     fix = "give both the same number of steps, shift and resolution (set_timesteps with the same arguments)"
     limit = tolerance * max([abs(x) for x in (*rollout, *trainer)], default=0.0)
@@ -146,7 +146,7 @@ def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolera
 
 
 def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> str:
-    """A remark for the commonest mistake, a schedule that is off by one entry; empty where it is another."""
+    """Return a hint for the most common mistake, a schedule off by one entry; empty if the cause is different."""
     for lag in (1, -1):
         pairs = list(zip(rollout[max(lag, 0) :], trainer[max(-lag, 0) :], strict=False))
         if pairs and all(abs(a - b) <= limit for a, b in pairs):
@@ -155,7 +155,7 @@ def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> st
 
 
 def _first(wrong: Tensor) -> tuple[int, int] | None:
-    """Sample and step of the first true entry of (B, W); None without one."""
+    """Return sample and step of the first true entry of (B, W), or None."""
     found = wrong.nonzero()
     return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
 
@@ -179,7 +179,7 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
     limit = 1e-5 * float(known.abs().max())
     values = timesteps.detach().to("cpu", torch.float64)
 
-    # Every value is an entry of the schedule, up to rounding. NaN is none.
+    # Every value must be an entry of the schedule, up to rounding. NaN never matches.
     nearest, index = (values.unsqueeze(-1) - known).abs().min(-1)
     if (at := _first(~(nearest <= limit))) is not None:
         sample, step = at
@@ -189,7 +189,7 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
             "steps, shift and resolution"
         )
 
-    # A window without holes: each step starts where the last one ended.
+    # The window has no gaps: each step starts where the last one ended.
     if (at := _first(index.diff(dim=1) != 1)) is not None:
         sample, step = at
         raise ValueError(
@@ -199,11 +199,11 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
 
 
 def _check_pooled(log_probs: Tensor, std: Tensor, dimensions: int | None) -> None:
-    """E[mean_D log p] = −1/2 − log s − log sqrt(2π). What is about D times that is a sum, and is refused."""
+    """Raise if log-probs look like sums over D: E[mean_D log p] = −1/2 − log s − log sqrt(2π), a sum is D times it."""
     if dimensions is None or dimensions < 8:
-        return  # too few dimensions to tell a sum from a mean
+        return  # not enough dimensions to distinguish a sum from a mean
 
-    # The median, because a few steps may be far from their mean.
+    # Use the median, because a few steps may be far from their mean.
     expected = -0.5 - std.double().log() - math.log(math.sqrt(2 * math.pi))
     seen = log_probs.double()
     ratio = (seen / expected)[seen.isfinite() & (expected.abs() > 0.05)]

@@ -1,4 +1,4 @@
-"""What is done to a batch once, before it is trained on: bypass or decoupled correction. And the metrics of either."""
+"""Correction of a batch before training on it, in bypass or decoupled mode, and the metrics of both modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUNDING = 1e-9
 """Nats. A smaller spread of log-ratios comes from the order of additions, not from two policies that differ."""
 
 OUT_OF_REACH = 20.0
-"""Standard deviations of what is seen. A bound farther away than this is never met."""
+"""Standard deviations of a criterion's statistic. A bound farther away than this is never reached."""
 
 _warned_of: set[tuple[DiffusionActorConfig, str]] = set()
 
@@ -35,14 +35,13 @@ _warned_of: set[tuple[DiffusionActorConfig, str]] = set()
 def apply_bypass_mode_to_diffusion_batch(
     batch: MutableMapping[str, Tensor], *, schedule: Sequence[float] | None = None
 ) -> MutableMapping[str, Tensor]:
-    """old_log_probs := rollout_log_probs, and old_prev_sample_mean := prev_sample_mean where there is one.
+    """Set old_log_probs := rollout_log_probs, and old_prev_sample_mean := prev_sample_mean if present.
 
-    No log-probs are recomputed, and there is nothing to correct before the loss: `diffusion_loss` corrects each step,
-    against π_θ.
+    No log-probs are recomputed, and no weights are computed here: `diffusion_loss` corrects each step against π_θ.
 
     Args:
         batch: tensors of shape (B, W), see `rollcorr.diffusion.batch_checks`; changed in place.
-        schedule: the trainer's timestep values; the batch's must be among them, one after another.
+        schedule: the trainer's timestep values; the batch's must be among them, in consecutive order.
 
     Returns:
         The same batch.
@@ -66,24 +65,25 @@ def apply_rollout_correction_to_diffusion_batch(
     schedule: Sequence[float] | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[MutableMapping[str, Tensor], dict[str, float]]:
-    """Weights and keep mask of a whole batch in decoupled mode, from π_old / μ: (B, W), once.
+    """Compute weights and keep mask of a batch from π_old / μ in decoupled mode: (B, W), once per batch.
 
-    Written are `rollout_keep_mask`, the steps that stay in the loss, and `rollout_is_weights`: what multiplies the loss
-    of a kept step (1 without importance weights), and 0 where it was rejected. A weight can be 0 in a kept step
-    (IcePop), which is why there are two.
+    Writes `rollout_keep_mask`, the steps that stay in the loss, and `rollout_is_weights`, the factor of each step's
+    loss: 1 without importance weights, and 0 where the step was rejected. The two are separate because a kept step can
+    also have weight 0 (IcePop).
 
     Args:
         batch: see `rollcorr.diffusion.batch_checks`; changed in place.
-        config: the actor's; or a correction alone, for the actor's defaults.
-        schedule: the trainer's timestep values, in order; without it, the breakdown is by the values in this batch.
-        group: data-parallel group: statistics, and a batch mean of weights, are then those of the group.
+        config: the actor's; or only a correction, with the actor's defaults.
+        schedule: the trainer's timestep values, in order; optional, by default this batch's values without a
+            group, and no breakdown with one.
+        group: data-parallel group: statistics, and a batch mean of weights, are then computed over the group.
 
     Returns:
-        The same batch, and the metrics under `rollout_corr/`; none without a correction.
+        The same batch, and the metrics under `rollout_corr/`; the metrics are empty without a correction.
 
     Raises:
         KeyError: a tensor is missing.
-        ValueError: the configuration is one of bypass mode, or as `check_diffusion_batch`.
+        ValueError: the configuration is for bypass mode, or as `check_diffusion_batch`.
     """
     actor = config if isinstance(config, DiffusionActorConfig) else DiffusionActorConfig(rollout_correction=config)
     if actor.bypass_mode:
@@ -105,7 +105,7 @@ def apply_rollout_correction_to_diffusion_batch(
             "recompute old_log_probs with the trainer, or set bypass_mode=True"
         )
 
-    # Every rank of a group must break the mismatch down by the same values, and each knows only those of its batch.
+    # All ranks of a group must use the same values for the breakdown, but each rank knows only its own batch's.
     values = _values(batch) if schedule is None and group is None else schedule
     correction = correct_steps(
         old,
@@ -126,23 +126,23 @@ def apply_rollout_correction_to_diffusion_batch(
 
 
 def _values(batch: Batch) -> list[float] | None:
-    """The timestep values that a batch has, from noise to data."""
+    """Return the timestep values of a batch, from noise to data."""
     if "timesteps" not in batch:
         return None
     return sorted(batch["timesteps"].detach().float().unique().tolist(), reverse=True)
 
 
 def diffusion_metrics(statistics: Statistics, config: DiffusionActorConfig) -> dict[str, float]:
-    """Every metric of (merged) correction statistics, in one transfer.
+    """Compute every metric of (merged) correction statistics, in one transfer.
 
-    Warns, once for each configuration and criterion, of a threshold that is out of reach: `InertOptionWarning`.
+    Warns with `InertOptionWarning`, once for each configuration and criterion, if a threshold is out of reach.
 
     Args:
-        statistics: of `Correction.statistics`; merged over micro-batches and ranks.
-        config: what they were computed with.
+        statistics: `Correction.statistics`; may be merged over micro-batches and ranks.
+        config: the configuration that computed them.
 
     Returns:
-        The metrics under `rollout_corr/` in decoupled mode, and under `actor/rollout_corr/` in bypass mode.
+        The metrics, prefixed with `rollout_corr/` in decoupled mode and with `actor/rollout_corr/` in bypass mode.
     """
     host = statistics.read()
     for name, reason in out_of_reach(host, config).items():
@@ -155,17 +155,17 @@ def diffusion_metrics(statistics: Statistics, config: DiffusionActorConfig) -> d
 def loss_step_metrics(
     outputs: Sequence[PolicyLossOutput], config: DiffusionActorConfig, *, group: ProcessGroup | None = None
 ) -> dict[str, float]:
-    """The metrics of an optimizer step: `actor/…` of the loss, and in bypass mode `actor/rollout_corr/…`.
+    """Compute the metrics of an optimizer step: `actor/…` of the loss, and in bypass mode `actor/rollout_corr/…`.
 
     Args:
-        outputs: of every micro-batch and step of this rank.
+        outputs: the loss outputs of every micro-batch and step of this rank.
         config: as given to `diffusion_loss`.
         group: data-parallel group; every rank must have an output.
     """
     merged = gather_statistics(merge_statistics(output.statistics for output in outputs), group)
     metrics = loss_metrics(merged)
 
-    # In bypass mode every loss made its own correction.
+    # In bypass mode each loss call computed its own correction.
     corrections = [output.correction for output in outputs if output.correction is not None]
     if corrections:
         merged = merge_statistics(correction.statistics for correction in corrections if correction.statistics)
@@ -174,7 +174,7 @@ def loss_step_metrics(
 
 
 def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> dict[str, str]:
-    """Criteria of which every bound lies beyond 20 standard deviations of what was seen, and why that is."""
+    """Return criteria whose bounds all lie more than 20 standard deviations from the data, and a message for each."""
     criteria = () if config.correction is None else config.correction.criteria
     reasons = {}
     for criterion in criteria:
@@ -200,11 +200,11 @@ def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> di
 
 
 def _distance(criterion: Criterion, mean: float) -> float:
-    """From the mean of a criterion's statistic to its nearest bound; negative beyond it, inf without one."""
+    """Return the distance from a criterion's mean statistic to its nearest bound: negative beyond, inf without."""
     if criterion.kind != "k1":
         return math.inf if criterion.upper is None else criterion.upper - mean
 
-    # The statistic of k1 is −log ρ; its bounds are on ρ.
+    # The statistic of k1 is −log ρ; its bounds apply to ρ.
     log_ratio = -mean
     above = math.inf if criterion.upper is None else math.log(criterion.upper) - log_ratio
     below = math.inf if criterion.lower is None else log_ratio - math.log(criterion.lower)

@@ -1,10 +1,10 @@
-"""The loss of denoising steps, in either mode.
+"""The loss of denoising steps, in both modes.
 
     decoupled           w · L(π_θ / π_old)       w and keep mask from π_old / μ, once per batch
-    bypass, ppo_clip    L(π_θ / μ)               keep mask from π_θ / μ, step by step; the ratio holds the correction
-    bypass, reinforce   −sg(w) · log π_θ · A     w and keep mask from π_θ / μ, step by step
+    bypass, ppo_clip    L(π_θ / μ)               keep mask from π_θ / μ, per step; the ratio includes the correction
+    bypass, reinforce   −sg(w) · log π_θ · A     w and keep mask from π_θ / μ, per step
 
-L is the loss that `loss_mode` names (`rollcorr.core.diffusion_losses`).
+L is the loss selected by `loss_mode` (`rollcorr.core.diffusion_losses`).
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ def diffusion_loss(
     whole_step: bool = False,
     schedule: Sequence[float] | None = None,
 ) -> PolicyLossOutput:
-    """Σ kept w L / denominator + kl_coef · mean KL(π_θ‖π_ref) / D, of b samples and w steps. Waits for nothing.
+    """Compute Σ kept w L / denominator + kl_coef · mean KL(π_θ‖π_ref) / D, of b samples and w steps. Never syncs.
 
-    One step at a time is w = 1. In bypass mode each step is corrected by itself whatever w is, so a window at once
-    gives what its steps give one by one.
+    To process one step at a time, pass w = 1. Bypass mode corrects each step separately for any w, so a full window
+    and its single steps produce the same result.
 
     Args:
         config: the actor's.
         model_output: `log_probs` (b, w), averaged over D, with gradient; `prev_sample_mean` (b, w, …), with gradient,
             for grpo_guard, flow_dppo, kl_coef, step_kl and the exact KL.
         data: this micro-batch's slices of the batch (`rollcorr.diffusion.batch_checks`).
-        total_steps: steps (samples × window) of the whole optimizer step, rejected ones too, over every micro-batch and
-            rank: the sums are divided by it. Defaults to the counts of this call, by `rs_denominator`.
-        whole_step: states that this call is the whole optimizer step. Bypass mode requires it without `total_steps`,
-            because what is kept is known only after the last micro-batch: for several, `TrainingStep.diffusion_loss`.
-        schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+        total_steps: steps (samples × window) of the full optimizer step, including rejected ones, over every
+            micro-batch and rank; the divisor of the sums. Defaults to the counts of this call, by `rs_denominator`.
+        whole_step: states that this call is the full optimizer step. Bypass mode requires it without `total_steps`,
+            because kept steps are known only after the last micro-batch; for several, `TrainingStep.diffusion_loss`.
+        schedule: timestep values for the breakdown of bypass mode; optional, no breakdown by default.
 
     Returns:
         The loss, its parts, the counts of `rs_denominator`, `loss_mask` (b, w) with the steps in the loss, statistics,
-        and in bypass mode the correction. With nothing kept the policy gradient is 0 and connected to the graph.
+        and in bypass mode the correction. If no step is kept, the policy gradient is 0 and connected to the graph.
 
     Raises:
         KeyError: a tensor that the mode needs is missing.
@@ -76,7 +76,7 @@ def diffusion_loss(
     else:
         parts = _decoupled(config, model_output, data)
 
-    # Within an optimizer step, sums are divided by all of its steps: how many are kept is known at its end only.
+    # Divide sums by all steps of the optimizer step: the number of kept steps is known only at its end.
     keep, sampled = parts.keep, torch.ones_like(parts.keep)
     counts = loss_denominators(config.denominator, keep, sampled, parts.weights)
     if total_steps is None:
@@ -85,7 +85,7 @@ def diffusion_loss(
         whole = divisor = Denominators(total_steps, 0.0)
     policy_gradient = aggregate(parts.per_step, keep, "token-mean", divisor)
 
-    # The KL to the reference covers every step, so it is never divided by what was kept.
+    # The KL to the reference covers every step, so it is never divided by the kept count.
     regularization, reference_rows = _reference_kl(config, model_output, data, whole)
     return PolicyLossOutput(
         loss=policy_gradient if regularization is None else policy_gradient + regularization,
@@ -100,17 +100,17 @@ def diffusion_loss(
 
 
 class _Parts(NamedTuple):
-    """What either mode makes of a micro-batch."""
+    """The parts of a micro-batch's loss, in both modes."""
 
     per_step: Tensor  # (b, w), 0 where rejected
     statistics: Statistics
     keep: Tensor  # (b, w) bool: steps in the loss
-    weights: Tensor | None  # those that multiply the loss
+    weights: Tensor | None  # factors of the loss
     correction: Correction | None
 
 
 def _decoupled(config: DiffusionActorConfig, model_output: Batch, data: Batch) -> _Parts:
-    """w · L(π_θ / π_old), with the weights and the mask that were written into the batch."""
+    """Compute w · L(π_θ / π_old), with the weights and the mask stored in the batch."""
     (old,) = require(data, "old_log_probs", reason="decoupled mode compares π_θ with")
     if config.correction is None:
         keep, weights = torch.ones_like(old, dtype=torch.bool), None
@@ -128,12 +128,12 @@ def _decoupled(config: DiffusionActorConfig, model_output: Batch, data: Batch) -
 
 
 def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None) -> _Parts:
-    """L(π_θ / μ), or −sg(w) · log π_θ · A: each step is corrected by itself, against π_θ."""
+    """Compute L(π_θ / μ), or −sg(w) · log π_θ · A: each step is corrected separately, against π_θ."""
     assert config.correction is not None
     log_prob = model_output["log_probs"]
     (rollout,) = require(data, "rollout_log_probs", reason="bypass mode compares π_θ with")
 
-    # As a sequence of its own, a step's correction does not depend on how a window is split into micro-batches.
+    # Treat each step as its own sequence, so its correction is independent of the split into micro-batches.
     exact = step_kl(data.get("prev_sample_mean"), model_output.get("prev_sample_mean"), data.get("std"))
     timesteps = data.get("timesteps")
     alone = correct_steps(
@@ -148,7 +148,7 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
     keep = alone.loss_mask.view(log_prob.shape)
     weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
 
-    # What is missing stays in the loss only under nonfinite="neutral", which means ratio 1; so does log μ = −inf.
+    # Missing values stay in the loss only under nonfinite="neutral", which means ratio 1; so does log μ = −inf.
     log_prob, behavior = neutral_log_probs(log_prob, rollout.masked_fill(~rollout.isfinite(), torch.nan))
     if config.correction.loss_type == "reinforce":
         advantages = _clipped_advantages(config, data)
@@ -157,7 +157,7 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
         # The ratio π_θ / μ is the importance ratio: weights would count it twice.
         per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, behavior, keep, None)
 
-    # The rows of zeroed gradients stand beside those of the mismatch that causes them.
+    # Report zeroed gradients together with the mismatch that causes them.
     assert alone.statistics is not None
     names = [name for name in _SHARES if name in statistics.names["moments"]]
     shares = Statistics.of(moments={name: statistics.moment(name) for name in names}, device=log_prob.device)
@@ -168,13 +168,13 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
 def _ratio_loss(
     config: DiffusionActorConfig, model_output: Batch, data: Batch, old: Tensor, keep: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Statistics]:
-    """The loss that `loss_mode` names."""
+    """Compute the loss selected by `loss_mode`."""
     log_prob = model_output["log_probs"]
     advantages = _clipped_advantages(config, data)
     if config.loss_mode == "flow_grpo":
         return flow_grpo_loss(log_prob, old, advantages, keep, clip_ratio=config.clip_ratio, weights=weights)
 
-    # The other two also read the means of both policies.
+    # The remaining two modes also read the means of both policies.
     reason = f"{config.loss_mode} compares"
     (mean,) = require(model_output, "prev_sample_mean", reason=reason)
     (old_mean, std) = require(data, "old_prev_sample_mean", "std", reason=reason)
@@ -195,7 +195,7 @@ def _clipped_advantages(config: DiffusionActorConfig, data: Batch) -> Tensor:
 def _reference_kl(
     config: DiffusionActorConfig, model_output: Batch, data: Batch, whole: Denominators
 ) -> tuple[Tensor | None, Statistics]:
-    """kl_coef · mean over all steps of mean_D (m − m_ref)² / 2s²; measured whenever the reference's means are there."""
+    """Compute kl_coef · mean over all steps of mean_D (m − m_ref)² / 2s², if the reference's means are in the batch."""
     device = model_output["log_probs"].device
     if not config.kl_coef and ("ref_prev_sample_mean" not in data or "prev_sample_mean" not in model_output):
         return None, Statistics.of(device=device)
@@ -203,7 +203,7 @@ def _reference_kl(
     (mean,) = require(model_output, "prev_sample_mean", reason="kl_coef compares with the reference")
     reference, std = require(data, "ref_prev_sample_mean", "std", reason="kl_coef compares with")
 
-    # A step that cannot be measured is replaced before any arithmetic, so nothing of it reaches the gradient.
+    # Replace non-finite steps before any arithmetic, so they never reach the gradient.
     measured = (mean.isfinite() & reference.isfinite()).flatten(2).all(-1) & (std > 0)
     kl = mean_kl(mean, reference, std.detach().masked_fill(~measured, 1.0), measured)
 

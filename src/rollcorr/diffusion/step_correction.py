@@ -1,4 +1,4 @@
-"""`correct()` on denoising steps: at the chosen power of the likelihood, with the exact KL as one more criterion."""
+"""`correct()` for denoising steps: at a configurable power of the likelihood, with the exact KL as a criterion."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 STEP_KL = "step_kl"
 """The criterion that bounds the exact KL of a step."""
 
-# A density may be anything, so its exponential means nothing and may overflow.
+# A density is unbounded, so its exponential has no meaning and may overflow.
 _OF_PROBABILITIES = ("train_ppl", "rollout_ppl", "ppl_ratio", "prob_diff_abs")
-# What step_kl changes is counted again with it. Which criterion rejected a step alone is not known any more.
+# Rows that step_kl changes are recomputed with it. The criterion that rejected a step by itself is then unknown.
 _RECOUNTED = ("tokens_kept", "sequences_kept", "sequences_touched", "kept_weight", "kept_sequence_weight")
 _OF_SEVERAL = ("rejected_by_several", "sequences_rejected_by_several")
 
@@ -37,7 +37,7 @@ SAME_TIMESTEP = 1e-5
 
 
 def step_kl(mean_p: Tensor | None, mean_q: Tensor | None, std: Tensor | None) -> Tensor | None:
-    """KL(p‖q) = Σ_D (m_p − m_q)² / 2s² of each step, without gradient: (b, w), nats; None if one of the three is.
+    """Compute KL(p‖q) = Σ_D (m_p − m_q)² / 2s² of each step, (b, w), nats, no gradient; None if an argument is None.
 
     Args:
         mean_p: (b, w, …).
@@ -61,25 +61,25 @@ def correct_steps(
     schedule: Sequence[float] | None = None,
     group: ProcessGroup | None = None,
 ) -> Correction:
-    """Weights, keep mask and statistics of steps: `correct()` on p · D · (log π − log μ), and the exact KL beside it.
+    """Compute weights, keep mask and statistics of steps: `correct()` on p · D · (log π − log μ), plus the exact KL.
 
-    A log-prob that is not finite is missing: a density is never 0.
+    A non-finite log-prob is missing: a density is never 0.
 
     Args:
         train: log π averaged over D, (b, w), nats.
         rollout: log μ averaged over D, same shape.
-        config: with a correction.
+        config: the actor's configuration; contains a correction.
         exact_kl: KL of each step over all D, (b, w), nats; None without the means.
-        timesteps: timestep value of each step, (b, w); None leaves the breakdown out.
-        dimensions: D; None when nothing tells.
-        schedule: timestep values to break the mismatch down by; None leaves that out.
-        group: data-parallel group; statistics are then those of the group.
+        timesteps: timestep value of each step, (b, w); None disables the breakdown.
+        dimensions: D; None if unknown.
+        schedule: timestep values for the breakdown of the mismatch; optional, no breakdown by default.
+        group: data-parallel group: statistics are then computed over the group.
 
     Returns:
-        A `Correction`, whose statistics also hold the rows of `rollcorr.core.metric_tables`.
+        A `Correction`, whose statistics also contain the rows of `rollcorr.core.metric_tables`.
 
     Raises:
-        ValueError: D is needed and not known, or `step_kl` is asked for without the means.
+        ValueError: D is needed and not known, or `step_kl` is set without the means.
     """
     bound = config.step_kl
     if bound is not None and exact_kl is None:
@@ -88,12 +88,12 @@ def correct_steps(
             "trainer) and std; have the rollout ship them, or use a criterion of log-probs"
         )
 
-    # Either log-prob missing makes the ratio missing; `nonfinite` says what that does.
+    # If either log-prob is missing, so is the ratio; the `nonfinite` option handles it.
     train, rollout = train.detach().double(), rollout.detach().double()
     finite = train.isfinite() & rollout.isfinite()
     train = train.masked_fill(~finite, torch.nan)
 
-    # Everything but the exact KL is the correction of tokens, at the chosen power of the likelihood.
+    # Everything except the exact KL is the correction of tokens, at the configured power of the likelihood.
     scale = _scale(config, dimensions)
     every = torch.ones_like(finite)
     correction = correct(scale * train, scale * rollout, every, config.log_prob_correction, group=group, densities=True)
@@ -102,7 +102,7 @@ def correct_steps(
     own = _rows(train - rollout, finite, exact_kl, timesteps, dimensions, schedule)
     replaced = list(_OF_PROBABILITIES)
 
-    # The exact KL judges every step by itself, beside the other criteria. What it changes is counted again.
+    # The exact KL judges each step separately, in addition to the token criteria. Recompute the rows it changes.
     if bound is not None and exact_kl is not None:
         rejects = exceeds(exact_kl, bound) | ~exact_kl.isfinite()
         keep = keep & ~rejects
@@ -115,7 +115,7 @@ def correct_steps(
 
 
 def _scale(config: DiffusionActorConfig, dimensions: int | None) -> float:
-    """What turns a log-prob averaged over D into one to the power p: p D."""
+    """Return the factor that converts a log-prob averaged over D into one to the power p: p D."""
     if config.reduction == "mean":
         return 1.0
     if dimensions is None:
@@ -134,7 +134,7 @@ def _rows(
     dimensions: int | None,
     schedule: Sequence[float] | None,
 ) -> Statistics:
-    """What denoising steps have beside the rows of tokens: both units, the exact KL, and the mismatch by timestep."""
+    """Return the rows specific to denoising steps: both units, the exact KL, and the mismatch by timestep."""
     moments = {"log_ratio_per_dimension": moments_of(log_ratio, finite)}
     extremes = {}
 
@@ -156,7 +156,7 @@ def _rows(
 
 
 def _recounted(correction: Correction, keep: Tensor) -> Statistics:
-    """What stays in the loss, with everything that rejects taken together."""
+    """Recompute the statistics of the steps in the loss, after all criteria."""
     count = keep.sum(1)
     sums = {
         "tokens_kept": keep.sum(),
@@ -166,7 +166,7 @@ def _recounted(correction: Correction, keep: Tensor) -> Statistics:
     if correction.weights is not None and correction.statistics is not None:
         kept = correction.weights.double().masked_fill(~keep, 0.0)
 
-        # These rows are of weights before they were normalized.
+        # These rows contain weights before normalization.
         if "norm_weight" in correction.statistics.names["sums"]:
             of = correction.statistics.sum
             kept = kept * normalization_factor(of("norm_weight"), of("norm_units"))
@@ -177,7 +177,7 @@ def _recounted(correction: Correction, keep: Tensor) -> Statistics:
 
 
 def _criterion_rows(kl: Tensor, correction: Correction, rejects: Tensor, bound: float) -> Statistics:
-    """Rows of step_kl, named as those of the other criteria."""
+    """Return the rows of step_kl, named like the rows of each criterion."""
     row = f"rs/{STEP_KL}"
     measured = kl.isfinite()
     seen = measured.any(1)
