@@ -1,4 +1,4 @@
-"""Checks that a loss makes of its correction: its tokens, its groups, its optimizer step, and its policies.
+"""Checks of a loss against its correction: the tokens, the groups, the optimizer step, and the policies.
 
 A correction of different rows has the right shape, so training with it raises no error. The kernel computes sums of
 both policies anyway; the loss computes the same sums from its arguments and compares them with this fingerprint.
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rollcorr.correction.result import Correction
 
 MISMATCH = "correction_mismatch"
-"""Row of a loss's statistics on a device: the share of sequences that differ from those of the correction."""
+"""Row of a loss's statistics on a device: the share of sequences that differ from the correction's sequences."""
 
 
 class Fingerprint(NamedTuple):
-    """The policies that `correct` was given, as four numbers for each sequence.
+    """Four sums per sequence that identify the policies of a correction.
 
     Attributes:
         sums: (4, B) float64: valid tokens, measured tokens, and Σ log π and Σ log μ over measured tokens; with a
@@ -41,10 +41,10 @@ class Fingerprint(NamedTuple):
 
 
 def has_context(correction: Correction, mask: Tensor) -> bool:
-    """Whether a correction knows what its optimizer step is divided by; False for a whole batch changed by hand.
+    """Return whether a correction has its optimizer step's denominators; False for a full batch changed by hand.
 
     Raises:
-        ValueError: it was changed by hand, and is a part, or one rank's: what the call counts would be too little.
+        ValueError: it was changed by hand and covers only a part of the batch or one rank, so its counts are too low.
     """
     if correction.counts is not None:
         return True
@@ -59,10 +59,10 @@ def has_context(correction: Correction, mask: Tensor) -> bool:
 
 
 def context_group_of(correction: Correction, given: ProcessGroup | None) -> ProcessGroup | None:
-    """The context group that a loss exchanges over: the correction's own.
+    """Return the context group of a loss's collectives: the correction's own group.
 
     Raises:
-        ValueError: another group was given, or the correction's did not travel with it.
+        ValueError: `given` has a different size, or the correction lost its group, such as by pickling.
     """
     own, ranks = correction.context_group, correction.ranks[1]
     if given is None and (own is not None or ranks == 1):
@@ -81,15 +81,15 @@ def context_group_of(correction: Correction, given: ProcessGroup | None) -> Proc
 
 
 def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Check that a correction is of these tokens, as far as that is known without waiting for a device.
+    """Check that a correction belongs to these tokens, as far as possible without synchronization.
 
-    Shapes, devices and layouts are compared everywhere, and on the CPU masks and offsets too. A part of a correction
-    that was cut out by hand may still carry the masks of the whole batch. Those are not compared.
+    Shapes, devices and layouts are always compared; masks and offsets only on the CPU. A part of a correction that was
+    cut out by hand may still have the masks of the full batch. These are not compared.
 
     Args:
-        correction: what the loss was given.
-        mask: its response mask, bool.
-        cu_seqlens: its offsets; None when padded.
+        correction: the correction that was passed to the loss.
+        mask: response mask of the loss, bool. (B, T), or (N,) when packed.
+        cu_seqlens: (B + 1,) token offsets of the loss; `None` when padded.
 
     Raises:
         ValueError: a shape, a device, a mask or offsets differ.
@@ -107,7 +107,7 @@ def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | Non
     if whole and not _same_sequences(correction.cu_seqlens, cu_seqlens):
         raise ValueError(f"correction has other cu_seqlens than the loss, so it is of other sequences{advice}")
 
-    # From here on values are read.
+    # The checks below read values.
     if not in_host_memory(loss_mask, mask):
         return
     outside = int((loss_mask & ~mask).sum())
@@ -122,7 +122,7 @@ def check_belongs(correction: Correction, mask: Tensor, cu_seqlens: Tensor | Non
 
 
 def _same_sequences(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two layouts are the same, as far as that is known without waiting for a device."""
+    """Return whether two layouts are equal, as far as that is known without synchronization."""
     if one is None or other is None or one is other:
         return one is other
     return one.shape == other.shape and (not in_host_memory(one, other) or torch.equal(one.long(), other.long()))
@@ -135,22 +135,22 @@ def compare_policies(
     cu_seqlens: Tensor | None,
     context_group: ProcessGroup | None,
 ) -> Statistics | None:
-    """Check that a loss has the rows and the policies that its correction was computed with.
+    """Check that a loss has the rows and policies from which its correction was computed.
 
     Per token, a sum may differ by 2 ulp of the coarser dtype (at least float32) at the sequence's largest |log-prob|,
     plus 1e-6. Sequences whose missing tokens differ from the correction's are skipped.
 
     Args:
-        fingerprint: the correction's. None skips the check.
-        policies: of the loss; an omitted `rollout_log_prob` is not compared. If `old_log_prob` equals `log_prob`, a
-            difference of π_old only warns, once.
+        fingerprint: the correction's fingerprint; optional. Without it, the check is skipped.
+        policies: policies of the loss; an omitted `rollout_log_prob` is not compared. If `old_log_prob` equals
+            `log_prob`, a difference of π_old only warns, once.
         mask: the response mask, bool. Same shape.
         cu_seqlens: (B + 1,) token offsets, only when packed.
-        context_group: ranks with the rest of each sequence. Sums are exchanged over it.
+        context_group: ranks with other tokens of the same sequences. Sums are merged over it.
 
     Returns:
-        On a device, where values are not read, the share of sequences that differ; a Monitor raises an alarm. In host
-        memory None.
+        On a device, where values are not read, the share of sequences that differ; a Monitor raises an alarm for it.
+        `None` in host memory.
 
     Raises:
         ValueError: the rows differ, or the policies are swapped. In host memory only.
@@ -177,8 +177,8 @@ def compare_policies(
     if readable and not bool(other_tokens.any() | (straight > _limit(found[2:].abs())).any()):
         return None
 
-    # With π_old = π_θ the ratio is 1, whatever π_old the correction saw. Every slice counts: a rank that raised alone
-    # would leave the others in their next exchange.
+    # With π_old = π_θ the ratio is 1, independent of the correction's π_old. Sum over all slices, so that all ranks
+    # raise together: if only one raised, its peers would hang in their next collective.
     moved = token_count(measured & (policies.log_prob.detach() != given[0]), cu_seqlens=cu_seqlens).double()
     largest = [sequence_max(policy.abs(), measured, cu_seqlens=cu_seqlens).clamp(min=0.0) for policy in given]
     *spread, moved = sum_over(torch.stack([*(counts[1] * size for size in largest), moved]), context_group)

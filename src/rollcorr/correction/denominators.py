@@ -1,15 +1,14 @@
-"""What a loss is divided by: the numbers of one optimizer step, over all of its micro-batches and ranks.
+"""Denominators of a loss: counts of one optimizer step, over all of its micro-batches and ranks.
 
-A normalizer says what is counted. Sequence i has c_i response tokens, k_i of them kept, and W_i is the sum of the
+A normalizer names the counted quantity. Sequence i has c_i response tokens, k_i of them kept, and W_i is the sum of the
 weights that the loss applies to its kept tokens:
 
     kept        tokens = Σ k_i    sequences = #{i: k_i > 0}    count_denominators(loss_mask)
     original    tokens = Σ c_i    sequences = #{i: c_i > 0}    count_denominators(response_mask)
     weights     tokens = Σ W_i    sequences = Σ W_i / k_i      count_denominators(loss_mask, weights=weights)
 
-`loss_denominators` takes the normalizer's name and makes one of these three calls. `Correction.denominators` gives the
-same numbers where one correction is one optimizer step. docs/guides/losses.md says which aggregation mode uses which
-number.
+`loss_denominators` maps the normalizer's name to one of these three calls. `Correction.denominators` returns the same
+numbers if one correction is one optimizer step. docs/guides/losses.md lists the number that each aggregation mode uses.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Averaged(NamedTuple):
-    """How a loss was averaged, so that `TrainingStep` can average over the whole optimizer step instead.
+    """The denominators of a loss, with which `TrainingStep` averages over the optimizer step instead.
 
     Attributes:
         mode: the aggregation mode.
         policy_gradient: the denominators of the policy gradient.
         regularization: the denominators of the KL and entropy terms.
         response_mask: the tokens that the policy sampled, in the loss's shape.
-        cu_seqlens: their offsets; None when padded.
+        cu_seqlens: (B + 1,) token offsets; `None` when padded.
     """
 
     mode: LossAggMode
@@ -63,26 +62,26 @@ def count_denominators(
     group: ProcessGroup | None = None,
     context_group: ProcessGroup | None = None,
 ) -> Denominators:
-    """The number of tokens in a mask and of sequences with such a token, or their weights: 0-d float64 tensors.
+    """Count the tokens of a mask and the sequences with such a token, or sum their weights: 0-d float64 tensors.
 
-    With groups the numbers are those of all ranks. Every sequence counts once, however many ranks hold a slice of it.
+    With groups, all ranks are counted. Every sequence counts once, even if several ranks have a slice of it.
 
     Args:
-        mask: this rank's tokens of the whole optimizer step: the loss mask for "kept" and "weights", the response mask
-            for "original". (B, T), or (N,) when packed; read as ≠ 0.
+        mask: this rank's tokens of the optimizer step: the loss mask for "kept" and "weights", the response mask for
+            "original". (B, T), or (N,) when packed; read as ≠ 0.
         weights: the weights that the loss applies, for the normalizer "weights". Same shape; never read outside the
-            mask. None: tokens and sequences are counted.
+            mask. By default, tokens and sequences are counted.
         cu_seqlens: (B + 1,) token offsets, only when packed.
         group: the data-parallel group.
-        context_group: ranks that hold other slices of the same sequences.
+        context_group: ranks with other slices of the same sequences.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
         ValueError: shapes or devices differ or do not fit the layout.
     """
     check_layout(cu_seqlens=cu_seqlens, mask=mask, **({} if weights is None else {"weights": weights}))
 
-    # Slices of a sequence are joined first: whether it has a token, and its mean weight, are facts of the whole.
+    # Add the slices of each sequence first: its token count and its mean weight depend on all slices.
     lengths = sequence_lengths(mask, cu_seqlens=cu_seqlens, context_group=context_group)
     weight_sums = None
     if weights is not None:
@@ -102,19 +101,19 @@ def loss_denominators(
     group: ProcessGroup | None = None,
     context_group: ProcessGroup | None = None,
 ) -> Denominators:
-    """What a normalizer counts of a loss, by `count_denominators`.
+    """Compute the denominators that a normalizer names, by `count_denominators`.
 
     Args:
         normalizer: "kept", "original" or "weights".
         loss_mask: tokens in the loss. (B, T), or (N,) when packed.
         response_mask: tokens that the policy sampled, same shape.
-        weights: the weights that the loss applies. None (all are 1) makes "weights" the same as "kept".
+        weights: the weights that the loss applies. Without weights (all are 1), "weights" equals "kept".
         cu_seqlens: (B + 1,) token offsets, only when packed.
         group: the data-parallel group.
-        context_group: ranks that hold other slices of the same sequences.
+        context_group: ranks with other slices of the same sequences.
 
     Raises:
-        TypeError: an argument is no tensor.
+        TypeError: an argument is not a tensor.
         ValueError: shapes or devices differ or do not fit the layout.
     """
     check_layout(cu_seqlens=cu_seqlens, loss_mask=loss_mask, response_mask=response_mask)
@@ -128,11 +127,11 @@ def loss_denominators(
 
 
 def sum_denominators(own: Denominators, group: ProcessGroup | None) -> Denominators:
-    """The sum of all ranks' denominators, with the same bits on each rank: 0-d float64 tensors.
+    """Compute the sum of all ranks' denominators, bitwise equal on each rank: 0-d float64 tensors.
 
     Args:
-        own: this rank's, e.g. the sum over its micro-batches. A rank without data gives 0 and 0.
-        group: the process group. None: this process is alone.
+        own: this rank's denominators, e.g. the sum over its micro-batches. A rank without data passes 0 and 0.
+        group: the process group; defaults to this process.
     """
     return Denominators(*sum_over(torch.stack([_double(own.tokens), _double(own.sequences)]), group))
 
@@ -140,37 +139,40 @@ def sum_denominators(own: Denominators, group: ProcessGroup | None) -> Denominat
 def sequence_lengths(
     mask: Tensor, *, cu_seqlens: Tensor | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Tokens of each whole sequence where mask is not 0: (B,) float64. Arguments are as in `count_denominators`."""
+    """Count the tokens of each sequence where mask is not 0, over all of its slices: (B,) float64.
+
+    Arguments are as in `count_denominators`.
+    """
     check_layout(mask=mask, cu_seqlens=cu_seqlens)
     return sum_over(token_count(truth(mask), cu_seqlens=cu_seqlens).double(), context_group)
 
 
 def rescaling(original: Tensor | float, kept: Tensor | float) -> Tensor:
-    """original / kept: what turns a loss over the original count into one over the kept count. 0 if nothing was kept.
+    """Compute original / kept: the factor from a loss over the original count to one over the kept count.
 
     Returns:
-        0-d float64, where `kept` is.
+        0-d float64, on the device of `kept`; 0 if no token was kept.
     """
     kept = _double(kept)
     original = _double(original, kept.device)
 
-    # Without a kept token the policy gradient is 0 already, and 0 times a finite factor stays 0.
+    # Without a kept token the policy gradient is 0, and 0 times a finite factor stays 0.
     return torch.where(kept > 0, original / kept.clamp(min=1e-300), 0.0)
 
 
 def amount_of(mode: LossAggMode, denominators: Denominators, device: torch.device | None = None) -> Tensor:
-    """The number of the denominators that a mode divides by, 0-d float64 on a device; 1 for token-sum."""
+    """Return the count that a mode divides by, 0-d float64 on a device; 1 for token-sum."""
     if mode == "token-sum":
         return _double(1.0, device)
     return _double(denominators.tokens if mode == "token-mean" else denominators.sequences, device)
 
 
 def aggregation_mode(config: RolloutCorrectionConfig | None, loss: LossConfig) -> LossAggMode:
-    """The mode that was asked for. The default is token-mean for PPO, and for REINFORCE the Σ_t of its theorem.
+    """Return the configured aggregation mode. The default is token-mean for PPO, and Σ_t for REINFORCE.
 
     Args:
-        config: the correction, whose `loss_type` decides the default. None: no correction.
-        loss: the options of the loss; its `loss_agg_mode` wins.
+        config: the correction; its `loss_type` selects the default. `None` for no correction.
+        loss: the options of the loss; its `loss_agg_mode` overrides the default.
     """
     reinforce = config is not None and config.loss_type == "reinforce"
     return loss.loss_agg_mode or ("seq-mean-token-sum" if reinforce else "token-mean")
@@ -186,14 +188,14 @@ def aggregate(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Per-token losses become one number, by the function of `rollcorr.core.aggregation` that `mode` names.
+    """Aggregate per-token losses to a scalar, by the function of `rollcorr.core.aggregation` that `mode` names.
 
     Args:
         per_token: (B, T), or (N,) when packed. Never read outside `mask`.
         mask: tokens in the loss, same shape.
         mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean" or "seq-mean-token-sum-norm".
-        denominators: of the whole optimizer step. None: `mask` is counted.
-        lengths: what seq-mean-token-mean divides each row by, (B,). None: the lengths of `mask`.
+        denominators: denominators of the optimizer step; defaults to the counts of `mask`.
+        lengths: row denominators of seq-mean-token-mean, (B,); defaults to the lengths of `mask`.
         scale: the constant of seq-mean-token-sum-norm, in tokens.
         cu_seqlens: (B + 1,) token offsets, only when packed.
 
@@ -220,9 +222,9 @@ def aggregate(
 
 
 def _double(amount: Tensor | float, device: torch.device | None = None) -> Tensor:
-    """An amount as a 0-d float64 tensor, where it is or on a device."""
+    """Return an amount as a 0-d float64 tensor, on its own device or on `device`."""
     if isinstance(amount, Tensor):
         return amount.to(torch.float64) if device is None else amount.to(device, torch.float64)
 
-    # A fill, and not a copy: a GPU's queue would stop for a number that comes from the host's memory.
+    # Fill, because a copy from pageable host memory would synchronize the GPU.
     return torch.full((), float(amount), dtype=torch.float64, device="cpu" if device is None else device)

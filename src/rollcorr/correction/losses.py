@@ -1,11 +1,11 @@
-"""The policy loss: which of the three policies plays which part, and what the sum is divided by.
+"""The policy loss: the role of each of the three policies, and the denominators of the sum.
 
     decoupled           −w · min(r A, clip(r) A)   r = π_θ / π_old; w and mask from π_old / μ, once per batch
     bypass, ppo_clip    −min(r A, clip(r) A)       r = π_θ / μ; no weights, r is the importance ratio already
     bypass, reinforce   −sg(w) · log π_θ · A       w and mask from π_θ / μ, in every call
 
 The formulas are in `rollcorr.core.losses` and `rollcorr.core.aggregation`. This file chooses between them, and checks
-that the choice makes sense. `rollcorr.correction.denominators` counts what the sum is divided by.
+that the choice is valid. `rollcorr.correction.denominators` computes the denominators of the sum.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ if TYPE_CHECKING:
 class PolicyLogProbs:
     """The log-probs of the sampled tokens under each policy, in nats; all (B, T), or all (N,) when packed.
 
-    Each is given by its name, so that none takes another's place.
+    Fields are keyword-only, so that policies cannot be swapped by position.
 
     Attributes:
         log_prob: log π_θ, the policy being trained; carries the gradient.
         old_log_prob: log π_old, the trainer's policy when the batch arrived. Decoupled mode only.
         rollout_log_prob: log μ, as the sampler reported it. Required in bypass mode.
-        ref_log_prob: log π_ref, for the KL penalty; over the whole vocabulary.
-        full_log_prob: log π_θ over the whole vocabulary, for the KL penalty, where `log_prob` is over a truncated one;
-            carries a gradient. If None, `log_prob` already covers the whole vocabulary.
+        ref_log_prob: log π_ref, for the KL penalty; over the full vocabulary.
+        full_log_prob: log π_θ over the full vocabulary, for the KL penalty, if `log_prob` is over a truncated one;
+            carries a gradient. Defaults to `log_prob`, which then covers the full vocabulary.
 
     Raises:
-        TypeError: one is no tensor.
-        ValueError: shapes or devices differ, or one is not floating-point; or `log_prob` has no gradient and a policy
-            that is fixed has one.
+        TypeError: a field is not a tensor.
+        ValueError: shapes or devices differ, or a field is not floating-point; or `log_prob` has no gradient and a
+            fixed policy has one.
     """
 
     log_prob: Tensor
@@ -85,7 +85,7 @@ class PolicyLogProbs:
             if tensor is not None and tensor.shape != self.log_prob.shape:
                 raise ValueError(f"log_prob {tuple(self.log_prob.shape)} and {name} {tuple(tensor.shape)} differ")
 
-            # What a model has just computed carries a graph, and only the policy being trained is computed with one.
+            # A model's output carries a graph, and only the policy being trained is computed with one.
             fixed = tensor is not None and name != "full_log_prob"
             if fixed and tensor.grad_fn is not None and not self.log_prob.requires_grad:
                 raise ValueError(
@@ -96,17 +96,17 @@ class PolicyLogProbs:
 
 @dataclass(frozen=True, eq=False)
 class PolicyLossOutput:
-    """A loss, its parts, and what is needed to merge it with other micro-batches.
+    """A loss, its parts, and the counts that merge it with other micro-batches.
 
     Attributes:
-        loss: 0-d: `policy_gradient`, plus `regularization` when there is one. What `backward` is called on.
-        policy_gradient: 0-d, the part that weights and rejection act on.
-        regularization: 0-d, kl_coef · KL − entropy_coef · entropy; None when both coefficients are 0.
-        counts: what this call adds to the denominators of the configuration's normalizer; 0-d tensors.
+        loss: 0-d: `policy_gradient`, plus `regularization` if there is one. Call `backward` on it.
+        policy_gradient: 0-d, the part to which weights and rejection apply.
+        regularization: 0-d, kl_coef · KL − entropy_coef · entropy; `None` when both coefficients are 0.
+        counts: the contribution of this call to the denominators of the configuration's normalizer; 0-d tensors.
         loss_mask: the tokens in the policy gradient, bool.
         statistics: mergeable; `loss_metrics` reads them.
-        correction: the one that was applied. In bypass mode it was computed here, against π_θ. None: no correction.
-        averaged: what the parts were divided by, and the response mask; `TrainingStep` reads them.
+        correction: the applied correction, if any. In bypass mode it was computed by this call, against π_θ.
+        averaged: the denominators of the parts, and the response mask; `TrainingStep` reads them.
     """
 
     loss: Tensor
@@ -136,42 +136,42 @@ def policy_loss(
     context_group: ProcessGroup | None = None,
     **misspelled: NoReturn,
 ) -> PolicyLossOutput:
-    """Σ per-token loss / denominator + kl_coef · KL(π_θ‖π_ref) − entropy_coef · H(π_θ).
+    """Compute Σ per-token loss / denominator + kl_coef · KL(π_θ‖π_ref) − entropy_coef · H(π_θ).
 
     Args:
-        policies: the log-probs. The mode decides which of them are needed.
+        policies: the log-probs. The mode determines which of them are required.
         advantages: per token, in the shape of `log_prob`; or per sequence, (B,), in the padded layout.
         response_mask: tokens that the policy sampled, same shape; read as ≠ 0.
-        config: which correction, and in which mode: a configuration, a preset's name or a dictionary. None: that of
-            `correction`; without one, plain PPO.
-        loss: clip constants, aggregation and coefficients. None: the defaults.
-        correction: in decoupled mode, what `correct(old, rollout, …)` returned, once per batch; for a micro-batch its
-            part, `correction[rows]`. Bypass mode computes its own, because it depends on π_θ.
-        denominators: of the policy gradient, over every micro-batch and rank of the optimizer step. None: those that
-            `correction` carries, so that the losses of its parts add up. Without a correction this call is the whole
-            step, and is counted here.
-        original_denominators: those of the response mask, for the KL and entropy terms, which cover rejected tokens
-            too. They are needed only beside `denominators` that count something else.
-        whole_step: states that this call is the whole optimizer step of this rank. Bypass mode requires it without
-            `denominators`, because what is kept is known only after the last micro-batch: for several of them, use
-            `TrainingStep`.
+        config: the correction and its mode: a configuration, a preset's name or a dictionary. Defaults to the
+            configuration of `correction`, or to plain PPO without a correction.
+        loss: clip constants, aggregation and coefficients; defaults to `LossConfig()`.
+        correction: in decoupled mode, the result of `correct(old, rollout, …)`, computed once per batch; for a
+            micro-batch its part, `correction[rows]`. Bypass mode computes its own, because it depends on π_θ.
+        denominators: denominators of the policy gradient, over every micro-batch and rank of the optimizer step. By
+            default, the denominators of `correction`, so that the losses of its parts add up. Without a correction,
+            this call is the full step, and its tokens are counted.
+        original_denominators: denominators of the response mask, for the KL and entropy terms, which also cover
+            rejected tokens. Required only if `denominators` count a different quantity.
+        whole_step: declares that this call is the full optimizer step of this rank. Bypass mode requires it without
+            `denominators`, because the kept tokens are known only after the last micro-batch: for several micro-batches
+            use `TrainingStep`.
         entropy: H(π_θ(·|s_t)) per token, nats, same shape; with its graph when entropy_coef is not 0.
-        cu_seqlens: (B + 1,) token offsets, only when packed. None: those of `correction`.
+        cu_seqlens: (B + 1,) token offsets, only when packed; defaults to the offsets of `correction`.
         group: data-parallel ranks over which a call without `correction` and `denominators` counts. Defaults to this
             process, with a warning if there are several ranks; "local" omits the warning.
-        context_group: ranks that hold other tokens of the same sequences. The losses of the ranks then add up to that
-            of whole sequences; `counts` and the correction are those of whole sequences, the statistics the rank's own.
-            None: that of `correction`.
-        misspelled: takes nothing; such a name is answered with the nearest right one.
+        context_group: ranks with other tokens of the same sequences; defaults to the context group of `correction`. The
+            ranks' losses then add up to the loss of full sequences. `counts` and the correction cover full sequences,
+            and the statistics the rank's own tokens.
+        misspelled: unknown options; they raise `TypeError`, which suggests the nearest known name.
 
     Returns:
-        The loss, its parts and its statistics. With nothing to average the loss is 0 and connected to the graph.
+        The loss, its parts and its statistics. Without tokens to average, the loss is 0 and connected to the graph.
 
     Raises:
-        TypeError: an argument is no tensor, or there is no option of that name.
+        TypeError: an argument is not a tensor, or an option is unknown.
         ValueError: shapes or devices differ; a policy that the mode needs is missing; the behavior ratio π/μ would be
-            applied twice or not at all; a coefficient is set without its tensor; the correction is of other tokens,
-            of other ranks or of the policies in the other order, or does not know the step that it is a part of.
+            applied twice or not at all; a coefficient is set without its tensor; the correction is of different tokens,
+            ranks or swapped policies, or lacks the denominators of its optimizer step.
     """
     if misspelled:
         raise _no_such_option(next(iter(misspelled)))
@@ -195,13 +195,13 @@ def policy_loss(
     check_floating(entropy=entropy)
     inputs = _LossInputs(policies, advantages, truth(response_mask, "response_mask"), cu_seqlens, context_group)
 
-    # One loss per token: which policies form the ratio, and which tokens and weights stay in the loss.
+    # Compute the loss per token: the mode selects the policies of the ratio, the tokens and the weights.
     if settings is not None and settings.bypass_mode:
         token = _bypass(inputs, settings, loss, correction, whole_step=whole_step, counted=denominators is not None)
     else:
         token = _decoupled(inputs, settings, loss, correction)
 
-    # The policy gradient is divided by the numbers of the whole step. What this call adds to them is returned.
+    # Divide the policy gradient by the denominators of the full step. Return this call's contribution to them.
     counts = loss_denominators(
         normalizer, token.loss_mask, inputs.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
     )
@@ -220,8 +220,8 @@ def policy_loss(
         cu_seqlens=cu_seqlens,
     )
 
-    # KL and entropy hold for rejected tokens too, so they are divided by the counts of the response mask. Without a
-    # correction, those are what the caller's denominators count.
+    # KL and entropy also cover rejected tokens, so they are divided by the counts of the response mask. Without a
+    # correction, the caller's denominators are these counts.
     if original_denominators is None and (correction is None or normalizer == "original"):
         original_denominators = denominators
     elif original_denominators is None and denominators is not None and (loss.kl_coef or loss.entropy_coef):
@@ -248,10 +248,10 @@ def policy_loss(
 
 
 def loss_config_of(loss: LossConfig | None) -> LossConfig:
-    """The loss's configuration; None is the defaults.
+    """Return the loss configuration; defaults to `LossConfig()`.
 
     Raises:
-        TypeError: it is something else, such as a dictionary.
+        TypeError: `loss` has a different type, such as a dictionary.
     """
     loss = LossConfig() if loss is None else loss
     if not isinstance(loss, LossConfig):
@@ -260,15 +260,15 @@ def loss_config_of(loss: LossConfig | None) -> LossConfig:
 
 
 def check_whole_step(whole_step: bool, counts: str, *, given: bool) -> None:
-    """Check that a loss in bypass mode covers a whole optimizer step, or was given the counts of the step.
+    """Check that a loss in bypass mode covers a full optimizer step, or was given the counts of the step.
 
     Args:
-        whole_step: of the loss.
+        whole_step: the option of the loss.
         counts: the name of the argument for the counts.
-        given: whether it was given.
+        given: whether the counts were given.
 
     Raises:
-        ValueError: neither or both.
+        ValueError: neither or both of them are given.
     """
     if whole_step == given:
         raise ValueError(
@@ -279,7 +279,7 @@ def check_whole_step(whole_step: bool, counts: str, *, given: bool) -> None:
 
 
 def _no_such_option(name: str) -> TypeError:
-    """What to write in place of an option that `policy_loss` does not have."""
+    """Return the error for an unknown option of `policy_loss`, with the correct place or spelling."""
     own = [option for option in inspect.signature(policy_loss).parameters if option != "misspelled"]
     elsewhere = {
         field.name: f"config=RolloutCorrectionConfig({field.name}=…)" for field in fields(RolloutCorrectionConfig)
@@ -289,11 +289,13 @@ def _no_such_option(name: str) -> TypeError:
 
 
 def loss_metrics(statistics: Statistics, *, prefix: str = "actor/") -> dict[str, float]:
-    """Mean of every row of (merged) loss statistics, in one transfer: policy_kl, clip_fraction_high, …, entropy.
+    """Return the mean of every row of (merged) loss statistics: policy_kl, clip_fraction_high, …, entropy.
+
+    All rows are read in one device-to-host transfer.
 
     Args:
         statistics: `PolicyLossOutput.statistics`, of one micro-batch or merged.
-        prefix: put before each name.
+        prefix: prefix of each name.
     """
     return {prefix + name: moments.mean for name, moments in statistics.read().moments.items()}
 
@@ -350,7 +352,7 @@ def _decoupled(
                 "effect; pass correction=correct(old_log_prob, rollout_log_prob, response_mask, …), or leave it out"
             )
 
-    # A token that "neutral" keeps without its log-prob has the ratio 1 here, as it has the weight 1.
+    # "neutral" keeps tokens without a log-prob. They get the ratio 1 here, and the weight 1.
     log_prob = inputs.policies.log_prob
     if config is not None and config.nonfinite == "neutral":
         log_prob, old_log_prob = neutral_log_probs(log_prob, old_log_prob)
@@ -390,7 +392,7 @@ def _bypass(
             "set normalizer='weights' instead, which divides by the weights of the whole step"
         )
 
-    # π_θ moves between micro-batches, so each call judges its tokens anew.
+    # π_θ changes between micro-batches, so compute the correction in each call.
     correction = correct(
         log_prob.detach(),
         rollout_log_prob,
@@ -403,7 +405,7 @@ def _bypass(
     weights = correction.loss_weights
 
     # Tokens with a missing log-prob are still in the loss only under nonfinite="neutral". They get the ratio 1. A
-    # log μ of −inf counts as missing too: the token was sampled, so its probability was not 0.
+    # log μ of −inf also counts as missing: the token was sampled, so its probability was not 0.
     behavior = rollout_log_prob.masked_fill(~rollout_log_prob.isfinite(), torch.nan)
     log_prob, behavior = neutral_log_probs(log_prob, behavior)
 
@@ -446,7 +448,7 @@ def _ppo_clip(
 def _regularization(
     inputs: _LossInputs, loss: LossConfig, mode: LossAggMode, entropy: Tensor | None, denominators: Denominators | None
 ) -> tuple[Tensor | None, Statistics]:
-    """kl_coef · KL − entropy_coef · H over the response mask, and the mean of both whenever they can be measured."""
+    """Compute kl_coef · KL − entropy_coef · H over the response mask, and the mean of each term if it is given."""
     mask, cu_seqlens = inputs.mask, inputs.cu_seqlens
     log_prob, full_log_prob = inputs.policies.log_prob, inputs.policies.full_log_prob
     ref_log_prob = inputs.policies.ref_log_prob
@@ -455,7 +457,7 @@ def _regularization(
     if loss.entropy_coef and entropy is None:
         raise ValueError(f"entropy_coef={loss.entropy_coef} needs entropy, one value per token")
 
-    # A term without a coefficient is still measured, where its tensor is there.
+    # Measure a term even without a coefficient, if its tensor is given.
     terms: dict[str, tuple[Tensor, Tensor, float]] = {}
     if ref_log_prob is not None:
         trained = log_prob if full_log_prob is None else full_log_prob
@@ -470,7 +472,7 @@ def _regularization(
     if not weighted:
         return None, statistics
 
-    # Both terms average over the whole response mask, also where a value could not be measured.
+    # Both terms average over the full response mask, including tokens without a measured value.
     lengths, scale = _lengths(inputs, mask, mode), loss.loss_scale_factor
     parts = [
         coefficient
@@ -481,7 +483,7 @@ def _regularization(
 
 
 def _lengths(inputs: _LossInputs, mask: Tensor, mode: LossAggMode) -> Tensor | None:
-    """Tokens of each whole sequence in the mask, (B,), where the mode divides rows by them."""
+    """Return the tokens of each full sequence in the mask, (B,), if the mode divides rows by them."""
     if mode != "seq-mean-token-mean":
         return None
     return sequence_lengths(mask, cu_seqlens=inputs.cu_seqlens, context_group=inputs.context_group)

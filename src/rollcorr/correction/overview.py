@@ -1,13 +1,13 @@
-"""A correction at a glance: two lines, a short table, and whether one batch is within its limits.
+"""Summaries of a correction: two lines, a short table, and whether one batch is within its limits.
 
-Each number is held against the healthy range of its metric (`rollcorr.core.metric_registry`):
+Each number is compared with the healthy range of its metric (`rollcorr.core.metric_registry`):
 
     within limits    no number is beyond its limit
     unhealthy        at least one is
-    not judged       nothing was measured: no response token, or no correction at all
+    not judged       no measurement: no response token, or no correction
 
-"Within limits" is less than the "healthy" of `rollcorr.health`: one batch does not tell whether both policies have the
-same weights. `rollcorr.health` has rules over several numbers, judges a run by its steps, and gives fixes.
+"Within limits" is weaker than "healthy" in `rollcorr.health`: one batch cannot show whether both policies have the same
+weights. `rollcorr.health` has rules over several numbers, judges a run by its steps, and suggests fixes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rollcorr.correction.result import Correction
 
 FIRST = ("k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "t_times_kl")
-"""What to look at first; those that the configuration collects are shown."""
+"""Key metrics; each is shown if the configuration collects it."""
 
 
 class _Overview(NamedTuple):
-    """The verdict, how much stays in the loss, the metrics to show, and those of them beyond their limits."""
+    """The verdict, the kept tokens, the metrics to show, and which of them exceed their limits."""
 
     verdict: str
     kept: str
@@ -36,7 +36,7 @@ class _Overview(NamedTuple):
 
 
 def short_text(correction: Correction) -> str:
-    """What a correction is, and its numbers where they can be read without a wait: two lines."""
+    """Return two lines: a description of the correction, and its numbers if they are in host memory."""
     shape = tuple(correction.loss_mask.shape)
     layout = "padded" if correction.cu_seqlens is None else "packed"
     whole = correction.batch_shape
@@ -56,7 +56,7 @@ def short_text(correction: Correction) -> str:
 
 
 def summary_text(correction: Correction) -> str:
-    """The verdict, how much is kept, and the numbers with their healthy ranges, one on each line."""
+    """Return the verdict, the kept tokens, and the numbers with their healthy ranges, one per line."""
     metrics = correction.metrics(prefix="")
     overview = _overview(metrics)
     lines = [f"{overview.verdict}: {overview.kept}"]
@@ -69,13 +69,13 @@ def summary_text(correction: Correction) -> str:
 
 
 def _overview(metrics: Mapping[str, float]) -> _Overview:
-    """Show the first numbers to look at, then every other one that is beyond its limit."""
+    """Return the key metrics, then every other metric that exceeds its limit."""
     tokens = metrics.get("token_count", 0)
     if not tokens:
         return _Overview("not judged", "no response token", [], [])
     beyond = []
     for name, value in metrics.items():
-        # At six digits: a float32 weight truncated at 2 may read 2.0000002.
+        # Round to six digits, because a float32 weight truncated at 2 may be 2.0000002.
         limits = HEALTHY_RANGES.get(name)
         if limits is not None and limits.breached(float(f"{value:.6g}")) is not None:
             beyond.append(name)
@@ -87,7 +87,7 @@ def _overview(metrics: Mapping[str, float]) -> _Overview:
 
 
 def described(config: RolloutCorrectionConfig | None) -> str:
-    """Return the weights and the rejection of a configuration, in a few words."""
+    """Return a short description of a configuration's weights and rejection."""
     if config is None:
         return "no correction"
     parts = []

@@ -1,13 +1,13 @@
-"""Process groups: what the ranks hold together, exchanged so that every rank ends up with the same bits.
+"""Collectives over process groups, with bitwise equal results on every rank.
 
-There are two kinds of group. The ranks of a *data-parallel* group hold different sequences. They share statistics,
-once, after the correction. The ranks of a *context* group hold different tokens of the same sequences. They share
-per-sequence sums, once, before anything is decided. docs/guides/distributed.md says who sends what.
+There are two kinds of group. The ranks of a *data-parallel* group have different sequences. They merge statistics once,
+after the correction. The ranks of a *context* group have different tokens of the same sequences. They merge
+per-sequence sums once, before any decision. docs/guides/distributed.md lists the data of each exchange.
 
-Everything is gathered and then added in rank order, so that no sum depends on the order of arrival. Each vector of
-statistics begins with a mark, a number that says what it holds, and fills blocks of one size: so ranks that are not in
-the same call meet in one exchange all the same, and where the numbers are in host memory, they are told.
-`rollcorr.correction.denominators` counts what a loss is divided by, over these groups.
+Values are all-gathered and then added in rank order, so that no sum depends on the order of arrival. Each vector of
+statistics begins with a mark, a number that identifies its content, and fills blocks of a fixed size. So ranks in
+different calls meet in the same collective, and raise an error if the numbers are in host memory.
+`rollcorr.correction.denominators` counts the denominators of a loss over these groups.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 HEADER = 1
-"""Numbers in front of a vector: its mark."""
+"""Length of the header of a vector: its mark."""
 
 BLOCK = 256
-"""Vectors that are marked fill whole blocks of this many numbers, 2 kB. An exchange costs more than its bytes."""
+"""Marked vectors are padded to a multiple of this length, 2 kB. The latency of a collective exceeds its transfer."""
 
 
 def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Statistics:
@@ -43,10 +43,10 @@ def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Sta
 
     Args:
         statistics: this rank's rows; every rank must have the same ones.
-        group: the process group; None returns the statistics as they are.
+        group: the process group; optional. Without a group, the statistics are returned unchanged.
 
     Raises:
-        RuntimeError: a rank sends something else, seen where the numbers are in host memory; or the exchange failed.
+        RuntimeError: a rank is in a different call, which is detected only in host memory; or the exchange failed.
     """
     if group is None:
         return statistics
@@ -54,7 +54,7 @@ def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Sta
     mark = -number_of(tuple(statistics.names.items()))
     parts = gather_marked(vector, mark, group, room=filled_blocks(vector.numel()))
 
-    # On a device the marks stay unread, because reading them would wait. `Monitor.step` reads them.
+    # On a device the marks are not read here, because that would synchronize. `Monitor.step` reads them.
     if parts.device.type == "cpu":
         for rank, other in enumerate(parts[:, 0].tolist()):
             if other != mark:
@@ -63,13 +63,13 @@ def gather_statistics(statistics: Statistics, group: ProcessGroup | None) -> Sta
 
 
 def gather_marked(vector: Tensor, mark: int, group: ProcessGroup, *, room: int) -> Tensor:
-    """The vectors of all ranks behind their marks, (P, room), in rank order.
+    """Gather the mark and the vector of each rank, (P, room), in rank order.
 
     Args:
-        vector: (n,) float64; one that has no room is left out, and its mark is sent alone.
-        mark: what the vector holds, `number_of` it: negative for statistics, positive for a step of a Monitor.
+        vector: (n,) float64. If it does not fit into `room`, only the mark is sent.
+        mark: `number_of` the vector's layout: negative for statistics, positive for a step of a Monitor.
         group: the process group.
-        room: how many numbers each rank sends, the same on all ranks; `filled_blocks` of the numbers.
+        room: length of the vector that each rank sends, equal on all ranks: `filled_blocks` of the numbers.
     """
     sent = torch.zeros(room, dtype=vector.dtype, device=vector.device)
     sent[0] = mark
@@ -90,19 +90,19 @@ def gather(vector: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def filled_blocks(numbers: int) -> int:
-    """The room that a mark and so many numbers take, in whole blocks."""
+    """Return the length of a mark and `numbers` values, padded to a multiple of `BLOCK`."""
     return -(-(HEADER + numbers) // BLOCK) * BLOCK
 
 
 @lru_cache(maxsize=1024)
 def number_of(layout: object) -> int:
-    """A number that tells a layout from every other, small enough to be exact in float64; at least 1."""
+    """Compute a hash of a layout: an integer of at least 1 that is exact in float64."""
     digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).digest()
     return 1 + (int.from_bytes(digest, "big") >> 12)
 
 
 def out_of_step(rank: int, here: str, there: str) -> str:
-    """The error of ranks whose exchanges met, and were not of one call."""
+    """Return the error for ranks that met in one collective from different calls."""
     why = "one of the two has made fewer calls of `correct` in this step"
     if there == "other statistics":
         why = "its rows are those of another configuration or another detail"
@@ -116,7 +116,7 @@ def out_of_step(rank: int, here: str, there: str) -> str:
 
 @contextmanager
 def explained_failure(group: ProcessGroup) -> Iterator[None]:
-    """What an error of torch.distributed most likely means: it says what failed, and not why.
+    """Return a context manager that adds the likely cause to an error of torch.distributed.
 
     Raises:
         RuntimeError: the exchange failed.
@@ -134,18 +134,18 @@ def explained_failure(group: ProcessGroup) -> Iterator[None]:
 
 
 def context_reduction(group: ProcessGroup) -> Reduction:
-    """A function that makes a slice's table and rows those of whole sequences, by one all-gather.
+    """Return a function that merges the tables and rows of a context group's slices by one all-gather.
 
     Each rank sends a float64 for each column and sequence (8 to 25 columns), and the rows of the batch.
 
     Args:
-        group: ranks that hold slices of the same B sequences, in the same order.
+        group: ranks with slices of the same B sequences, in the same order.
     """
 
     def reduce(table: SequenceTable, statistics: Statistics) -> Statistics:
         columns = table.pack()
 
-        # Both travel in one vector: an exchange costs more than its bytes.
+        # Send both in one vector, because the latency of a collective exceeds its transfer.
         parts = gather(torch.cat([columns.flatten(), statistics.pack()]), group)
         table.merge(parts[:, : columns.numel()].unflatten(1, columns.shape))
         return merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts)
@@ -154,10 +154,10 @@ def context_reduction(group: ProcessGroup) -> Reduction:
 
 
 def check_groups(group: ProcessGroup | None, context_group: ProcessGroup | None) -> None:
-    """Check that no rank would count twice: the two groups may share no rank but this one.
+    """Check that no rank is counted twice: the two groups may share only this rank.
 
     Raises:
-        ValueError: names the ranks that are in both.
+        ValueError: a different rank is in both groups; the message names it.
     """
     if group is None or context_group is None:
         return
@@ -171,7 +171,7 @@ def check_groups(group: ProcessGroup | None, context_group: ProcessGroup | None)
 
 
 def members(group: ProcessGroup | Literal["local"] | None) -> ProcessGroup | None:
-    """The process group to exchange over; None for "local" and None.
+    """Return the process group of the collectives, or `None` for "local" and `None`.
 
     Raises:
         TypeError: the text is not "local".
@@ -182,7 +182,7 @@ def members(group: ProcessGroup | Literal["local"] | None) -> ProcessGroup | Non
 
 
 def warn_without_group(*groups: object) -> None:
-    """Warn, once in a process, if there are several ranks and none of the groups is given."""
+    """Warn, once per process, if there are several ranks and no group was given."""
     missing = all(group is None for group in groups) and torch.distributed.is_available()
     if missing and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         warn_once(
@@ -193,7 +193,7 @@ def warn_without_group(*groups: object) -> None:
 
 
 class Slices(NamedTuple):
-    """Whole sequences, packed, put together from the slices of a context group.
+    """Packed sequences, joined from the slices of a context group.
 
     Attributes:
         tensors: (N,) each.
@@ -207,12 +207,12 @@ class Slices(NamedTuple):
 
 
 def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGroup) -> Slices:
-    """Put slices of sequences together, as packed sequences. Waits for the device: for the reference and for tests.
+    """Join the slices of a context group into packed sequences. Synchronizes: for the reference and for tests.
 
     Args:
         tensors: slices of one shape, (B, T_r), or (N_r,) when packed; T_r and N_r may differ between ranks.
         cu_seqlens: (B + 1,) token offsets of the slice, only when packed.
-        group: the ranks that hold the other slices.
+        group: the ranks with the other slices.
     """
     shape, device = tensors[0].shape, tensors[0].device
     if cu_seqlens is None:
@@ -220,7 +220,7 @@ def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGro
     else:
         sequences, ids = cu_seqlens.numel() - 1, sequence_ids(tensors[0], cu_seqlens=cu_seqlens)
 
-    # Ranks may hold different numbers of tokens, and an all-gather needs equal ones: pad, gather, and cut again.
+    # Ranks may have different numbers of tokens, and an all-gather needs equal shapes: pad, gather, and trim.
     sizes = [int(n) for n in gather(torch.tensor([ids.numel()], device=device), group).flatten().tolist()]
     rows = torch.stack([x.flatten().double() for x in (*tensors, ids)])
     padded = torch.nn.functional.pad(rows, (0, max(sizes) - ids.numel()))
@@ -240,20 +240,20 @@ def gather_slices(*tensors: Tensor, cu_seqlens: Tensor | None, group: ProcessGro
 
 
 def sum_over(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Σ over the ranks of a group, with the same bits on each. None returns the values as they are."""
+    """Compute Σ over the ranks of a group, bitwise equal on each. Without a group, return the values unchanged."""
     return values if group is None else gather(values, group).sum(0)
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> None:
     """Sum `.grad` over the ranks of a group, in place: an all-reduce for each dtype and about 64 MiB.
 
-    With the denominators of the whole step the ranks' losses add up, so their gradients are added, not averaged. A
-    missing gradient counts as 0. One that is missing on every rank stays missing, because an optimizer treats it
-    differently. One all-reduce finds these first, and waits for the device.
+    With the denominators of the optimizer step the ranks' losses add up, so their gradients are added, not averaged. A
+    missing gradient counts as 0. A gradient that is missing on every rank stays missing, because an optimizer treats it
+    differently from 0. One all-reduce finds these first, and synchronizes with the device.
 
     Args:
-        parameters: the same ones on every rank, of any shape.
-        group: the process group. None leaves everything as it is.
+        parameters: the same parameters on every rank, of any shape.
+        group: the process group; optional. Without a group, the gradients do not change.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if group is None or not parameters:
@@ -278,23 +278,23 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a DTensor's part on this rank. The result shares its memory."""
+    """Return the tensor itself, or a DTensor's shard on this rank. The result shares its memory."""
     with torch.no_grad():
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of about `limit` bytes: those that end within the same `limit` bytes."""
+    """Return the tensors in order, in buckets of about `limit` bytes."""
     ends = accumulate(tensor.nbytes for tensor in tensors)
     for _, numbered in groupby(zip(ends, tensors, strict=True), key=lambda pair: (pair[0] - 1) // limit):
         yield [tensor for _, tensor in numbered]
 
 
 def reads_host_memory(group: ProcessGroup) -> bool:
-    """Whether the group's backend can send what is on the host: gloo can, and NCCL cannot."""
+    """Return whether the group's backend can send host memory: gloo can, and NCCL cannot."""
     return "cpu" in _devices_of(group)
 
 
 def _devices_of(group: ProcessGroup) -> list[str]:
-    """The kinds of device that the group has a backend for, as in "cpu:gloo,cuda:nccl"."""
+    """Return the device types that the group has a backend for, as in "cpu:gloo,cuda:nccl"."""
     return [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]

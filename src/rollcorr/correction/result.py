@@ -1,4 +1,4 @@
-"""What `correct` returns: weights, a loss mask and statistics, with the context that a loss needs."""
+"""Result of `correct`: weights, a loss mask and statistics, with the context that a loss needs."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Correction:
-    """What to do with a batch of rollouts, and how far apart the two policies are.
+    """Weights and loss mask of a batch of rollouts, with statistics of the mismatch between the two policies.
 
-    It carries its context: the configuration, the mask, the groups, and what the loss is divided by. So does a part of
-    it: `correction[rows]` and `correction.split(n)` are micro-batches of one optimizer step, and
-    `correction.mini_batch(rows)` is an optimizer step of its own.
+    It contains its context: the configuration, the mask, the groups, and the denominators of the loss. So do its parts:
+    `correction[rows]` and `correction.split(n)` are micro-batches of one optimizer step, and
+    `correction.mini_batch(rows)` is a separate optimizer step.
 
     Attributes:
         weights: importance weights, float32, in the inputs' shape, without gradient; 0 outside the response mask, or
-            the `fill` of `correct`. None without importance sampling.
+            the `fill` of `correct`. `None` without importance sampling.
         loss_mask: the tokens that stay in the loss, bool, in the inputs' shape.
         sequence_kept: (B,) bool: the sequence still has a token in the loss, or never had one. For group baselines.
-        statistics: mergeable rows on the device, over all ranks of the groups. A part has those of the whole batch, so
-            do not merge the parts'. None without any correction.
-        config: what was asked for. None: no correction at all.
-        response_mask: the mask that was given, so that a loss can refuse a correction of other tokens. None: unknown.
-        cu_seqlens: the offsets that were given. None when padded.
-        group: the data-parallel ranks that the statistics are of. None or "local": this process.
-        context_group: the ranks that hold other tokens of the same sequences. None: the sequences are whole.
-        ranks: how many ranks the two groups have. The groups themselves stay behind when a correction is pickled.
-        batch_shape: the shape of the whole batch, of which this may be a part. None: unknown.
-        counts: what the loss of the optimizer step is divided by. None for what `dataclasses.replace` has changed.
-        fingerprint: sums of both policies, by which a loss recognizes different rows. None if `counts` is None.
+        statistics: mergeable rows on the device, over all ranks of the groups. A part has the statistics of the full
+            batch, so do not merge the statistics of parts. `None` without a correction.
+        config: the configuration; `None` without a correction.
+        response_mask: the `response_mask` argument of `correct`, by which a loss detects a correction of other tokens;
+            optional.
+        cu_seqlens: (B + 1,) token offsets; `None` when padded.
+        group: the data-parallel ranks of the statistics; `None` or "local" for this process.
+        context_group: the ranks with other tokens of the same sequences; `None` if sequences are not split.
+        ranks: sizes of the two groups. The groups themselves are dropped when a correction is pickled.
+        batch_shape: the shape of the full batch, of which this may be a part; optional.
+        counts: the denominators of the optimizer step's loss. `None` after `dataclasses.replace`.
+        fingerprint: sums of both policies, by which a loss detects different rows. `None` if `counts` is `None`.
     """
 
     weights: Tensor | None
@@ -65,27 +66,27 @@ class Correction:
     ranks: tuple[int, int] = (1, 1)
     batch_shape: tuple[int, ...] | None = None
 
-    # `dataclasses.replace` leaves these behind. So what was changed by hand lacks its context, and a loss can tell.
+    # `dataclasses.replace` drops these. So a correction changed by hand lacks its context, and a loss detects that.
     counts: StepCounts | None = field(default=None, init=False)
     fingerprint: Fingerprint | None = field(default=None, init=False)
 
     @property
     def loss_weights(self) -> Tensor | None:
-        """The weights that belong in the loss: None where they are metrics only (`weights_reach_loss`)."""
+        """Return the weights of the loss, or `None` if they are only measured (see `weights_reach_loss`)."""
         return self.weights if self.config is not None and self.config.weights_reach_loss else None
 
     def metrics(self, *, prefix: str = registry.PREFIX) -> dict[str, float]:
-        """Every metric of the registry that the configuration collects: one device-to-host transfer for all.
+        """Return every metric of the registry that the configuration collects, in one device-to-host transfer.
 
-        An empty batch reports 0 for its counts, and 0 for everything that cannot be measured.
+        An empty batch reports 0 for its counts, and 0 for every metric that cannot be measured.
         """
         return {} if self.statistics is None else registry.finalize(self.statistics.read(), prefix=prefix)
 
     def worst(self) -> Worst:
-        """The tokens and sequences with the largest |log ratio|: one device-to-host transfer.
+        """Return the tokens and sequences with the largest |log ratio|, in one device-to-host transfer.
 
         Raises:
-            ValueError: `correct` was not asked for `detail`.
+            ValueError: `correct` was called without `detail`.
         """
         tops = {} if self.statistics is None else self.statistics.read().tops
         if not tops:
@@ -93,18 +94,18 @@ class Correction:
         return worst_of(tops)
 
     def denominators(self, normalizer: Normalizer | None = None) -> Denominators:
-        """What the loss is divided by, over all ranks of the groups: of the whole batch, or of its mini-batch.
+        """Return the denominators of the loss, over all ranks of the groups: of the full batch, or of its mini-batch.
 
-        The numbers are those of `rollcorr.correction.loss_denominators`, read from the statistics. A part of a
-        correction has those of the optimizer step that it is a part of.
+        They equal `rollcorr.correction.loss_denominators`, but are read from the statistics. A part of a correction
+        has the denominators of its optimizer step.
 
         Args:
-            normalizer: "kept" counts what stays in the loss, "original" what the response mask held, "weights" sums the
-                applied weights of what stays. Where no weights reach the loss, each counts as 1. None: the
-                configuration's normalizer.
+            normalizer: "kept" counts the tokens in the loss, "original" the tokens in the response mask, and "weights"
+                sums the applied weights of the kept tokens. Without weights in the loss, each counts as 1. Defaults to
+                the configuration's normalizer.
 
         Raises:
-            ValueError: there is nothing to count from: a correction without statistics was changed by hand.
+            ValueError: a correction without statistics was changed by hand, so it has no counts.
         """
         normalizer = normalizer or ("kept" if self.config is None else self.config.normalizer)
         own: Denominators | None = self.counts and getattr(self.counts, normalizer)
@@ -119,27 +120,27 @@ class Correction:
         if normalizer == "kept" or self.loss_weights is None:
             return Denominators(row("tokens_kept"), row("sequences_kept"))
 
-        # The statistics hold the weights before batch normalization, and the loss applies those after it.
+        # The statistics contain weights before batch normalization, and the loss applies normalized weights.
         normalized = self.config is not None and self.config.rollout_is_batch_normalize
         factor = mean_weight(self.statistics) if normalized else 1.0
         return Denominators(row("kept_weight") / factor, row("kept_sequence_weight") / factor)
 
     @property
     def sequences(self) -> int:
-        """B. There is no `len`: a correction of a rank without sequences would count as false."""
+        """Return B. There is no `len`, because a correction of a rank without sequences would be falsy."""
         return self.sequence_kept.shape[0]
 
     def __getitem__(self, rows: slice | Tensor | Sequence[int]) -> Correction:
-        """The part of some sequences: a micro-batch of the same optimizer step.
+        """Return the part with some of the sequences: a micro-batch of the same optimizer step.
 
-        A padded correction waits for nothing, unless `rows` is a bool tensor on a device. Of a packed one the values of
-        `cu_seqlens` are read, which waits where they are on a device.
+        A padded correction does not synchronize, unless `rows` is a bool tensor on a device. A packed one reads
+        `cu_seqlens`, which synchronizes if they are on a device.
 
         Args:
-            rows: a slice; the numbers of the sequences, as a 1-D integer tensor or a list; or a (B,) bool tensor.
+            rows: a slice; indices of the sequences, as a 1-D integer tensor or a list; or a (B,) bool tensor.
 
         Raises:
-            TypeError: `rows` is none of these, for instance a single integer, or columns too.
+            TypeError: `rows` has a different type, for instance a single integer, or also indexes columns.
             ValueError: an index tensor is not 1-D, or a bool one is not (B,).
         """
         index = _index_of(rows, self.sequences, self.loss_mask.device)
@@ -159,7 +160,7 @@ class Correction:
         )
 
     def split(self, sequences: int) -> tuple[Correction, ...]:
-        """Micro-batches of so many sequences each, the last one smaller: the parts that `tensor.split` makes.
+        """Return micro-batches of `sequences` rows each, the last one possibly smaller, as `tensor.split` does.
 
         Raises:
             ValueError: `sequences` is below 1.
@@ -169,16 +170,16 @@ class Correction:
         return tuple(self[start : start + sequences] for start in range(0, max(self.sequences, 1), sequences))
 
     def mini_batch(self, rows: slice | Tensor | Sequence[int]) -> Correction:
-        """The part of some sequences as an optimizer step of its own: its denominators count these rows alone.
+        """Return the part with some of the sequences as a separate optimizer step, with its own denominators.
 
         For PPO with several optimizer steps on one batch: `correction.mini_batch(rows).split(n)` are the micro-batches
-        of one step. With groups this is an exchange, so every rank calls it, with rows or without.
+        of one step. With groups this is a collective, so every rank must call it, also without rows.
 
         Args:
             rows: as in `correction[rows]`: a slice, or indices of sequences, (R,).
 
         Raises:
-            TypeError, ValueError: as `correction[rows]`; or the response mask or the groups are missing.
+            TypeError, ValueError: as in `correction[rows]`; or the response mask or the groups are missing.
         """
         part = self[rows]
         if part.response_mask is None:
@@ -204,7 +205,7 @@ class Correction:
         return with_context(part, counts, part.fingerprint)
 
     def to(self, device: torch.device | str) -> Correction:
-        """The same correction on another device; groups, configuration and denominators go with it."""
+        """Return the correction on a device, with its groups, configuration and denominators."""
         if self.loss_mask.device == torch.device(device):
             return self
 
@@ -221,24 +222,24 @@ class Correction:
         return with_context(copy, counts, fingerprint)
 
     def summary(self) -> str:
-        """The numbers to look at first, each with its healthy range, and a verdict: one device-to-host transfer.
+        """Return the key metrics, each with its healthy range, and a verdict, in one device-to-host transfer.
 
-        The verdict is "within limits", "unhealthy" (one is beyond its limit) or "not judged" (nothing was measured). It
-        looks at one batch; `rollcorr.health` also judges a run, and says what to do.
+        The verdict is "within limits", "unhealthy" (one is beyond its limit) or "not judged" (no metric was measured).
+        It covers one batch; `rollcorr.health` also judges a run, and suggests fixes.
         """
         return summary_text(self)
 
     def __repr__(self) -> str:
-        """Two lines: what it is, and its numbers. On a device the numbers stay there: reading them would wait."""
+        """Return two lines: a description and the key metrics, which are omitted on a device to avoid a sync."""
         return short_text(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what belongs to this process: its groups."""
+        """Return the state without the process groups, which belong to this process."""
         return self.__dict__ | {"group": None, "context_group": None}
 
 
 class StepCounts(NamedTuple):
-    """What an optimizer step is divided by, where its statistics do not say; None where they do."""
+    """Denominators of an optimizer step; `None` where its statistics contain them."""
 
     kept: Denominators | None = None
     original: Denominators | None = None
@@ -250,19 +251,19 @@ def _moved(own: Denominators, device: torch.device | str) -> Denominators:
 
 
 def with_context(correction: Correction, counts: StepCounts | None, fingerprint: Fingerprint | None) -> Correction:
-    """The correction, knowing its step and the policies that it compared."""
+    """Return the correction with its step's denominators and its policies' fingerprint set."""
     object.__setattr__(correction, "counts", counts)
     object.__setattr__(correction, "fingerprint", fingerprint)
     return correction
 
 
 def mean_weight(statistics: Statistics) -> Tensor:
-    """What batch normalization divides the weights by: their mean."""
+    """Compute the mean of the weights, the divisor of batch normalization."""
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
 
 
 def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
-    """What selects sequences: a slice, or a 1-D tensor on the device."""
+    """Return an index of sequences: a slice, or a 1-D tensor on the device."""
     if isinstance(rows, slice):
         return rows
     if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
@@ -278,22 +279,22 @@ def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Ten
     if rows.dtype == torch.bool:
         return rows.to(device)
 
-    # As an index, torch would take bytes for a mask.
+    # torch would interpret a uint8 index as a mask.
     check_integers(rows=rows)
     return rows.to(device, torch.int64)
 
 
 def packed_tokens(index: slice | Tensor, cu_seqlens: Tensor) -> tuple[slice | Tensor, Tensor]:
-    """The tokens of some packed sequences, and the offsets of those among themselves. Reads offsets and index.
+    """Return the token index of some packed sequences, and their new offsets. Reads offsets and index.
 
     Args:
-        index: a slice, or a 1-D tensor of numbers or bools.
+        index: a slice, or a 1-D integer or bool tensor.
         cu_seqlens: (B + 1,) token offsets.
     """
     starts, lengths = cu_seqlens[:-1].long()[index], cu_seqlens.long().diff()[index]
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
-    # Neighbors share the memory of the whole; others are gathered.
+    # Contiguous sequences are a view; any other selection is gathered.
     if isinstance(index, slice) and index.step in (None, 1):
         first = int(starts[0]) if len(starts) else 0
         return slice(first, first + int(offsets[-1])), offsets

@@ -58,56 +58,56 @@ def correct(
     impl: Implementation = "auto",
     **options: Unpack[CorrectionOptions],
 ) -> Correction:
-    """Weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
+    """Compute weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
 
-    Without a configuration this measures: the mismatch, and the weights that a token-level correction would have.
-    Nothing here waits for the device, unless `nonfinite="raise"` asks for it.
+    Without a configuration this only measures the mismatch, and the weights that a token-level correction would have.
+    It does not synchronize with the device, except under `nonfinite="raise"`.
 
     Args:
         train_log_prob: log π of the sampled tokens, nats: π_old when decoupled, π_θ in bypass mode. (B, T), or (N,)
             when packed; bf16, fp16, fp32 or fp64. No gradient flows from it.
-        rollout_log_prob: log μ, what the sampling policy gave the same tokens, nats. Same shape.
+        rollout_log_prob: log μ of the same tokens, as the sampling policy reported it, nats. Same shape.
         response_mask: non-zero on tokens that the policy sampled; bool, integer or float; holes are allowed. Same
             shape. Log-probs where it is 0 are never read. Negative and non-finite values raise in host memory.
-        config: a configuration, a preset's name, or a dictionary of any of the three generations. None: the preset
-            `measure`, or what `options` say. Type checkers know the names; one that is known only at run time goes
+        config: a configuration, a preset's name, or a dictionary of any of the three generations; defaults to the
+            preset `measure`, or to `options`. Type checkers know the names; pass a name that is known only at run time
             through `RolloutCorrectionConfig.preset(name)`.
         cu_seqlens: first token of each sequence, then N: (B + 1,) integers, only when packed. Checked on the CPU; on a
-            GPU wrong values give wrong sums, but never touch memory beyond the data.
-        group: data-parallel process group: batch normalization, counts and statistics are then those of the group.
-            "local" is this process, like None, and `policy_loss` then does not warn on several ranks.
-        context_group: ranks that hold other tokens of the same B sequences, in the same order, in any split; slices may
-            be empty. Decisions, weights and statistics are then those of the whole sequences, on every rank.
+            GPU invalid values produce invalid sums, but never access memory beyond the data.
+        group: data-parallel process group, over which batch normalization, counts and statistics are computed. Defaults
+            to this process; "local" is the same, but `policy_loss` then does not warn on several ranks.
+        context_group: ranks with other tokens of the same B sequences, in the same order, in any split; slices may be
+            empty. Decisions, weights and statistics then cover the full sequences, on every rank.
         detail: also collect quantiles and the worst tokens and sequences, in a second read of the batch. A `Detail`
-            says how they are named across ranks and shards.
-        fill: what the weights hold where there is no weight: outside the response mask, and on tokens whose missing
-            log-prob is rejected. 1 is for trainers that take the logarithm of every weight.
+            configures their identifiers across ranks and shards.
+        fill: the value of the weights where there is no weight: outside the response mask, and on tokens that are
+            rejected for a missing log-prob. Use 1 for trainers that compute the logarithm of every weight.
         densities: whether the log-probs are log-densities of continuous actions, which may all be above 0. Otherwise
             such values raise, because they look like probabilities.
-        out: (weights, loss_mask) buffers to write to, contiguous, float32 and bool in the inputs' shape; weights None
-            without importance sampling. On the CPU, fresh memory costs more than the arithmetic: reuse them.
-        impl: which kernel. "auto" takes what `config.impl` names, else the fastest that is proven on this device:
+        out: (weights, loss_mask) output buffers, contiguous, float32 and bool in the inputs' shape; weights are `None`
+            without importance sampling. On the CPU, allocation costs more than the arithmetic: reuse them.
+        impl: the kernel. "auto" selects `config.impl`, or by default the fastest proven kernel for this device:
             "cpu" (compiled C), "triton" (GPUs), else "torch".
-        options: fields of `RolloutCorrectionConfig` that replace those of `config`, e.g. `rollout_is="token"`.
+        options: fields of `RolloutCorrectionConfig` that override `config`, e.g. `rollout_is="token"`.
 
     Returns:
-        A `Correction`. An empty or wholly rejected batch gives masks of the right shape: no value of a log-prob causes
-        an error, unless `nonfinite="raise"` asks for one.
+        A `Correction`. An empty or fully rejected batch returns masks of the correct shape. No log-prob value raises,
+        except under `nonfinite="raise"`.
 
     Raises:
-        TypeError: a log-prob, the mask or `cu_seqlens` is no tensor, or there is no option of that name.
-        ValueError: shapes or devices disagree or do not fit the layout, a log-prob is no bf16, fp16, fp32 or fp64, the
-            mask contains a negative or non-finite value or a policy holds probabilities (seen in host memory; `out` is
-            then undefined), the configuration or `out` is wrong, the groups overlap, `impl` does not take this batch,
-            or `nonfinite="raise"` met a missing log-prob.
-        ImportError: `impl` was not built, or what it needs is missing.
+        TypeError: a log-prob, the mask or `cu_seqlens` is not a tensor, or an option is unknown.
+        ValueError: shapes or devices disagree or do not fit the layout, a log-prob is not bf16, fp16, fp32 or fp64, the
+            mask contains a negative or non-finite value or a policy contains probabilities (checked in host memory;
+            `out` is then undefined), the configuration or `out` is invalid, the groups overlap, `impl` does not support
+            this batch, or a log-prob is missing under `nonfinite="raise"`.
+        ImportError: `impl` was not built, or one of its dependencies is missing.
 
     Example:
         >>> train, rollout = torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
         >>> correct(train, rollout, torch.tensor([[1, 1, 0]]), rollout_is="token").weights
         tensor([[1.6487, 1.0000, 0.0000]])
     """
-    # Kernels take addresses without checks of their own, so everything but the values of `cu_seqlens` is checked first.
+    # Kernels do not check the pointers they receive, so everything but the values of `cu_seqlens` is checked first.
     check_shapes(
         cu_seqlens=cu_seqlens,
         train_log_prob=train_log_prob,
@@ -127,7 +127,7 @@ def correct(
         log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
         check_out(out, resolved, **log_probs, response_mask=response_mask)
 
-    # No rank may count twice.
+    # No rank may be counted twice.
     peers = None if group is None else members(group)
     if peers is not None and context_group is not None:
         check_groups(peers, context_group)
@@ -141,7 +141,7 @@ def correct(
     )
     counts, statistics, fingerprint = StepCounts(), None, None
     if resolved is None:
-        # There are no statistics to count from, and every response token stays.
+        # Without statistics, count from the mask. Every response token stays.
         weights, loss_mask = None, truth(inputs.mask, "response_mask")
         if out is not None:
             loss_mask = out[1].copy_(loss_mask)
@@ -156,7 +156,7 @@ def correct(
             _check_no_probabilities(inputs, sums)
         fingerprint = Fingerprint(sums, (train_log_prob.dtype, rollout_log_prob.dtype))
         if weights is not None and fill:
-            # Outside the response mask, and where a token is rejected because a log-prob is missing.
+            # Fill outside the response mask, and where a token is rejected for a missing log-prob.
             valid = truth(inputs.mask)
             _, _, missing = classify_tokens(inputs.train, inputs.rollout, valid)
             has_none = ~valid if resolved.nonfinite == "neutral" else ~valid | missing
@@ -179,7 +179,7 @@ def correct(
 
 
 def _check_no_probabilities(inputs: Batch, policy_sums: Tensor) -> None:
-    """Reject probabilities in place of log-probs, in host memory. Values within 2^-8 of 0 are rounding.
+    """Raise for probabilities in place of log-probs, in host memory. Values within 2^-8 of 0 are rounding errors.
 
     Args:
         inputs: the batch.
@@ -208,13 +208,13 @@ def _check_no_probabilities(inputs: Batch, policy_sums: Tensor) -> None:
 def configuration_of(
     config: RolloutCorrectionConfig | str | Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> RolloutCorrectionConfig | None:
-    """What `correct` makes of its `config` and `options`: the configuration, or None for no correction at all.
+    """Resolve the `config` and `options` arguments of `correct`: return a configuration, or `None` for no correction.
 
     Raises:
-        TypeError, ValueError: the configuration is wrong, or options would change nothing.
+        TypeError, ValueError: the configuration is invalid, or options would have no effect.
     """
     if config is None:
-        # Whoever names a level asks for weights in the loss, and `measure` keeps its own out of it.
+        # A given `rollout_is` requests weights in the loss; `measure` keeps its weights out of the loss.
         config = "disabled" if "rollout_is" in options else "measure"
     resolved = resolve(config)
     if not options:
@@ -233,16 +233,16 @@ def _corrected(
     out: Out | None,
     impl: Implementation,
 ) -> CorrectionOutput:
-    """What the kernel makes of the batch, merged over the ranks, and with its weights normalized."""
+    """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
-        # Decisions about a sequence are those of all its slices: the kernel exchanges them over the context group.
+        # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
         output = _kernel(inputs, config, context_group, out, impl)
         statistics = output.statistics
         if detail:
             names = detail if isinstance(detail, Detail) else Detail()
             statistics = statistics | _detail(inputs, output.weights, config, context_group, names, impl)
 
-        # What other sequences say is merged afterwards. It changes no decision, only the mean of the weights.
+        # Merge the statistics of other sequences afterwards. They change only the mean of the weights, no decision.
         if group is not None:
             statistics = gather_statistics(statistics, group)
         if config.nonfinite == "raise":
@@ -254,7 +254,7 @@ def _corrected(
                     "nonfinite='reject_token', 'reject_sequence' or 'neutral'"
                 )
 
-        # The mean weight is that of the group, so it is known only now. No weight has left this function yet.
+        # The mean weight covers the group, so it is known only after the merge.
         weights = output.weights
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
@@ -268,14 +268,14 @@ def _kernel(
     out: Out | None,
     impl: Implementation,
 ) -> CorrectionOutput:
-    """Run the kernel. Over a context group the reference needs whole sequences, and the others exchange their sums."""
+    """Run the kernel. Over a context group the reference gathers full sequences; other kernels merge their sums."""
     train, rollout, mask, cu_seqlens = inputs
     impl = config.impl if impl == "auto" else impl
     if context_group is None or impl != "reference":
         reduce = None if context_group is None else context_reduction(context_group)
         return correction_kernel(train, rollout, mask, config, cu_seqlens=cu_seqlens, reduce=reduce, out=out, impl=impl)
 
-    # The specification stays free of exchanges: it gets whole sequences, and each rank keeps its own tokens.
+    # The reference stays free of collectives: it computes on full sequences, and each rank keeps its own tokens.
     check_layout(response_mask=mask, cu_seqlens=cu_seqlens)
     whole = gather_slices(train, rollout, truth(mask, "response_mask"), cu_seqlens=cu_seqlens, group=context_group)
     train, rollout, mask = whole.tensors
@@ -292,11 +292,11 @@ def _detail(
     detail: Detail,
     impl: Implementation,
 ) -> Statistics:
-    """Quantiles and the worst tokens and sequences, over the context group."""
+    """Compute quantiles and the worst tokens and sequences, over the context group."""
     if detail.position_ids is not None:
         check_layout(train_log_prob=inputs.train, position_ids=detail.position_ids, cu_seqlens=inputs.cu_seqlens)
 
-    # Tokens can be merged as they are. Sequences must be joined first, because their sums decide who is worst.
+    # Token rows merge directly. Sequences must be joined first, because the worst ones are ranked by their sums.
     tokens, table = token_detail(inputs, config, weights, detail, compiled=impl in ("auto", "cpu"))
     if context_group is not None:
         tokens = gather_statistics(tokens, context_group)

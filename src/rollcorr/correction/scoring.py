@@ -1,4 +1,4 @@
-"""The trainer's side: token log-probs from logits or hidden states, as a `SamplingSpec` describes them."""
+"""The trainer's log-probs: computed from logits or hidden states, with the transforms of a `SamplingSpec`."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def actor_log_prob(
     kept: KeptSets | None = None,
     log_kept_mass: Tensor | None = None,
 ) -> SupportedLogProb:
-    """log π of the sampled tokens, such that log π − log μ is a log-ratio (after `check_compatible`).
+    """Compute log π of the sampled tokens, such that log π − log μ is a log-ratio (after `check_compatible`).
 
     Args:
-        logits: the trainer's, (…, V), before any transform.
+        logits: the trainer's logits, (…, V), before any transform.
         token_ids: the sampled tokens, (…).
-        spec: what the log-probs should be, for instance `rollout.for_actor("replay")`. The logits are divided by its
-            temperature. Its `support` says how a truncation is repeated.
-        kept: the engine's sets. They are needed to replay a truncation.
-        log_kept_mass: log S of the engine's sets, (…). It is needed for support "kept_mass", and subtracted.
+        spec: the transforms of the log-probs, for instance `rollout.for_actor("replay")`. The logits are divided by its
+            temperature. Its `support` selects how a truncation is repeated.
+        kept: the engine's kept sets; required to replay a truncation.
+        log_kept_mass: log S of the engine's sets, (…); required for support "kept_mass", and subtracted.
 
     Returns:
-        Log-probs, nats, and which tokens lay outside the support and were added to it (none without a support).
+        Log-probs, nats, and a mask of the tokens outside the support, which were added to it (empty without a support).
 
     Raises:
-        ValueError: shapes do not fit, what the support needs is missing, or the spec has penalties or biases, which
-            need the tokens before: apply them to the logits and take them out of the spec.
+        ValueError: shapes do not fit, an argument that the support requires is missing, or the spec has penalties or
+            biases, which depend on the previous tokens: apply them to the logits and remove them from the spec.
     """
     sets = _replayed_sets(spec, kept)
     if sets is not None:
@@ -78,16 +78,17 @@ def linear_actor_log_prob(
     log_kept_mass: Tensor | None = None,
     **options: Any,  # noqa: ANN401
 ) -> LinearLogProb:
-    """As `actor_log_prob`, from hidden states and the head's weight, without logits.
+    """Compute log π as `actor_log_prob` does, but from hidden states and the head's weight, without logits.
 
     Args:
         hidden: the hidden states that predict the tokens, (…, d).
-        weight: of the output head, (V, d).
+        weight: weight of the output head, (V, d).
         token_ids: the sampled tokens, (…).
-        spec: what the log-probs should be.
+        spec: the transforms of the log-probs.
         kept: as in `actor_log_prob`.
         log_kept_mass: as in `actor_log_prob`.
-        options: others of `rollcorr.kernels.linear_logprob.linear_log_prob`, such as `bias` and `accumulate_into`.
+        options: further options of `rollcorr.kernels.linear_logprob.linear_log_prob`, such as `bias` and
+            `accumulate_into`.
 
     Raises:
         ValueError: as in `actor_log_prob`; or the support must be recomputed, which needs logits.
@@ -100,14 +101,14 @@ def linear_actor_log_prob(
 
 
 def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
-    """Entropy over the support that `actor_log_prob` uses.
+    """Compute the entropy over the support that `actor_log_prob` uses.
 
-    With support "kept_mass" no set is known, so this is the entropy of the whole softmax.
+    With support "kept_mass" no set is known, so this is the entropy of the full softmax.
 
     Args:
         logits: z, (…, V), any float dtype.
         token_ids: the sampled tokens, (…), integers in 0 … V − 1.
-        spec: what the trainer's log-probs are of.
+        spec: the transforms of the trainer's log-probs.
         kept: the engine's kept sets, for support "replayed".
 
     Returns:
@@ -126,10 +127,10 @@ def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept
 
 
 def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
-    """The support of a spec's temperature, top-k, top-p and min-p, in its engine's order: (…, V) bool.
+    """Compute the support of a spec's temperature, top-k, top-p and min-p, in its engine's order: (…, V) bool.
 
-    An engine that is not known, or whose order is not known, is assumed to work as transformers does. The sampled token
-    may be outside: see `rollcorr.core.sampling`.
+    An unknown engine, or one of unknown order, defaults to the order of transformers. The sampled token may be outside
+    the support: see `rollcorr.core.sampling`.
     """
     engine = spec.engine_sampling
     order = engine.order or ("temperature", "top_k", "top_p", "min_p")
@@ -155,7 +156,7 @@ def _temperature(spec: SamplingSpec) -> float:
 
 
 def _replayed_sets(spec: SamplingSpec, kept: KeptSets | None) -> KeptSets | None:
-    """The engine's kept sets, if the support replays them. Penalties are refused for every support."""
+    """Return the engine's kept sets if the support replays them. Penalties raise `ValueError` for every support."""
     off = SamplingSpec()
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_new_tokens"):
         if getattr(spec, name) != getattr(off, name):
@@ -171,7 +172,7 @@ def _replayed_sets(spec: SamplingSpec, kept: KeptSets | None) -> KeptSets | None
 
 
 def _less_kept_mass(log_prob: Tensor, spec: SamplingSpec, log_kept_mass: Tensor | None) -> Tensor:
-    """log p − log S for the support "kept_mass", log p for every other."""
+    """Return log p − log S for the support "kept_mass", and log p for any other support."""
     if not spec.restricts or spec.support != "kept_mass":
         return log_prob
     if log_kept_mass is None:

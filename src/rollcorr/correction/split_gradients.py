@@ -1,17 +1,17 @@
-"""Gradients of a loss in parts over micro-batches: each part is scaled at the end, when its denominator is known.
+"""Accumulate the gradients of a loss in parts: each part is scaled at the end, when its denominator is known.
 
     .grad = Σ over ranks and micro-batches of  f₁ · ∇ policy_gradient + f₂ · ∇ regularization + ∇ other losses
 
-Two parts need two backward passes through one graph, and two sets of gradients. Some wrappers exchange gradients inside
-a backward pass. In the meantime they must not do so in their own way:
+Two parts need two backward passes through one graph, and two sets of gradients. Some wrappers reduce gradients inside
+a backward pass, so their reduction is changed until `_finish`:
 
     plain module    gradients stay on the rank; `_finish` sums them over the groups, once
-    DDP             the same: the reducer is off within the block, as in `no_sync()`. Otherwise it would exchange the
-                    gradients of the first backward pass and miss those of the second
+    DDP             the same: the reducer is off within the block, as in `no_sync()`. Otherwise it would reduce the
+                    gradients of the first backward pass and miss the second
     FSDP2           every backward pass reduces its own part into the sharded `.grad`, even where
                     `set_requires_gradient_sync(False)` was called; `_finish` turns FSDP's mean into the sum
 
-docs/guides/distributed.md has the table of what users may do, and what is refused.
+docs/guides/distributed.md contains the table of supported and rejected uses.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 
 class SplitGradients:
-    """The gradients of one optimizer step. Parts are held apart until `_finish` gets a factor for each.
+    """The gradients of one optimizer step. Parts are kept separate until `_finish` receives a factor for each.
 
-    `TrainingStep` counts the factors. Gradients that exist before the block raise, because they may or may not be
-    summed over ranks already. Gradients of other losses within the block are not scaled. Under DDP and without a
-    wrapper they are summed over the ranks with the rest.
+    `TrainingStep` computes the factors. Gradients that exist before the block raise, because it is unknown whether they
+    are summed over ranks. Gradients of other losses within the block are not scaled. Under DDP and without a wrapper
+    they are also summed over the ranks.
 
     Args:
-        model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
+        model: the module of the forward passes: the DDP or FSDP2 wrapper, not the wrapped module.
         group: data-parallel ranks.
-        context_group: ranks that hold other slices of the same sequences.
-        accumulation: the Accelerator that runs the backward passes.
+        context_group: ranks with other slices of the same sequences.
+        accumulation: the Accelerator that runs the backward passes; optional.
 
     Raises:
-        TypeError: `accumulation` is no Accelerator, but for instance a number of micro-batches.
-        ValueError: the wrapper cannot be handled; on entering the block, when gradients are not None, or the wrapper
-            has other ranks than the groups.
+        TypeError: `accumulation` is not an Accelerator, but for instance a number of micro-batches.
+        ValueError: the wrapper is not supported; on entering the block: gradients exist, or the ranks of the wrapper
+            and of the groups differ.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SplitGradients:
             if module.process_group.size() != ranks:
                 raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
 
-        # FSDP2 divides by its ranks, and the sum over ranks is wanted: each parameter knows what to multiply by.
+        # FSDP2 divides by its ranks, but the sum over ranks is needed: record the divisor of each parameter.
         self._averaged = _averaged(self._fsdp, ranks)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
@@ -107,14 +107,14 @@ class SplitGradients:
         unfinished, self._state = self._state == "open", "done"
         self._open.close()
 
-        # An error of the block itself says more than this one would.
+        # An error of the block itself is more informative than this one.
         if unfinished:
             self._held = []
             if error is None:
                 raise RuntimeError("the block ended without finish(), and the gradients are lost: call it last")
 
     def _backward(self, parts: Sequence[Tensor]) -> None:
-        """Add the gradients of one micro-batch, each part to its own set. Waits for nothing."""
+        """Add the gradients of one micro-batch, each part to its own set. Does not synchronize."""
         if any(module.require_forward_param_sync for module in self._ddp):
             raise RuntimeError(
                 "the forward pass ran with DDP's reducer armed, so ranks would keep different gradients: run the "
@@ -123,7 +123,7 @@ class SplitGradients:
 
         # A backward pass writes into `.grad`, so the set of its part is swapped in.
         for held, part in zip(self._held, parts, strict=False):
-            # FSDP2 reduces in every pass. Unreduced, both parts would be added in one buffer for good.
+            # FSDP2 must reduce in every pass. Unreduced parts would be added to one buffer.
             for module in self._fsdp:
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(True, recurse=False)
@@ -139,8 +139,8 @@ class SplitGradients:
                 self._swap(held)
 
     def _finish(self, factors: Sequence[Tensor]) -> None:
-        """Scale each part, add the gradients of other losses, and sum over ranks what no wrapper has summed."""
-        # FSDP2 has divided everything by its ranks. The factors belong to the parts only.
+        """Scale each part, add the gradients of other losses, and sum over ranks unless a wrapper has done so."""
+        # FSDP2 has divided all gradients by its ranks. The factors apply to the parts only.
         for i, parameter in enumerate(self.parameters):
             averaged = self._averaged.get(parameter, 1.0)
             if parameter.grad is not None and averaged != 1:
@@ -154,7 +154,7 @@ class SplitGradients:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._held, self._state = [], "finished"
 
-        # What FSDP2 reduced is a sum over all ranks already.
+        # Gradients that FSDP2 reduced are a sum over all ranks already.
         own = [parameter for parameter in self.parameters if parameter not in self._averaged]
         for group in (self.context_group, self.group):
             sum_gradients(own, group)
@@ -171,14 +171,14 @@ class SplitGradients:
 
 
 def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The modules of DDP and of FSDP2.
+    """Return the DDP and the FSDP2 modules of a model.
 
     Raises:
-        ValueError: there is one of DeepSpeed or of FSDP1.
+        ValueError: a module is a DeepSpeed engine or wrapped by FSDP1.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
 
-    # DeepSpeed need not be installed to know its engine: the name of the class is enough.
+    # Compare class names, so that DeepSpeed need not be installed.
     if any(base.__name__ == "DeepSpeedEngine" for module in modules for base in type(module).__mro__):
         raise ValueError(_OWNS_GRADIENTS.format("a DeepSpeedEngine"))
 
@@ -199,13 +199,14 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
 
 def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
-    """The parameters whose gradients FSDP2 reduces, and what it divides the sum over ranks by.
+    """Return the parameters whose gradients FSDP2 reduces, each with FSDP2's divisor of the sum over ranks.
 
-    FSDP2 has no public name for this number. Its parameter groups hold it, and their name depends on torch's version.
+    FSDP2 has no public API for the divisor. It is a field of its parameter groups, whose name depends on torch's
+    version.
     """
     found: dict[Tensor, float] = {}
     for module in modules:
-        # After a forward pass without a backward pass, parameters() of a root would be the gathered ones.
+        # After a forward pass without a backward pass, parameters() of a root would return gathered parameters.
         module.reshard()
         state = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]

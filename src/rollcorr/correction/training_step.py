@@ -1,9 +1,9 @@
-"""An optimizer step of many micro-batches and ranks, whose gradient equals one batch in one process.
+"""An optimizer step over micro-batches and ranks, whose gradient equals one batch in one process.
 
     .grad = Σ ∇ policy_gradient / kept + Σ ∇ (KL and entropy terms) / original     over micro-batches and ranks
 
 Each micro-batch adds its sum and its counts. The sums are divided once, at the end, when the counts of the step
-are known: in bypass mode what is kept depends on π_θ, and in every mode a rank may have only a part of the batch.
+are known: in bypass mode the kept tokens depend on π_θ, and in every mode a rank may have only a part of the batch.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class DiffusionConfig(Protocol):
 
     @property
     def min_keep_fraction(self) -> float:
-        """The least share of steps that a gradient is made of."""
+        """Return the minimum share of steps for a gradient."""
 
     def micro_batch_loss(
         self, model_output: Mapping[str, Tensor], data: Mapping[str, Tensor], *, schedule: Sequence[float] | None
     ) -> PolicyLossOutput:
-        """Compute the loss of some samples and steps, whose counts the caller adds up."""
+        """Compute the loss of some samples and steps. The caller sums their counts."""
 
 
 class StepOutcome(NamedTuple):
-    """The numbers of an optimizer step, over all micro-batches and ranks: 0-d float64 tensors, on the device.
+    """Loss and counts of an optimizer step, over all micro-batches and ranks: 0-d float64 tensors, on the device.
 
     Attributes:
         loss: the loss of the step.
         kept: tokens (or denoising steps) in the loss.
         total: tokens (or denoising steps) that were sampled.
-        skipped: 0-d bool. The step has no gradient to learn from: nothing was kept and there is no KL or entropy term,
-            or a diffusion configuration's `min_keep_fraction` was missed. Leave the optimizer step out, and count it.
+        skipped: 0-d bool. The step has no useful gradient: no token was kept and there is no KL or entropy term, or a
+            diffusion configuration's `min_keep_fraction` was missed. Skip the optimizer step, and count the skip.
     """
 
     loss: Tensor
@@ -59,7 +59,7 @@ class StepOutcome(NamedTuple):
 
     @property
     def kept_fraction(self) -> Tensor:
-        """Kept / total; 0 if nothing was sampled."""
+        """Compute kept / total; 0 if no token was sampled."""
         return self.kept / self.total.clamp(min=1)
 
 
@@ -67,12 +67,12 @@ class TrainingStep(SplitGradients):
     """One optimizer step: ∇ = Σ ∇ policy gradient / kept + Σ ∇ (KL and entropy terms) / original.
 
     It counts the denominators over micro-batches and ranks, and sums gradients over ranks. `model` may be a plain
-    module, DDP or FSDP2, also prepared by accelerate. After `finish`, `.grad` is the gradient of the whole step on
-    every rank (FSDP2: the rank's shard of it), equal to one process with the whole batch: do not multiply the
+    module, DDP or FSDP2, also prepared by accelerate. After `finish`, `.grad` is the gradient of the full step on
+    every rank (FSDP2: the rank's shard of it), equal to one process with the full batch: do not multiply the
     loss by the number of ranks, and do not divide it by the number of micro-batches.
 
-    KL and entropy terms are divided by other counts than the policy gradient. So with them each micro-batch costs a
-    second backward pass through the same graph, and a second set of gradients; unless `config` is a correction.
+    KL and entropy terms have a different denominator than the policy gradient. So with them each micro-batch costs a
+    second backward pass through the same graph, and a second set of gradients, unless `config` is a correction.
 
     Example:
         ```
@@ -92,22 +92,22 @@ class TrainingStep(SplitGradients):
         ```
 
     Args:
-        model: the module that forward passes go through: the DDP or FSDP2 wrapper, not what it wraps.
-        config: the correction: a configuration, a preset's name or a dictionary, in either mode; None for plain PPO; or
-            the actor's configuration of a diffusion model. Also the `Correction` of all rows of the step, with its
+        model: the module of the forward passes: the DDP or FSDP2 wrapper, not the wrapped module.
+        config: the correction: a configuration, a preset's name or a dictionary, in either mode; `None` for plain PPO;
+            or the actor's configuration of a diffusion model. Also the `Correction` of all rows of the step, with its
             groups: its counts are known, so KL and entropy terms need no second backward pass.
         loss: clip constants, aggregation and coefficients; defaults to `LossConfig()`. Not for diffusion models.
         group: data-parallel ranks. Defaults to this process, with a warning if there are several ranks; "local" omits
             the warning.
-        context_group: ranks that hold other slices of the same sequences.
+        context_group: ranks with other slices of the same sequences.
         accumulation: the `accelerate.Accelerator` of the loop. Its `backward` then runs the backward passes, and its
             division by `gradient_accumulation_steps` is undone. Defaults to `loss.backward()`.
 
     Raises:
-        TypeError: `accumulation` is no Accelerator.
-        ValueError: the wrapper is one of DeepSpeed, Megatron or FSDP1, a rank is in both groups, or weights in bypass
-            mode are batch-normalized; on entering the block, when gradients are not None, or the wrapper's ranks are
-            not those of the groups.
+        TypeError: `accumulation` is not an Accelerator.
+        ValueError: the wrapper is from DeepSpeed, Megatron or FSDP1, a rank is in both groups, or weights in bypass
+            mode are batch-normalized; on entering the block: gradients exist, or the ranks of the wrapper and of the
+            groups differ.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class TrainingStep(SplitGradients):
         super().__init__(model, group=members(group), context_group=context_group, accumulation=accumulation)
         check_groups(self.group, context_group)
 
-        # A wrapper over several ranks raises without a group, and says why.
+        # A wrapper over several ranks raises an error without a group, so no warning is needed.
         if not (self._ddp or self._fsdp):
             warn_without_group(group, context_group)
         self.loss = loss_config_of(loss)
@@ -133,7 +133,7 @@ class TrainingStep(SplitGradients):
         self._amounts: list[Tensor] = []
         self._unused: set[Tensor] = set()  # by identity: the outputs may be copied with other statistics
 
-        # Denoising steps are the tokens of a diffusion model, and its configuration has the options of their loss.
+        # The denoising steps of a diffusion model are its tokens, and its configuration has the options of their loss.
         if isinstance(config, DiffusionConfig):
             self._diffusion = config
             if loss is not None:
@@ -150,7 +150,7 @@ class TrainingStep(SplitGradients):
             self.config is not None and self.config.weights_reach_loss and self.config.rollout_is_batch_normalize
         )
 
-        # The counts of a correction are those of the step only if it is of the same ranks, and applied as it is.
+        # A correction has the counts of the step only if its ranks are the same, and it is applied unchanged.
         wanted = self._regularized and not bypass_mode
         if wanted and isinstance(config, Correction) and config.counts is not None and config.ranks == self.ranks:
             kept, original = (amount_of(self._mode, config.denominators(name)) for name in (None, "original"))
@@ -174,22 +174,22 @@ class TrainingStep(SplitGradients):
         """Compute the loss of a micro-batch of tokens; give it to `backward`.
 
         Args:
-            policies: log π_θ with its graph, and log π_old and log μ as the mode needs them, nats, (B, T), or (N,) when
+            policies: log π_θ with its graph, and log π_old and log μ as the mode requires, nats, (B, T), or (N,) when
                 packed.
             advantages: same shape, or per sequence, (B,).
             response_mask: this micro-batch's tokens, same shape; read as ≠ 0.
-            correction: in decoupled mode, these rows' part: `correction[rows]`. Also a correction of only these rows,
-                unless weights are batch-normalized: each would be normalized by itself.
-            entropy: of π_θ per token, nats, same shape. Only with an entropy coefficient.
+            correction: in decoupled mode, the part with these rows: `correction[rows]`. Also a correction of only these
+                rows, unless weights are batch-normalized: each micro-batch would be normalized separately.
+            entropy: entropy of π_θ per token, nats, same shape. Only with an entropy coefficient.
             cu_seqlens: (B + 1,) token offsets, only when packed.
 
         Returns:
-            The loss in its parts. Its value is that of `rollcorr.policy_loss`; `finish` returns the loss of the step.
+            The loss and its parts, as `rollcorr.policy_loss` returns them; `finish` returns the loss of the step.
 
         Raises:
-            TypeError: the step is one of a diffusion model.
-            RuntimeError: outside the block, or after `finish`.
-            ValueError: the correction is of another configuration or of other ranks; or as `rollcorr.policy_loss`.
+            TypeError: the step trains a diffusion model.
+            RuntimeError: called outside the block, or after `finish`.
+            ValueError: the correction has a different configuration or different ranks; or as `rollcorr.policy_loss`.
         """
         if self._diffusion is not None:
             raise TypeError("this step is one of a diffusion model: call diffusion_loss")
@@ -204,7 +204,7 @@ class TrainingStep(SplitGradients):
                     "TrainingStep the same group and context_group"
                 )
 
-        # "local": `finish` divides by the counts of all micro-batches and ranks.
+        # Pass "local", because `finish` divides by the counts of all micro-batches and ranks.
         output = policy_loss(
             policies,
             advantages,
@@ -227,16 +227,16 @@ class TrainingStep(SplitGradients):
         """Compute the loss of a micro-batch of denoising steps; give it to `backward`.
 
         Args:
-            model_output: tensors (b, w, …) of b samples and w steps, as `rollcorr.diffusion.diffusion_loss` takes them.
-            data: this micro-batch's slices of the batch, likewise.
-            schedule: timestep values for the breakdown of bypass mode; None leaves it out.
+            model_output: tensors (b, w, …) of b samples and w steps, as in `rollcorr.diffusion.diffusion_loss`.
+            data: this micro-batch's slices of the batch, in the same form.
+            schedule: timestep values for the breakdown of bypass mode; optional. Without it there is no breakdown.
 
         Returns:
-            The loss of this micro-batch, 0-d, in its parts. `finish` returns the loss of the step.
+            The loss of this micro-batch, 0-d, and its parts. `finish` returns the loss of the step.
 
         Raises:
-            TypeError: the step is one of tokens.
-            RuntimeError: outside the block, or after `finish`.
+            TypeError: the step trains on tokens.
+            RuntimeError: called outside the block, or after `finish`.
             KeyError, ValueError: as `rollcorr.diffusion.diffusion_loss`.
         """
         if self._diffusion is None:
@@ -247,21 +247,21 @@ class TrainingStep(SplitGradients):
         return output
 
     def backward(self, output: PolicyLossOutput) -> None:
-        """Add one micro-batch's gradients and counts. Waits for nothing.
+        """Add one micro-batch's gradients and counts. Does not synchronize.
 
         Args:
-            output: of `policy_loss` or `diffusion_loss`, of this step or of the package.
+            output: the result of `policy_loss` or `diffusion_loss`, of this step or of the package.
 
         Raises:
-            RuntimeError: outside the block, after `finish`, or the forward pass ran with DDP's reducer armed.
-            ValueError: the aggregation mode of the loss is not the step's.
+            RuntimeError: called outside the block or after `finish`, or the forward pass ran with DDP's reducer armed.
+            ValueError: the aggregation modes of the loss and the step differ.
         """
         self._check_open("backward()")
         averaged, regularization = output.averaged, output.regularization
         if averaged.mode != self._mode:
             raise ValueError(f"the loss was aggregated by {averaged.mode}, and the step is one of {self._mode}")
 
-        # Means become sums again, because sums of micro-batches and ranks add up.
+        # Convert means to sums, because sums of micro-batches and ranks add up.
         device = self._device
         policy = output.policy_gradient * amount_of(averaged.mode, averaged.policy_gradient, device)
         parts, terms = [policy], torch.zeros((), dtype=torch.float64, device=device)
@@ -287,13 +287,14 @@ class TrainingStep(SplitGradients):
         self._unused.discard(output.policy_gradient)
 
     def finish(self) -> StepOutcome:
-        """Divide by the counts of the step, and sum over ranks what no wrapper has summed. Every rank calls it, once.
+        """Divide by the counts of the step, and sum gradients over ranks unless a wrapper has done so.
 
-        Waits for the device for a diffusion model only, whose gradients are removed when the step is skipped.
+        Every rank must call it once. It synchronizes only for a diffusion model, whose gradients are removed when the
+        step is skipped.
 
         Raises:
-            RuntimeError: outside the block, called twice, or a loss of this step was not given to `backward`.
-            ValueError: the correction that the step was made of has other counts than its losses. In host memory only.
+            RuntimeError: called outside the block or twice, or a loss of this step was not given to `backward`.
+            ValueError: the counts of the step's correction and of its losses differ. In host memory only.
         """
         self._check_open("finish()")
         if self._unused:
@@ -302,14 +303,14 @@ class TrainingStep(SplitGradients):
                 "count and scale them: call it in place of loss.backward() or accelerator.backward(loss)"
             )
 
-        # A rank without a micro-batch adds 0. The counts of a context group are those of whole sequences already.
+        # A rank without a micro-batch adds 0. In a context group, the counts already cover full sequences.
         own = torch.stack([torch.zeros(6, dtype=torch.float64, device=self._device), *self._amounts]).sum(0)
         own = torch.cat([sum_over(own[:4], self.context_group), own[4:]])
         kept, total, policy, terms, divisor, original = sum_over(own, self.group)
         if self._mode == "token-sum":
             divisor = original = torch.ones_like(kept)
 
-        # With a known ratio both parts are one, which is divided by the count of KL and entropy.
+        # With a known ratio both parts were joined to one, which is divided by the count of KL and entropy.
         by_kept, by_original = rescaling(1.0, divisor), rescaling(1.0, original)
         if self._ratio is None:
             self._finish([by_kept, by_original])
@@ -323,12 +324,12 @@ class TrainingStep(SplitGradients):
             by_kept = by_original * self._ratio.to(by_original)
             self._finish([by_original, by_original])
 
-        # A text's KL and entropy are learned from rejected tokens too.
+        # For text, KL and entropy also train on rejected tokens.
         skipped = (total if self._regularized else kept) == 0
         if self._diffusion is not None:
             skipped = skipped | (kept < self._diffusion.min_keep_fraction * total)
 
-            # Momentum and weight decay would move the weights by a gradient of 0 too.
+            # Remove the gradients: with a gradient of 0, momentum and weight decay would still change the weights.
             if bool(skipped):
                 for parameter in self.parameters:
                     parameter.grad = None

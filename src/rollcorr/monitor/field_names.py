@@ -1,8 +1,8 @@
-"""What other frameworks call the tensors of a batch: one table, read by `Monitor.correct(batch)`.
+"""Names of a batch's tensors in other frameworks: one table, read by `Monitor.correct(batch)`.
 
-A batch is anything that holds tensors by name: a mapping, a `TensorDict`, or a `DataProto` with its `batch` and
-`non_tensor_batch`. Nothing of a framework is imported. A name is looked up as it stands, and nothing is guessed:
-`log_probs` is the trainer's policy before the update in slime, and the one being trained in SkyRL's losses.
+A batch contains tensors by name: a mapping, a `TensorDict`, or a `DataProto` with its `batch` and `non_tensor_batch`.
+No framework is imported. Names must match exactly, because they are ambiguous: `log_probs` is the trainer's policy
+before the update in slime, and the policy being trained in SkyRL's losses.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldNames:
-    """The names of one framework, for each tensor in the order in which they are tried.
+    """The names of one framework, for each tensor in the order of lookup.
 
     Attributes:
         train_log_prob: log π of the trainer before the update, nats.
         rollout_log_prob: log μ, as the sampler reported it, nats.
         response_mask: non-zero on sampled tokens.
-        further_masks: masks that are multiplied with it where they are there.
-        columns: column of the rollout log → name. They go into the log where they are there.
-        total_lengths: with lists that are cut over context ranks: tokens of prompt and response, for each sequence.
-        source: where these names are defined.
+        further_masks: masks that are multiplied with the response mask if the batch contains them.
+        columns: column of the rollout log → name. They are logged if the batch contains them.
+        total_lengths: for lists that are split over context ranks: tokens of prompt and response, for each sequence.
+        source: the code that defines these names.
     """
 
     train_log_prob: tuple[str, ...]
@@ -85,13 +85,13 @@ FIELD_NAMES: Mapping[str, FieldNames] = {
 
 
 class BatchFields(NamedTuple):
-    """What a batch holds.
+    """The tensors of a batch.
 
     Attributes:
         train_log_prob: (B, T), or (N,) when packed.
         rollout_log_prob: the same shape.
         response_mask: the same shape.
-        cu_seqlens: (B + 1,) token offsets; None when padded.
+        cu_seqlens: (B + 1,) token offsets; `None` when padded.
         columns: further columns of the rollout log.
     """
 
@@ -105,16 +105,16 @@ class BatchFields(NamedTuple):
 def read_fields(
     batch: object, names: str | FieldNames | None = None, *, context_group: ProcessGroup | None = None
 ) -> BatchFields:
-    """The tensors of a batch that a framework made.
+    """Return the tensors of a framework's batch.
 
     Args:
         batch: a mapping, a `TensorDict` or a `DataProto`.
-        names: a framework of `FIELD_NAMES`, or names of your own. None: the framework whose names are all there.
-        context_group: with lists of cut log-probs and whole masks: the ranks that hold the other tokens.
+        names: a framework of `FIELD_NAMES`, or custom names. By default, the framework whose names are all present.
+        context_group: for lists of split log-probs and full masks: the ranks with the other tokens.
 
     Raises:
-        TypeError: this is no batch.
-        ValueError: no framework of that name, or fields are missing, or those of several frameworks are there.
+        TypeError: `batch` is not a batch.
+        ValueError: the framework is unknown, fields are missing, or several frameworks match.
     """
     held = _held_by(batch)
     found = _names_for(held, names)
@@ -130,7 +130,7 @@ def read_fields(
                 mask = (mask != 0) & (held[name] != 0)
         return BatchFields(train, rollout, mask, None, columns)
 
-    # One tensor for each sequence. Masks are of whole responses, where log-probs may be a context rank's slices.
+    # Lists contain one tensor per sequence. Masks cover full responses, but log-probs may be a context rank's slices.
     mask = [torch.as_tensor(one, device=train[0].device) for one in mask]
     if context_group is not None and context_group.size() > 1 and found.total_lengths is not None:
         (mask,) = local_lists(
@@ -145,7 +145,7 @@ def read_fields(
 
 
 def _held_by(batch: object) -> dict[str, Any]:
-    """What a batch holds, by name."""
+    """Return the values of a batch by name."""
     tensors, others = getattr(batch, "batch", None), getattr(batch, "non_tensor_batch", None)
     if others is not None:
         return {**({} if tensors is None else _held_by(tensors)), **dict(others)}
@@ -159,7 +159,7 @@ def _held_by(batch: object) -> dict[str, Any]:
 
 
 def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> FieldNames:
-    """The names that were asked for, or of the one framework whose names are all there."""
+    """Return the requested names, or the names of the one framework whose names are all present."""
     if isinstance(names, FieldNames):
         candidates: Mapping[str, FieldNames] = {"your names": names}
     elif names is None or names in FIELD_NAMES:
@@ -174,7 +174,7 @@ def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> Field
     if fitting:
         return candidates[fitting[0]]
 
-    # Where all names of a framework are there, the error says what to do about those that are None.
+    # If all names of a framework are present, the error suggests a fix for each field that is `None`.
     listed = ", ".join(name if value is not None else f"{name} (None)" for name, value in held.items())
     for lacking in missing.values():
         if all(lacking.values()):
@@ -187,12 +187,12 @@ def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> Field
 
 
 def _wanted(names: FieldNames) -> tuple[tuple[str, ...], ...]:
-    """The names of each tensor that a correction needs."""
+    """Return the names of each tensor that a correction needs."""
     return names.train_log_prob, names.rollout_log_prob, names.response_mask
 
 
 def _missing(held: Mapping[str, Any], names: FieldNames) -> dict[str, str]:
-    """The tensors that are not there, or None, as TRL's are where it computed none: names → what to do about a None."""
+    """Return the tensors that are missing or `None`, as in TRL where they were not computed: names → fix for `None`."""
     fixes = (
         "compute it first (the trainer's forward pass over this batch, before the update)",
         "let the sampler report the log-probs of its tokens",

@@ -1,12 +1,12 @@
-"""Which rows the rollout log keeps, and how they are collected until their step is over.
+"""Select the rows of the rollout log, and collect them until their step ends.
 
-The rule depends on the step and the row alone, so that every rank and every repetition keeps the same rows:
+The rule depends only on the step and the row, so that every rank and every repetition keeps the same rows:
 
     row r of step s is kept   ⇔   s is a multiple of `every`, and u(seed, s, key of r) < share
     u(seed, s, key)           =   the first 8 bytes of BLAKE2b("seed/s/key"), as a fraction of 2^64
 
-The key is the row's `group_id`, so that the answers to one prompt stay together; without one its `sequence_id`; without
-either "rank/number of the row in the step".
+The key is the row's `group_id`, so that the responses to one prompt stay together. It defaults to the `sequence_id`, or
+without both ids to "rank/number of the row in the step".
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSample:
-    """How much the rollout log keeps; the rule is in this file's first lines, and in docs/guides/monitor.md.
+    """The sampling rate of the rollout log; this module's docstring and docs/guides/monitor.md contain the rule.
 
     Attributes:
         every: a step is logged if its number is a multiple of this, at least 1.
-        share: the share of the rows, or of the groups, of such a step, above 0 and at most 1.
-        seed: another one keeps other rows.
+        share: the share of the rows, or of the groups, of a logged step, above 0 and at most 1.
+        seed: seed of the selection; a different seed keeps different rows.
     """
 
     every: int = 1
@@ -53,27 +53,27 @@ class RolloutSample:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}; rollouts=None writes no log")
 
     def takes_row(self, step: int, key: object) -> bool:
-        """Whether a row of such a step is logged.
+        """Return whether a row of a logged step is kept.
 
         Args:
             step: number of the step.
-            key: what names the row: its id, or its group's where whole groups are kept.
+            key: identifier of the row, or of its group if groups are kept together.
         """
         digest = hashlib.blake2b(f"{self.seed}/{step}/{key}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.share * 2**64
 
 
 SampledRows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
-"""Numbers of rows in the step, and their mask, offsets and columns."""
+"""Row numbers in the step, and the rows' mask, offsets and columns."""
 
 
 class CollectedRollouts:
-    """The rows of a step that its log will keep. They stay on their device until the log is written.
+    """The sampled rows of a step. They stay on their device until the log is written.
 
     Args:
-        sample: the rule.
-        rank: data-parallel rank, for the keys of rows that have no id.
-        writes: whether this rank writes: the first of its context group.
+        sample: the sampling rule.
+        rank: data-parallel rank, for the keys of rows without an id.
+        writes: whether this rank writes: only the first rank of a context group does.
     """
 
     def __init__(self, sample: RolloutSample, rank: int, *, writes: bool) -> None:
@@ -96,7 +96,7 @@ class CollectedRollouts:
         """Return the sequences of a micro-batch, and the rows that its step logs: copies, for `keep`.
 
         Raises:
-            ValueError: a column has another number of rows, or is none of the log.
+            ValueError: the number of rows of a column differs, or the log has no such column.
         """
         check_columns(columns)
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -120,16 +120,17 @@ class CollectedRollouts:
         return sequences, ([self.seen + row for row in rows], mask, offsets, kept)
 
     def keep(self, sequences: int, rows: SampledRows | None) -> None:
-        """Add what `sampled` returned."""
+        """Add the rows that `sampled` returned."""
         self.seen += sequences
         if self._writes and rows is not None:
             self._batches.append(rows)
 
     def checked_rewards(self, reward: object | None) -> Tensor | None:
-        """The rewards of a step on the host, as a copy. One number for the whole step is no column of the log.
+        """Return a copy of a step's rewards on the host, or `None` for a scalar, which is not a column of the log.
 
         Args:
-            reward: one for each sequence of this rank, in the order of the calls; None leaves the column out.
+            reward: one for each sequence of this rank, in the order of the calls; optional. Without it there is no
+                reward column.
 
         Raises:
             ValueError: there are more or fewer rewards than sequences.
@@ -145,12 +146,12 @@ class CollectedRollouts:
         return rewards
 
     def task(self, path: Path, step: int, rewards: Tensor | None) -> WriteTask | None:
-        """Bring the rows of the step to the host, to be written; None if none of them is logged.
+        """Copy the rows of the step to the host, and return the task that writes them; `None` without rows.
 
         Args:
-            path: the file; an existing one is replaced.
-            step: its number.
-            rewards: of `checked_rewards`.
+            path: the file; an existing file is replaced.
+            step: number of the step.
+            rewards: the result of `checked_rewards`.
         """
         if not self._batches:
             return None
@@ -179,10 +180,10 @@ def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mappin
 
     Args:
         path: the file.
-        batches: mask, offsets where it is packed, and columns of each micro-batch, on the host.
+        batches: mask, offsets if packed, and columns of each micro-batch, on the host.
 
     Raises:
-        OSError: the disk is full or cannot be written; no file is left.
+        OSError: the disk is full or not writable; the partial file is removed.
     """
     with RolloutLogWriter(path, overwrite=True) as log:
         for mask, offsets, columns in batches:
@@ -193,7 +194,7 @@ def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mappin
 
 
 def _rows_of(name: str, value: object, rows: list[int], tokens: slice | Tensor, sequences: int, mask: Tensor) -> object:
-    """The kept rows of a column; a value for all rows stays as it is."""
+    """Return the kept rows of a column; a value for all rows is returned unchanged."""
     if name in TOKEN_COLUMNS or name == "position_ids":
         tensor = torch.as_tensor(value, device=mask.device)
         if tensor.shape == mask.shape:
@@ -219,7 +220,7 @@ def _copy(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
 def _whole_sequences(
     mask: Tensor, offsets: Tensor | None, columns: dict[str, object], group: ProcessGroup
 ) -> tuple[Tensor, Tensor | None, dict[str, object]]:
-    """Join the slices of a context group, in the order of `position_ids`, or of the ranks. Waits for the device."""
+    """Join the slices of a context group, in the order of `position_ids`, or of the ranks. Synchronizes."""
     names = [name for name in columns if name in TOKEN_COLUMNS or name == "position_ids"]
     tensors = [columns[name] for name in names]
     assert all(isinstance(tensor, Tensor) for tensor in tensors)
@@ -227,7 +228,7 @@ def _whole_sequences(
     joined = dict(zip(["response_mask", *names], whole.tensors, strict=True))
 
     if "position_ids" in joined:
-        # By sequence first, then by position: slices may be zig-zag.
+        # Sort by sequence, then by position, because slices may be zig-zag.
         sequence = torch.bucketize(
             torch.arange(len(joined["response_mask"]), device=mask.device), whole.cu_seqlens[1:], right=True
         )
@@ -235,7 +236,7 @@ def _whole_sequences(
         order = by_position[sequence[by_position].argsort(stable=True)]
         joined = {name: tensor[order] for name, tensor in joined.items()}
 
-    # Padded rows all have the same number of tokens, and their padding is last again.
+    # Padded rows all have the same number of tokens, and their padding is last again: restore their shape.
     if offsets is None:
         joined = {name: tensor.reshape(len(mask), -1) for name, tensor in joined.items()}
     whole_mask = joined.pop("response_mask")

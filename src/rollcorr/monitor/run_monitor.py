@@ -1,4 +1,4 @@
-"""`Monitor`: the correction, the metrics, the alarms and the logs of a run, in a training loop of any kind."""
+"""`Monitor`: correction, metrics, alarms and logs of a run, for any training loop."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ logger = logging.getLogger("rollcorr.monitor")
 OnAlarm = Callable[[Finding], object]
 
 UNWRITTEN = "monitor/unwritten_steps"
-"""Steps that could not be written to metrics.jsonl so far, or are lost. Only where there are some."""
+"""Steps that are not yet written to metrics.jsonl after a failure, or are lost. Reported only if there are some."""
 LOST_ROLLOUTS = "monitor/lost_rollout_logs"
-"""Steps whose rollout log is lost, of a rank that has lost some. Only where there are some."""
+"""Steps whose rollout log is lost, averaged over the ranks that lost some. Reported only if there are some."""
 LOST_FOR_SINKS = "monitor/lost_sink_steps"
-"""Steps that no sink gets, because a sink hangs and too many wait. Only where there are some."""
+"""Steps that no sink receives, because a sink hangs and the queue is full. Reported only if there are some."""
 
 
 class Monitor:
-    """One object for a run: `correct` measures and corrects a batch, `step` ends a training step.
+    """The monitor of a run: `correct` measures and corrects a batch, `step` ends a training step.
 
         with Monitor("runs/first", "decoupled_token_is") as monitor:
             for batch in batches:
@@ -71,41 +71,41 @@ class Monitor:
                 ...  # the losses and the optimizer
                 monitor.step(reward=rewards, loss=loss)
 
-    A step may have one call of `correct` or many; their statistics are merged exactly, over micro-batches and ranks.
-    `step` brings everything to the host in one transfer, hands it to the thread that writes `metrics.jsonl`, and judges
-    the recent steps. What is wrong is logged by `logging.getLogger("rollcorr.monitor")` and given to `on_alarm`, once
-    for as long as it lasts.
+    A step contains one or more calls of `correct`; their statistics are merged exactly, over micro-batches and ranks.
+    `step` copies all statistics to the host in one transfer, queues them for the thread that writes `metrics.jsonl`,
+    and judges the recent steps. Problems are logged by `logging.getLogger("rollcorr.monitor")` and passed to
+    `on_alarm`, once for as long as they persist.
 
     No call raises into a training step, or blocks it for more than 50 ms, because of files, trackers or judgments:
-    errors are logged, and writes are retried. Invalid arguments raise. An exchange between ranks waits for the slowest
-    rank.
+    errors are logged, and writes are retried. Invalid arguments raise. A collective waits for the slowest rank.
 
     Args:
         run_dir: the run's directory; `rollcorr report`, `watch` and `compare` read it.
-        config: the correction, as `rollcorr.correct` takes it. None: the preset `measure`, or what `options` say.
-        group: the data-parallel ranks. Every rank makes a Monitor, and calls `step` the same number of times.
-        context_group: the ranks with other tokens of the same sequences. Each of them makes a Monitor and calls `step`
-            the same number of times.
-        start: steps that are done already, for a run that goes on from a checkpoint. What was logged after them is
-            dropped, because those steps are computed again.
-        sinks: where metrics go besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio", "stdout", or
-            objects with `write(step, metrics)` and `close()`. They are used by the first rank alone, and called in a
-            thread of their own.
-        on_alarm: called with the `Finding` of each alarm that begins, on every rank. An exception of it is logged.
-        rollouts: which rows go into the rollout log, a file for each step and rank. None writes none.
+        config: the correction, as in `rollcorr.correct`; defaults to the preset `measure`, or to `options`.
+        group: the data-parallel ranks. Every rank creates a Monitor, and calls `step` the same number of times.
+        context_group: the ranks with other tokens of the same sequences. Each of them creates a Monitor and calls
+            `step` the same number of times.
+        start: number of completed steps, for a run that resumes from a checkpoint. Later logged steps are dropped,
+            because they are computed again.
+        sinks: destinations of the metrics besides `metrics.jsonl`: "tensorboard", "wandb", "mlflow", "trackio",
+            "stdout", or objects with `write(step, metrics)` and `close()`. Only the first rank uses them, in a
+            background thread.
+        on_alarm: callback for the `Finding` of each alarm that begins, called on every rank. Its exceptions are logged.
+        rollouts: the sampling of the rollout log, which has a file for each step and rank. By default no log is
+            written.
         strict: wait for the files and sinks in every step, and raise their errors and errors of the judgment.
-        options: fields of `RolloutCorrectionConfig` that replace those of `config`.
+        options: fields of `RolloutCorrectionConfig` that override `config`.
 
     Attributes:
         steps: completed steps.
-        config: the configuration that every call of `correct` starts from.
-        config_was_given: whether it was asked for here, by `config` or by `options`.
-        directory: where the files are.
+        config: the default configuration of every call of `correct`.
+        config_was_given: whether the constructor received a configuration, by `config` or by `options`.
+        directory: the directory of the files.
 
     Raises:
-        FileExistsError: the directory has steps already, and `start` does not say how many of them count.
+        FileExistsError: the directory already has steps, and `start` is missing.
         ImportError: a sink or the rollout log needs a package that is missing; the message names the extra.
-        ValueError, TypeError: the configuration is wrong, the groups overlap, or there is no sink of that name.
+        ValueError, TypeError: the configuration is invalid, the groups overlap, or a sink is unknown.
     """
 
     def __init__(
@@ -147,15 +147,15 @@ class Monitor:
         self._sinks: Sinks | None = None
         self._begin_step()
 
-        # One rank prepares the directory. All of them learn what it found, so that none waits for one that gave up, and
-        # all judge by the same steps.
+        # One rank prepares the directory and broadcasts the result, so that no rank hangs after an error, and all ranks
+        # judge by the same steps.
         problem: Exception | None = None
         earlier: list[dict[str, Any]] = []
         try:
             if rollouts is not None:
                 pyarrow.int64()  # imports it now: a missing extra is found before the first step
 
-            # The lock and the file stay with the thread that writes: a write that hangs keeps them until it ends.
+            # The writer thread owns the lock and the file: a write that hangs keeps them until it ends.
             held = ExitStack()
             if self._writes or rollouts is not None:
                 self._files = RunWriter(self._errors.append, held.close)
@@ -189,32 +189,32 @@ class Monitor:
         densities: bool = False,
         **options: Unpack[ConfigOptions],
     ) -> Correction:
-        """`rollcorr.correct`, counted in this step.
+        """Compute `rollcorr.correct` and count the result in this step.
 
         Args:
-            train_log_prob: log π, nats, (B, T), or (N,) with `cu_seqlens`; or a batch that holds everything by name,
-                such as a mapping, a TensorDict or a DataProto.
+            train_log_prob: log π, nats, (B, T), or (N,) with `cu_seqlens`; or a batch that contains all tensors by
+                name, such as a mapping, a TensorDict or a DataProto.
             rollout_log_prob: log μ, nats, the same shape.
             response_mask: non-zero on sampled tokens, the same shape.
-            fields: the framework whose names the batch has, or a `FieldNames`. None: found by the names.
+            fields: the framework whose names the batch has, or a `FieldNames`. By default detected from the names.
             cu_seqlens: (B + 1,) token offsets, only when packed.
-            columns: further columns of the rollout log: those of the schema, and your own with names `x_…`, one value
-                for each sequence. Used where this step is logged.
-            position_ids: where in its response each token is; only to put a context group's slices in order in the
-                log. None: the slices are in the order of the ranks.
-            over_ranks: whether batch normalization, counts and denominators are those of all ranks, by an exchange
-                now, so that every rank must call this the same number of times. False: of this batch alone; the
-                metrics of the step are of all ranks in any case.
+            columns: further columns of the rollout log: columns of the schema, and custom columns with names `x_…`, one
+                value for each sequence. Used only if this step is logged.
+            position_ids: position of each token in its response; only to sort a context group's slices in the log. By
+                default, the slices are in the order of the ranks.
+            over_ranks: compute batch normalization, counts and denominators over all ranks, by a collective, so that
+                every rank must call this the same number of times. If false, they cover only this batch; the metrics of
+                the step always cover all ranks.
             configuration: raises TypeError; the configuration belongs to the constructor.
             detail: as in `rollcorr.correct`.
             fill: as in `rollcorr.correct`.
             out: as in `rollcorr.correct`.
             densities: as in `rollcorr.correct`.
-            options: what `rollcorr.correct` takes besides: configuration fields and `impl`.
+            options: further options of `rollcorr.correct`: configuration fields and `impl`.
 
         Raises:
-            TypeError, ValueError: as `rollcorr.correct`; or the calls of this step measure differently; or a batch
-                lacks a field.
+            TypeError, ValueError: as in `rollcorr.correct`; or the calls of this step measure different rows; or a
+                batch lacks a field.
         """
         if not isinstance(train_log_prob, Tensor):
             found = read_fields(train_log_prob, fields, context_group=self._context_group)
@@ -243,7 +243,7 @@ class Monitor:
             out=out,
             **options,
         )
-        # A batch that is refused is not counted in part: the caller may catch the error, and try again.
+        # Do not count a part of an invalid batch: the caller may catch the error, and retry.
         sampled = None
         if self._rollouts is not None:
             logged = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, **(columns or {})}
@@ -261,16 +261,16 @@ class Monitor:
         return correction
 
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
-        """Count what was measured elsewhere: a correction, a loss, or a loss's statistics.
+        """Count a correction, a loss, or a loss's statistics that were computed without `Monitor.correct`.
 
-        Of a loss this is what `rollcorr.loss_metrics` shows, as `actor/…`. In bypass mode the loss measures the
-        mismatch too, and its correction is counted with it.
+        For a loss, the metrics of `rollcorr.loss_metrics` are added as `actor/…`. In bypass mode the loss also measures
+        the mismatch, and its correction is counted with it.
 
-        Losses are of the rank's own tokens and add up over both groups. A correction that was computed with a group or
-        a context group has the statistics of all its ranks, and counts once: from the first of them.
+        Losses cover the rank's own tokens and add up over both groups. A correction that was computed with a group or
+        a context group has the statistics of all its ranks, and is counted once, on the first of them.
 
         Raises:
-            ValueError: it has other rows than what this step has already.
+            ValueError: its rows differ from the rows of this step.
         """
         if isinstance(measured, Statistics):
             self._totals.add_statistics("loss", measured)
@@ -288,22 +288,22 @@ class Monitor:
                 self.add(measured_here)
 
     def step(self, *, reward: object | None = None, **own: object) -> dict[str, float]:
-        """End a training step: merge, write, judge. With a group this is an exchange, so every rank calls it.
+        """End a training step: merge, write, judge. With a group this is a collective, so every rank must call it.
 
         Args:
-            reward: as one of `own`. One for each sequence also goes into the rollout log.
-            own: further metrics. A number or 0-d tensor is averaged over the ranks that give it. A tensor or list has
-                a mean, a spread and extremes over all of its values on all ranks: `name/mean`, `/std`, `/min`, `/max`.
-                In a context group each rank gives the values of its own tokens; equal values on all ranks of each
-                context group, such as one reward per sequence, count once.
+            reward: a metric as in `own`. If it has one value per sequence, it is also written to the rollout log.
+            own: further metrics. A number or 0-d tensor is averaged over the ranks that pass it. A tensor or list has
+                a mean, a standard deviation and extremes over its values on all ranks: `name/mean`, `/std`, `/min`,
+                `/max`. In a context group each rank passes the values of its own tokens; equal values on all ranks of
+                each context group, such as one reward per sequence, are counted once.
 
         Returns:
-            The metrics of the step, the same on every rank. They may hold NaN and infinity.
+            The metrics of the step, the same on every rank. They may contain NaN and infinity.
 
         Raises:
-            TypeError, ValueError: a metric is no number, or its name is taken, or there are more or fewer rewards than
-                sequences in the rollout log. The step has not ended: call it again.
-            RuntimeError: another rank is still in `correct`, or an exchange failed.
+            TypeError, ValueError: a metric is not a number, or its name is reserved or repeated, or the number of
+                rewards differs from the number of sequences in the rollout log. The step has not ended: call it again.
+            RuntimeError: a different rank is still in `correct`, or an exchange failed.
             TimeoutError: only with `strict`: files or sinks hang. The step has ended.
         """
         self._totals.forget_values()
@@ -314,7 +314,7 @@ class Monitor:
         layout, vector = self._totals.pack()
         metrics = merged_metrics(self._exchange.read(layout, vector), self._exchange.context_ranks)
 
-        # The step is over, whatever becomes of its record.
+        # The step ends here, even if writing or judging fails.
         step, rollouts = self.steps + 1, self._rollouts
         self.steps = step
         self._begin_step()
@@ -322,7 +322,7 @@ class Monitor:
         try:
             self._judge_step(step, metrics)
         finally:
-            # Last, because the threads that this wakes compete with the judge for the interpreter.
+            # Queue the writes last, because the woken threads compete with the judge for the GIL.
             if self._files is not None and self._files.put(*tasks) and self._trackers is not None and self._sinks:
                 self._trackers.put(WriteTask(SINKS, step, partial(self._sinks.write, step, dict(metrics))))
         if self._strict:
@@ -330,54 +330,54 @@ class Monitor:
         return metrics
 
     def raise_alarm(self, finding: Finding) -> None:
-        """Raise an alarm that the caller found: it lasts until ten steps with a correction have passed without it.
+        """Raise an alarm for a finding of the caller. It lasts until ten steps with a correction pass without it.
 
         Args:
-            finding: a problem of the current step. Every rank raises the same one, so that their verdicts agree.
+            finding: a problem of the current step. Every rank must raise the same one, so that their verdicts agree.
         """
         if self._judge.raise_alarm(finding):
             self._sound(self.steps + 1, finding)
 
     def flush(self) -> bool:
-        """Wait until the steps so far are in the files and with the trackers; try what failed once more.
+        """Wait until all steps are written to the files and trackers; retry failed writes once.
 
-        Gives up after half a minute for the files, and as long for the sinks.
+        The timeout is half a minute for the files, and the same for the sinks.
 
         Returns:
-            Whether everything is written.
+            Whether all steps are written.
         """
         return all(writer.flush() for writer in self._writers())
 
     def use_config(self, config: RolloutCorrectionConfig) -> None:
-        """Take on the configuration of a trainer that corrects by this Monitor, also in the run's directory."""
+        """Set the configuration of a trainer that uses this Monitor, also in the run's directory."""
         self.config = self._judged_config = config
         self._write_config()
 
     @property
     def ranks(self) -> int:
-        """How many data-parallel ranks make a step together."""
+        """Return the number of data-parallel ranks."""
         return 1 if self._group is None else self._group.size()
 
     @property
     def alarms(self) -> tuple[Finding, ...]:
-        """What is wrong now, the oldest first; an alarm passes when it was absent for ten steps."""
+        """Return the active alarms, the oldest first; an alarm passes after ten steps without it."""
         return self._judge.alarms
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the run so far: "healthy", "unhealthy" or "not judged", as `rollcorr report` has it."""
+        """Return the verdict on the run so far: "healthy", "unhealthy" or "not judged", as in `rollcorr report`."""
         return self._judge.verdict
 
     @property
     def not_judged(self) -> tuple[str, ...]:
-        """What could not be judged so far, and why: a sentence each."""
+        """Return a sentence for each check without a verdict so far, with the reason."""
         return self._judge.not_judged
 
     def close(self) -> None:
-        """Finish files and sinks, which may take half a minute each. An unfinished step is not logged.
+        """Close files and sinks, which may take half a minute each. An unfinished step is not logged.
 
-        Never raises. A sink or a file that hangs is left to its thread. Later steps are not written: an error is
-        logged. Has no effect in a forked child: files and lock are the parent's.
+        Never raises. A sink or a file that hangs stays open in its thread. Later steps are not written, and log an
+        error. Has no effect in a forked child, because the parent owns the files and the lock.
         """
         for writer in self._writers():
             writer.close()
@@ -392,7 +392,7 @@ class Monitor:
 
     def _counts_here(self, correction: Correction) -> bool:
         """Return whether the correction counts from this rank: every rank of its groups has the same statistics."""
-        # A pickled correction has left its groups behind; they are taken to be this Monitor's.
+        # A pickled correction has no groups; they default to the Monitor's groups.
         shared_over = (
             own if own is not None else given
             for own, given, ranks in zip(
@@ -415,8 +415,8 @@ class Monitor:
     def _agreed(
         self, problem: Exception | None, earlier: list[dict[str, Any]]
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
-        """The first problem of any rank, and the steps that the writing rank has read."""
-        # An error of a package may not survive the journey; its text does.
+        """Exchange the first problem of any rank, and the steps that the writing rank has read."""
+        # Send the text of a package's error, because the error itself may not be picklable.
         if problem is not None and type(problem).__module__ != "builtins":
             problem = RuntimeError(f"{type(problem).__name__}: {problem}")
         told = self._exchange.of_all_ranks((problem, earlier))
@@ -424,16 +424,17 @@ class Monitor:
         return first_problem, next((steps for _, steps in told if steps), [])
 
     def _prepare(self, start: int | None, sinks: str | Sequence[str | Sink], held: ExitStack) -> list[dict[str, Any]]:
-        """Make the directory, or make it that of a run which goes on after `start` steps. `held` gets lock and file.
+        """Create the directory, or resume its run after `start` steps. The lock and the file are added to `held`.
 
         Returns:
-            Those steps: the last ones whole, the others as far as a change since the start needs them.
+            The metrics of the previous steps: all metrics of the last steps, and only the watched metrics of earlier
+            ones, by which changes since the start are detected.
         """
         if start is not None and start < 0:
             raise ValueError(f"start is the number of steps that are done already, at least 0; got {start}")
         held.enter_context(run_lock(self.directory.path))
 
-        # The last steps are kept; of earlier ones only the metrics that the judge reads.
+        # Keep all metrics of the last steps, and only the metrics that the judge reads of earlier ones.
         watched = ["step", *(prefix + name for name in (*WATCHED, AGE, *COUNTS) for prefix in ("", PREFIX))]
         earlier: list[dict[str, Any]] = []
         later: list[int] = []
@@ -474,7 +475,7 @@ class Monitor:
     def _tasks(
         self, step: int, metrics: Mapping[str, float], rollouts: CollectedRollouts | None, rewards: Tensor | None
     ) -> Iterator[WriteTask]:
-        """The files of a step, in the order that a reader relies on. The rows come to the host here."""
+        """Return the writes of a step, in the order that a reader relies on. Rows are copied to the host here."""
         if rollouts is not None:
             task = None
             try:
@@ -513,7 +514,7 @@ class Monitor:
         self._errors.append(error)
 
     def _unwritten(self) -> dict[str, float | None]:
-        """Counts of this rank. They are numbers of the step, so that every rank has the same ones."""
+        """Return this rank's counts of unwritten data. As metrics of the step they are then equal on every rank."""
         counts: dict[str, int] = {}
         if self._files is not None:
             counts |= {UNWRITTEN: self._files.unwritten(LINE), LOST_ROLLOUTS: self._files.lost[ROWS]}
@@ -522,9 +523,9 @@ class Monitor:
         return {name: float(count) for name, count in counts.items() if count}
 
     def _judge_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judge the step. Every rank has the same metrics, so every rank comes to the same verdict."""
+        """Judge the step. Every rank has the same metrics, so every rank computes the same verdict."""
         try:
-            # Names that `bare_metrics` would shorten are the correction's alone here, and they have one prefix.
+            # Only metrics of the correction have names that `bare_metrics` would shorten, and they have one prefix.
             bare = {name.removeprefix(PREFIX): value for name, value in metrics.items() if not math.isnan(value)}
             changes = self._judge.judge(step, bare, self._judged_config)
         except Exception as error:
@@ -537,7 +538,7 @@ class Monitor:
             self._sound(step, finding)
 
     def _sound(self, step: int, finding: Finding) -> None:
-        """Log an alarm that begins, and give it to `on_alarm`."""
+        """Log an alarm that begins, and pass it to `on_alarm`."""
         if self._writes:
             logger.warning("%s", alarm_text(step, finding))
         for callback in self._on_alarm:

@@ -1,9 +1,9 @@
-"""A thread that does file or tracker I/O of a Monitor, so that no training step waits for a disk or a server.
+"""Background thread for the file or tracker I/O of a Monitor, so that no training step waits for a disk or a server.
 
-A Monitor has one for its files and one for its sinks, so that no file waits for a server. Tasks are done in the order
-in which they came: the rollout rows of a step, then its line. A task that fails waits in memory, with all later ones of
-its kind, and is tried again when the next step arrives. Other kinds go on: a line is written also if its rows cannot
-be. Lines are dropped only after a failure, rollout rows and steps of sinks only if too much waits.
+A Monitor has one thread for its files and one for its sinks, so that no file waits for a server. Tasks run in FIFO
+order: the rollout rows of a step, then its line. A failed task stays in the queue, with all later tasks of its kind,
+and is retried at the next step. Other kinds continue: a line is written even if its rows fail. Lines are dropped only
+after a failure, rollout rows and steps of sinks only if the queue is full.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ logger = logging.getLogger("rollcorr.monitor")
 
 LINE, ROWS, CONFIG, SINKS = "metrics.jsonl", "the rollout log", "config.yaml", "the sinks"
 
-# Lines that are kept after a write has failed, and tasks from which on a step waits for the thread.
+# Maximum number of lines to keep after a failed write, and of queued tasks before a step waits for the thread.
 FAILED_LINES, FULL_QUEUE = 1000, 2000
 
-# Bytes of rollout rows that wait to be written; the rows of one step always may.
+# Maximum number of bytes of queued rollout rows; the rows of one step are always accepted.
 LOG_BYTES = 128 << 20
 
-# Seconds that a step waits for room in the queue, and that `flush`, `close` and the end of the program wait, at most.
+# Timeouts in seconds: of a step that waits for room in the queue, and of `flush`, `close` and the exit handler.
 PATIENCE, CLOSING_SECONDS = 0.02, 30.0
 
-# Seconds that the thread waits after a step, because it would compete with the end of the step for the interpreter.
+# Delay of the thread after a step, in seconds, because it would compete with the end of the step for the GIL.
 AFTER_STEP = 0.005
 
 
 @dataclass(frozen=True, eq=False)
 class WriteTask:
-    """Something to write: its kind, its step, how it is written, and the bytes of rollout rows that it holds."""
+    """A queued write: its kind, its step, its callback, and the size of its rollout rows in bytes."""
 
     kind: str
     step: int
@@ -48,36 +48,37 @@ class WriteTask:
 
 
 class RunWriter:
-    """Writes in a thread of its own. Only `flush` and `close` wait for files and trackers.
+    """A background writer thread with a queue. Only `flush` and `close` wait for files and trackers.
 
     Args:
-        on_error: called in the thread with each error of a task.
-        finish: called in the thread at its end, to close what it writes to; if a task hangs, when that task has ended.
+        on_error: callback for each error of a task, called in the thread.
+        finish: callback that closes the files or sinks, called at the end of the thread; if a task hangs, after it.
 
     Attributes:
-        lost: the number of tasks of each kind that were given up.
+        lost: the number of dropped tasks of each kind.
     """
 
     def __init__(self, on_error: Callable[[BaseException], object], finish: Callable[[], object]) -> None:
         self.lost: Counter[str] = Counter()
         self._on_error, self._finish = on_error, finish
 
-        # Tasks in the order in which they came; one is there until it is done. A step takes no lock: each use of this
-        # dictionary is atomic. Then kinds whose last attempt failed, and those of them that wait for the next request.
+        # Queued tasks in FIFO order; a task is removed after it ran. A step acquires no lock, because each use of this
+        # dictionary is atomic. Then the kinds whose last attempt failed, and the failed kinds postponed to the next
+        # request.
         self._waiting: dict[WriteTask, None] = {}
         self._failing: set[str] = set()
         self._postponed: set[str] = set()
 
-        # What wakes the thread: None after a step, an event of `flush`, which is set when everything was tried. While
-        # it is awake, it will look for new tasks in any case.
+        # Requests that wake the thread: `None` after a step, or an event of `flush`, which is set after all tasks were
+        # tried. While it is awake, it polls for new tasks anyway.
         self._requests: SimpleQueue[threading.Event | None] = SimpleQueue()
         self._is_awake = self._is_closing = self._has_refused = False
 
-        # Held for a moment only, to choose a task or to drop some: never during I/O.
+        # Lock to select or drop tasks, never held during I/O.
         self._choosing = threading.RLock()
         self._current: WriteTask | None = None
 
-        # No thread survives `fork`. At its end a program waits for this one, but not for ever.
+        # Threads do not survive `fork`. At exit, a program waits for this thread with a timeout.
         self._process = os.getpid()
         target = contextvars.copy_context().run  # trackers keep their run in a context variable
         self._thread = threading.Thread(target=target, args=(self._work,), name="rollcorr-monitor", daemon=True)
@@ -85,19 +86,19 @@ class RunWriter:
         self._at_exit = Finalize(None, self.close, exitpriority=10)
 
     def unwritten(self, kind: str) -> int:
-        """Count the tasks of a kind that could not be done yet, or were given up."""
+        """Return the number of tasks of a kind that wait after a failure, or were dropped."""
         return self.lost[kind] + (len(self._of_kind(kind)) if kind in self._failing else 0)
 
     def waiting(self) -> str:
-        """Return what is not written yet, as kinds with counts; empty if nothing waits."""
+        """Return the kinds of the queued tasks with counts, as text; empty if the queue is empty."""
         counts = Counter(task.kind for task in list(self._waiting))
         return ", ".join(f"{kind} ({count})" for kind, count in counts.items())
 
     def put(self, *tasks: WriteTask) -> bool:
-        """Take over the tasks of a step. Blocks for about `PATIENCE` at most, also if the disk hangs.
+        """Queue the tasks of a step. Blocks for about `PATIENCE` at most, even if the disk hangs.
 
         Returns:
-            False in a forked child and after `close`: nothing is written, and the first time an error is logged.
+            False in a forked child and after `close`: the tasks are dropped, and the first call logs an error.
         """
         if self._is_in_child() or self._is_closing:
             if not self._has_refused:
@@ -110,7 +111,7 @@ class RunWriter:
             self._has_refused = True
             return False
 
-        # Of several configurations the newest counts.
+        # Keep only the newest of several queued configurations.
         for older in self._of_kind(CONFIG) if tasks and tasks[0].kind == CONFIG else ():
             self._waiting.pop(older, None)
         self._waiting.update(dict.fromkeys(tasks))
@@ -122,10 +123,13 @@ class RunWriter:
         return True
 
     def flush(self, seconds: float = CLOSING_SECONDS) -> bool:
-        """Wait until everything was tried, and what failed once more; returns whether all of it is written.
+        """Wait until all tasks ran, and retry failed tasks once.
 
         Args:
-            seconds: the longest wait.
+            seconds: the timeout.
+
+        Returns:
+            Whether all tasks are written.
         """
         if self._is_in_child():
             return False
@@ -136,7 +140,7 @@ class RunWriter:
         return not self._waiting
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Try once more, and end the thread; what it has not begun after `seconds` is given up.
+        """Retry failed tasks once, and stop the thread; drop tasks that have not started after `seconds`.
 
         Has no effect in a forked child.
         """
@@ -147,7 +151,7 @@ class RunWriter:
         self._requests.put(None)
         self._thread.join(seconds)
 
-        # A task that hangs may end later; nothing else is written after that.
+        # A task that hangs may end later. The queue is cleared, so no further task runs.
         if self._waiting:
             logger.error("not written: %s", self.waiting())
         elif self._thread.is_alive():
@@ -164,8 +168,8 @@ class RunWriter:
         return len(self._waiting) < FULL_QUEUE and sum(task.bytes for task in list(self._waiting)) <= LOG_BYTES
 
     def _make_room(self) -> None:
-        """Wait for the thread for a moment, then drop the oldest rows or steps of sinks."""
-        # A program that is faster than its disk for a moment waits here, and loses nothing.
+        """Wait briefly for the thread, then drop the oldest rows or steps of sinks."""
+        # A program that is briefly faster than its disk waits here, without loss.
         end = time.monotonic() + PATIENCE
         while not (self._has_room() or self._failing) and time.monotonic() < end:
             time.sleep(0.001)
@@ -175,7 +179,7 @@ class RunWriter:
                     self._lose(task, "too much waits to be written")
 
     def _work(self) -> None:
-        """The thread: try what waits, until it is closed and everything was tried once more."""
+        """Run queued tasks until the writer is closed, then retry failed tasks once."""
         while not self._is_closing:
             request = self._requests.get()
             if request is None:
@@ -183,7 +187,7 @@ class RunWriter:
                 with suppress(Empty):
                     request = self._requests.get(timeout=AFTER_STEP)
 
-            # From here on, a step wakes it again: a task that comes now may be too late for this round.
+            # From here on, a step sends a new request, because this round may miss its tasks.
             self._is_awake = False
             self._try_all()
             if request is not None:
@@ -199,7 +203,7 @@ class RunWriter:
             self._try(task)
 
     def _next(self) -> WriteTask | None:
-        """Return the first task that may be tried now. It stays in the queue until it is done."""
+        """Return the first task that is not postponed. It stays in the queue until it ran."""
         with self._choosing:
             may_be_tried = (task for task in list(self._waiting) if task.kind not in self._postponed)
             self._current = next(may_be_tried, None)
@@ -209,7 +213,7 @@ class RunWriter:
         try:
             task.write()
         except OSError as error:
-            # A disk may work again later. Any other error, such as of rows that no log can hold, would come again.
+            # A disk may recover. Any other error, such as invalid rows, would repeat.
             self._on_error(error)
             self._postpone(task.kind, error)
         except BaseException as error:  # a tracker's CancelledError, for example, must not end this thread
@@ -231,7 +235,7 @@ class RunWriter:
             logger.error("%s: %s; it is tried again at the next step", kind, error)
 
     def _lose(self, task: WriteTask, why: str) -> None:
-        """Give a task up, count it, and log the first of its kind."""
+        """Drop a task, count it, and log the first loss of its kind."""
         with self._choosing:
             self._waiting.pop(task, None)
             if not self.lost[task.kind]:

@@ -1,9 +1,9 @@
-"""A run judged step by step: the health check over the recent steps, at a cost that does not grow with the run.
+"""Incremental health check of a run over a sliding window of steps, at a constant cost per step.
 
-The window is that of the health check: the last ten steps that measured a token. What it finds becomes an alarm once,
-and not again while it lasts. It has passed when it was absent for a whole window, so what hovers around a limit does
-not sound at every crossing. Lasting rises of the mismatch are looked for over the whole run, by the same detector as in
-`rollcorr report`.
+The window contains the last ten steps that measured a token, as in the health check. A finding raises one alarm while
+it persists. The alarm passes after a full window without the finding, so a metric that oscillates around a limit does
+not raise an alarm at every crossing. Persistent rises of the mismatch are detected over the full run, by the same
+detector as in `rollcorr report`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rollcorr.monitor.step_totals import LOSS_PREFIX
 
 _Key = tuple[str, str | None]
 COUNTS = ("sequence_count", "token_count")
-"""Metrics that are summed over the whole run."""
+"""Metrics that are summed over the run."""
 
 
 class Changes(NamedTuple):
-    """What a step changed: the alarms that began with it, and those that have passed."""
+    """Changes of a step: the alarms that began, and the alarms that passed."""
 
     began: tuple[Finding, ...]
     passed: tuple[Finding, ...]
 
 
 class RecentMedians(Mapping[str, float]):
-    """The median of each metric over the recent steps. Each is taken when it is asked for: rules ask for a few.
+    """The median of each metric over the recent steps, computed lazily because rules read only a few metrics.
 
     Args:
         history: (step, metrics by bare name).
@@ -70,11 +70,11 @@ class RunningJudge:
     """The verdict on a run so far.
 
     Args:
-        null: the noise of two policies that are the same, from a null; None: the first steps serve as one.
+        null: the noise between two equal policies, from a null run; defaults to the noise of the first steps.
     """
 
     def __init__(self, null: Noise | None = None) -> None:
-        # The recent steps that measured a token, (step, metrics by bare name), and the metrics outside their range.
+        # Recent steps that measured a token, as (step, metrics by bare name), and the metrics outside their range.
         self._history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
         self._broken: deque[list[str]] = deque(maxlen=RECENT_STEPS)
         self._null = null
@@ -87,34 +87,34 @@ class RunningJudge:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict so far, in the words of `HealthReport.verdict`."""
+        """Return the verdict so far, with the values of `HealthReport.verdict`."""
         if self._alarms:
             return "unhealthy"
         return "not judged" if self.not_judged else "healthy"
 
     @property
     def exit_code(self) -> int:
-        """The exit code that the commands have for the verdict."""
+        """Return the exit code of the commands for the verdict."""
         return EXIT_CODES[self.verdict]
 
     @property
     def not_judged(self) -> tuple[str, ...]:
-        """What could not be judged so far, and why: a sentence each."""
+        """Return a sentence for each check without a verdict so far, with the reason."""
         current = self._history[-1][1] if self._history else {}
         evidence = Evidence(current=current, history=self._first, changes=self._watch.changes, noise=self._null)
         return unjudged(evidence, counted=self._counted)[1]
 
     @property
     def alarms(self) -> tuple[Finding, ...]:
-        """The alarms that last, the oldest first."""
+        """Return the active alarms, the oldest first."""
         return tuple(self._alarms.values())
 
     def remember(self, step: int, bare: dict[str, float]) -> None:
-        """Take a step into the window. One that measured no token is left out, as the health check does.
+        """Add a step to the window. Skip a step that measured no token, as the health check does.
 
         Args:
-            step: its number.
-            bare: as for `judge`.
+            step: number of the step.
+            bare: as in `judge`.
         """
         if bare.get("token_count", 1.0) > 0:
             self._history.append((step, bare))
@@ -126,12 +126,13 @@ class RunningJudge:
             self._counted.update({name: bare[name] for name in COUNTS if name in bare})
 
     def judge(self, step: int, bare: dict[str, float], config: RolloutCorrectionConfig | None) -> Changes:
-        """Take a step into the window, and judge it. A step without a correction changes nothing.
+        """Add a step to the window, and judge it. A step without a correction has no effect.
 
         Args:
-            step: its number.
-            bare: its metrics by bare name, without NaN: what `bare_metrics` returns; those of a loss with their prefix.
-            config: what the correction was asked for.
+            step: number of the step.
+            bare: the metrics of the step by bare name, as `bare_metrics` returns them, without NaN. Metrics of a loss
+                keep their prefix.
+            config: the configuration of the correction.
         """
         warnings = _foreign_rows(bare)
         if "token_count" in bare:
@@ -147,7 +148,7 @@ class RunningJudge:
                 first=self._first[0] if self._first else None,
             )
 
-            # A median is outside its range only where a value is.
+            # A median can be outside its range only if a value is.
             warnings += judge(evidence, broken=dict.fromkeys(chain.from_iterable(self._broken))).warnings
         elif not warnings:
             return Changes((), ())
@@ -163,7 +164,7 @@ class RunningJudge:
         return Changes(began, tuple(passed))
 
     def raise_alarm(self, finding: Finding) -> bool:
-        """Add an alarm from outside the metrics, or keep it alive; return whether it begins now.
+        """Add or renew an alarm from outside the metrics; return whether it begins now.
 
         Args:
             finding: the problem.
@@ -176,7 +177,7 @@ class RunningJudge:
 
 
 def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
-    """Return a warning if a loss on a device, where `policy_loss` cannot raise, had the correction of other rows."""
+    """Return a warning if a loss on a device, where `policy_loss` cannot raise, applied a correction of other rows."""
     share = bare.get(f"{LOSS_PREFIX}{MISMATCH}", 0.0)
     if not share > 0:
         return ()
@@ -196,11 +197,11 @@ def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
 
 
 def alarm_text(step: int, finding: Finding) -> str:
-    """An alarm in one line: what is wrong, the number that shows it, why it matters, and what to change.
+    """Return an alarm in one line: the problem, its value, its cause, and its fix.
 
     Args:
         step: number of the step.
-        finding: what is wrong.
+        finding: the problem.
     """
     numbers = [] if finding.value is None else [f"{finding.value:.4g}"]
     if finding.limit:

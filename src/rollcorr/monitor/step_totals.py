@@ -1,16 +1,16 @@
-"""What one training step adds up over all ranks: statistics of corrections and losses, and the trainer's own numbers.
+"""Totals of one training step over all ranks: statistics of corrections and losses, and the trainer's own metrics.
 
-Everything stays where it is until the step ends. Then it is one float64 vector, with a layout that says what is where.
-It is exchanged and brought to the host in one transfer.
+Values stay on their devices until the step ends. Then they are packed into one float64 vector, whose layout lists its
+entries. It is gathered and copied to the host in one transfer.
 
-With a context group the vectors are gathered over it first, and these together over the data-parallel group. So every
-rank reads the vectors of all ranks in one order.
+With a context group the vectors are gathered over it first, and the results over the data-parallel group. So every
+rank reads the vectors of all ranks in the same order.
 
-Ranks may have measured different things in a step: a rank without sequences has no statistics, and a number may be
-known to one rank only. So each vector begins with the number of its layout. Layouts are exchanged, as objects, only
-when one of them is new, which is in the first step of nearly every run.
+Ranks may measure different values in a step: a rank without sequences has no statistics, and a number may be known to
+one rank only. So each vector begins with the hash of its layout. Layouts are exchanged, as objects, only when one of
+them is new, usually only in the first step of a run.
 
-The exchange of `correct` has marks of its own, so a rank that is still there is recognized.
+The collective of `correct` has different marks, so a rank that is still in `correct` is detected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Source = Literal["correction", "counted elsewhere", "loss", "values", "number"]
-"""Where a part comes from. A correction counted elsewhere is sent by another rank that has it too; values have a
+"""Source of a part. A correction counted elsewhere is sent by a different rank that also has it; values have a
 distribution."""
 
 LOSS_PREFIX = "actor/"
@@ -64,7 +64,7 @@ _VALUE_ROWS: Mapping[str, tuple[str, ...]] = {
 
 
 class LayoutEntry(NamedTuple):
-    """A part of a rank's vector: where it comes from, what it is called, its rows by kind, and how long it is."""
+    """A part of a rank's vector: its source, its name, its rows by kind, and its length."""
 
     source: Source
     name: str
@@ -76,23 +76,23 @@ Layout = tuple[LayoutEntry, ...]
 
 
 class StepTotals:
-    """The sums of a step that is not over."""
+    """The sums of the current step."""
 
     def __init__(self) -> None:
         self._statistics: dict[tuple[Source, str], list[Statistics]] = {}
         self._numbers: dict[str, Tensor | float] = {}
 
     def forget_values(self) -> None:
-        """Drop the trainer's own numbers: those of a call of `step` that failed are given again."""
+        """Drop the trainer's own metrics: after a failed call of `step` they are passed again."""
         self._numbers.clear()
         self._statistics = {key: found for key, found in self._statistics.items() if key[0] != "values"}
 
     def add_statistics(self, source: Source, statistics: Statistics) -> None:
-        """Add what a correction or a loss has measured.
+        """Add the statistics of a correction or a loss.
 
         Raises:
-            ValueError: it was counted in this step already, or has other rows than what this step has: another
-                configuration, or other details.
+            ValueError: they were counted in this step already, or their rows differ from the step's rows, because of a
+                different configuration or detail.
         """
         parts = self._statistics.setdefault((source, ""), [])
         if any(part is statistics for part in parts):
@@ -111,11 +111,11 @@ class StepTotals:
         parts.append(statistics)
 
     def add_value(self, name: str, value: object) -> None:
-        """Add a number, or a tensor or list of them, which then has a mean, a spread and extremes.
+        """Add a number, or a tensor or list of numbers; compute mean, standard deviation and extremes of the latter.
 
         Raises:
-            TypeError: it is neither.
-            ValueError: the name belongs to the library, or was given in this step already.
+            TypeError: the value is neither.
+            ValueError: the name is reserved for the library, or was given in this step already.
         """
         if _is_reserved(name):
             raise ValueError(
@@ -138,7 +138,7 @@ class StepTotals:
             self._statistics["values", name] = [_distribution(numbers)]
 
     def pack(self) -> tuple[Layout, Tensor]:
-        """Everything as one vector, on the device of the data, and what is where in it."""
+        """Return the layout and the vector of all parts, on the device of the data."""
         parts: list[tuple[list[LayoutEntry], Tensor]] = []
         counted = [(key, found) for key, found in self._statistics.items() if key[0] != "counted elsewhere"]
         for (source, name), found in counted:
@@ -146,7 +146,7 @@ class StepTotals:
             packed = merged.pack()
             parts.append(([LayoutEntry(source, name, tuple(merged.names.items()), packed.numel())], packed))
 
-        # Plain numbers make one tensor together: an operation for each would cost more than all the rest.
+        # Pack plain numbers into one tensor: one operation per number would dominate the cost.
         plain = {name: value for name, value in self._numbers.items() if not isinstance(value, Tensor)}
         if plain:
             packed = torch.tensor(list(plain.values()), dtype=STATISTICS_DTYPE, device="cpu")
@@ -157,7 +157,7 @@ class StepTotals:
             if isinstance(value, Tensor)
         ]
 
-        # What is on the host joins the rest in one copy.
+        # Copy all host parts to the device at once.
         device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
         there = [part for part in parts if part[1].device == device]
         elsewhere = [part for part in parts if part[1].device != device]
@@ -169,16 +169,16 @@ class StepTotals:
 
 
 class RankExchange:
-    """The ranks whose steps are one step.
+    """The exchange between the ranks of a training step.
 
     Args:
-        group: the data-parallel ranks. None: this process alone.
-        context_group: the ranks with other tokens of the same sequences. None: the sequences are whole.
+        group: the data-parallel ranks; defaults to this process.
+        context_group: the ranks with other tokens of the same sequences; optional.
 
     Attributes:
-        rank: this one's number among the data-parallel ranks.
+        rank: index of this rank among the data-parallel ranks.
         context_ranks: the number of ranks with the same sequences.
-        transfers: how often something was brought to the host.
+        transfers: the number of transfers to the host.
     """
 
     def __init__(self, group: ProcessGroup | None, context_group: ProcessGroup | None = None) -> None:
@@ -190,7 +190,7 @@ class RankExchange:
         self._room = BLOCK
 
     def counts_for(self, group: ProcessGroup | None) -> bool:
-        """Return whether this rank sends a part that the ranks of a group share: the first that steps here does."""
+        """Return whether this rank sends a part that the ranks of a group share: the first rank of this exchange."""
         if group is None or not self._groups:
             return True
         ranks_of = torch.distributed.get_process_group_ranks
@@ -198,7 +198,7 @@ class RankExchange:
         return next(rank for rank in ranks_of(group) if rank in here) == torch.distributed.get_rank()
 
     def read(self, layout: Layout, vector: Tensor) -> list[tuple[Layout, Tensor]]:
-        """The layouts and vectors of all ranks, on the host: one transfer, and another one if room is lacking.
+        """Return the layouts and vectors of all ranks, on the host: one transfer, or two if a vector does not fit.
 
         Raises:
             RuntimeError: a rank is still in `correct`, or an exchange failed.
@@ -212,7 +212,7 @@ class RankExchange:
         if late is not None:
             raise RuntimeError(out_of_step(late, "Monitor.step", "correct"))
         if any(other not in self._layouts for other in marks):
-            # Every rank sees the same marks, so every rank takes part in this.
+            # Every rank has the same marks, so every rank enters this collective.
             self._layouts |= {number_of(found): found for found in self.of_all_ranks(layout)}
             room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
             if room > self._room:
@@ -223,8 +223,8 @@ class RankExchange:
         return [(found, part[HEADER : HEADER + size]) for found, part, size in zip(layouts, parts, sizes, strict=True)]
 
     def _gathered(self, number: int, vector: Tensor) -> tuple[list[int], Tensor]:
-        """The number of each rank's layout, and the vectors behind them, (P, room)."""
-        # Where the groups read host memory, the transfer comes first, and the exchange after it.
+        """Gather the hash of each rank's layout, and the marked vectors, (P, room)."""
+        # If the backends support host memory, copy to the host first and gather there.
         on_host = all(reads_host_memory(group) for group in self._groups)
         if on_host:
             vector = self._to_host(vector)
@@ -237,7 +237,7 @@ class RankExchange:
         return [int(other) for other in parts[:, 0].tolist()], parts
 
     def of_all_ranks(self, own: object) -> list[Any]:
-        """Return an object of every rank, in the order of the vectors; all of them must call this together."""
+        """Return an object of every rank, in the order of the vectors. It is a collective: every rank must call it."""
         found = [own]
         for group in self._groups:
             parts: list[Any] = [None] * group.size()
@@ -255,11 +255,11 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
     """Compute the metrics of a step over all ranks: corrections, then losses, then the trainer's own, in their order.
 
     Args:
-        ranks: the layout and the vector of each, on the host; the ranks of a context group one after the other.
+        ranks: the layout and the vector of each rank, on the host; the ranks of a context group are consecutive.
         context_ranks: the size of a context group.
 
     Raises:
-        ValueError: two ranks have measured differently.
+        ValueError: the rows of two ranks differ.
     """
     statistics: dict[tuple[str, str], list[tuple[int, Statistics]]] = {}
     numbers: dict[str, list[float]] = {}
@@ -274,7 +274,7 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
                 statistics.setdefault((entry.source, entry.name), []).append((rank // context_ranks, found))
             start = end
 
-    # The ranks of a context group have the same sequences; their values count once.
+    # The ranks of a context group have the same sequences, so count their values once.
     metrics: dict[str, float] = {}
     for (source, name), found_parts in sorted(statistics.items(), key=lambda item: item[0][0]):
         may_repeat = context_ranks > 1 and source == "values"
@@ -290,14 +290,14 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
 
 
 def _once_per_context(parts: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
-    """Select the parts of a tensor that count, where the ranks of a context group may have the same sequences.
+    """Select the parts of a tensor to count, as the ranks of a context group may have the same sequences.
 
-    If each context group's ranks give equal values, these are one for each sequence, and the first rank's count. Equal
-    parts have the mean, spread and extremes of one, so a coincidence among values per token changes no more than
-    `nonfinite_count`.
+    If the ranks of each context group pass equal values, these are per sequence, and only the first rank is counted.
+    Equal parts have the same mean, standard deviation and extremes as one of them, so a coincidence among values per
+    token changes only `nonfinite_count`.
 
     Args:
-        parts: the number of the context group, and a part.
+        parts: the index of the context group, and a part.
     """
     first = dict(reversed(parts))
     alike = all(part.pack().equal(first[context].pack()) for context, part in parts)
@@ -306,7 +306,7 @@ def _once_per_context(parts: Sequence[tuple[int, Statistics]]) -> list[Statistic
 
 @lru_cache(maxsize=1024)
 def _is_reserved(name: str) -> bool:
-    """Whether the health check would take a metric of this name for one of the correction's."""
+    """Return whether the health check would read a metric of this name as a metric of the correction."""
     if name == "step" or next(iter(bare_metrics({name: 0.0}))) != name:
         return True
     try:
@@ -317,10 +317,10 @@ def _is_reserved(name: str) -> bool:
 
 
 def _distribution(values: Tensor) -> Statistics:
-    """How many values are not finite, and the moments and extremes of the others."""
+    """Compute the number of non-finite values, and the moments and extremes of the finite ones."""
     flat = values.reshape(-1).to(STATISTICS_DTYPE)
     if flat.device.type == "cpu":
-        # On the host numpy takes a third of the time: each operation of torch costs more than the arithmetic.
+        # On the host use numpy, in a third of the time: the overhead of a torch op exceeds the arithmetic.
         array = flat.numpy()
         seen = array[np.isfinite(array)]
         mean = seen.sum() / max(len(seen), 1)
