@@ -65,7 +65,7 @@ class TrainState:
     Attributes:
         step: completed training steps; also the version of the policy.
         engine_version: version of the weights that the engine samples with.
-        skipped_steps: optimizer steps skipped so far: a loss or gradient was not finite, or every token was rejected.
+        skipped_steps: optimizer steps skipped so far: a loss or gradient was not finite, or no token was kept.
     """
 
     step: int = 0

@@ -159,9 +159,9 @@ class Summary:
         run_dir: the run's directory.
         step: completed training steps that are saved.
         interrupted: it was stopped before its end.
-        failure: message of an engine error, a disk error or non-finite weights that stopped the run; defaults to None.
+        failure: message of an engine error, a disk error or non-finite weights that stopped the run; optional.
         engine_failed: the engine caused the failure.
-        skipped_steps: optimizer steps skipped: a loss or gradient was not finite, or every token was rejected.
+        skipped_steps: optimizer steps skipped: a loss or gradient was not finite, or no token was kept.
         before: quality before the first training step; optional.
         after: quality after the last training step; optional.
     """

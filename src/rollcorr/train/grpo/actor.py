@@ -1,8 +1,8 @@
 """The trainer's side of a rollout: log-probs and entropies of its tokens under the actor's `SamplingSpec`.
 
 Without truncation these are `whole_scores`. With truncation the log-probs cover the engine's kept sets (or follow
-`actor.sampling`), and log-probs over the full vocabulary are computed in addition. A reference policy is scored over the
-full vocabulary too, so the KL penalty compares the same kind of log-probs.
+`actor.sampling`), and log-probs over the full vocabulary are computed in addition. A reference policy is scored
+over the full vocabulary too, so the KL penalty compares the same kind of log-probs.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ class GrpoBatch:
         actor: spec of the trainer's log-probs of these tokens.
         rewards: reward of each response, length B.
         group_ids: index of its problem, (B,).
-        old_log_prob: log π_old; optional, missing in bypass mode.
-        ref_log_prob: log-probs of the reference policy, over the full vocabulary; optional, missing without a KL penalty.
-        correction: weights and mask from π_old / μ; optional, missing in bypass mode or if correction is disabled.
+        old_log_prob: log π_old; None in bypass mode.
+        ref_log_prob: log-probs of the reference policy, over the full vocabulary; None without a KL penalty.
+        correction: weights and mask from π_old / μ; None in bypass mode or without a correction.
         advantages: (B,).
     """
 
