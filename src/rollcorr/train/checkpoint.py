@@ -187,7 +187,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after comparing every file with the manifest. Tensors are on the CPU.
 
     Raises:
-        DamagedCheckpointError: a file is missing, empty, truncated or altered; the message names it.
+        DamagedCheckpointError: a file is missing, empty, truncated, altered or from a different checkpoint; the
+            message names it.
         OSError: a file cannot be opened now: no permission, or the limit of open files. It may be sound.
         ValueError: the files are unchanged, but this version cannot read them.
     """

@@ -126,16 +126,18 @@ class Recipe(Protocol):
         """Write the policy into a folder from which `build` reads it."""
 
     def evaluate(self, when: str) -> Evaluation | None:
-        """Measure the policy "before" or "after" the training; the engine has its weights. Optional.
+        """Measure the policy "before" or "after" the training; the engine has its weights.
 
-        A request to stop interrupts this method at once. The next start repeats it, so it must be deterministic.
+        Optional: returns None if not measured. A request to stop interrupts this method at once. The
+        next start repeats it, so it must be deterministic.
         """
         return None
 
     def measure_null(self) -> MismatchNull | None:
-        """Measure the mismatch of sampler and trainer while both have the weights of `build`. Optional.
+        """Measure the mismatch of sampler and trainer while both have the weights of `build`.
 
-        A request to stop interrupts this method at once. The next start repeats it, so it must be deterministic.
+        Optional: returns None if not measured. A request to stop interrupts this method at once. The
+        next start repeats it, so it must be deterministic.
 
         Raises:
             BadInputError: this run has no null; the message gives the reason, and the run continues without it.
@@ -162,8 +164,8 @@ class Summary:
         failure: message of an engine error, a disk error or non-finite weights that stopped the run; optional.
         engine_failed: the engine caused the failure.
         skipped_steps: optimizer steps skipped: a loss or gradient was not finite, or no token was kept.
-        before: quality before the first training step; optional.
-        after: quality after the last training step; optional.
+        before: quality before the first training step; None if not measured.
+        after: quality after the last training step; None if not measured.
     """
 
     run_dir: Path
@@ -253,7 +255,7 @@ class _Run:
 
     Attributes:
         step: completed steps.
-        saved: step of the newest sound checkpoint; optional.
+        saved: step of the newest sound checkpoint; None without one.
         failure: message of the error that stopped the run; optional.
         engine_failed: the engine caused the failure.
         before: quality before the first step.

@@ -179,7 +179,7 @@ def end_lines(config: RunConfig, *, saved: int | None, failure: str | None, stop
 
     Args:
         config: the run.
-        saved: step of the newest sound checkpoint; optional.
+        saved: step of the newest sound checkpoint; None without one.
         failure: message of the error; optional.
         stopped_by: source of a request to stop before the end; optional.
     """

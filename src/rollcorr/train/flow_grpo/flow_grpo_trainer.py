@@ -94,7 +94,7 @@ class FlowGrpoTrainer:
         policy: trained in place, in float32.
         texts: the prompts to draw.
         reward: computes the reward of pictures.
-        reference: frozen transformer for the KL penalty; optional. With adapters, the policy without them is used.
+        reference: frozen transformer for the KL penalty; optional. None with adapters: the policy without them is used.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
             and weights; forward and backward passes of the update are divided, and the gradients summed.
 

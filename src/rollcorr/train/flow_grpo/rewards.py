@@ -2,7 +2,7 @@
 
 prompt_match             similarity of the picture to the shape in its prompt, [0, 1]
 color_and_shape          prompt_match, and how clearly the picture shows this shape instead of the rest, [0, 1]
-color                    share of one color, [−1, 1]
+color                    mean of one color's channels minus the rest, [−1, 1]
 jpeg_compressibility     minus the size as JPEG, kB
 ocr                      readable share of the text in the prompt's quotation marks, [0, 1]
 function                 your own: `package.module:name` or `file.py:name`

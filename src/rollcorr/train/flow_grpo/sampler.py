@@ -111,7 +111,7 @@ def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0
     config = scheduler.config
     shift = {}
     if config.use_dynamic_shifting:
-        # μ is linear in the number of image tokens, like in the pipelines of diffusers.
+        # μ is linear in the number of image tokens, as in the pipelines of diffusers.
         tokens = policy.family.sequence_length(policy.transformer.config, *policy.size)
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
         shift["mu"] = config.base_shift + slope * (tokens - config.base_image_seq_len)
