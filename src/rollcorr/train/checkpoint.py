@@ -1,4 +1,4 @@
-"""Checkpoints: everything that the next step depends on, written so that a crash leaves sound ones only.
+"""Checkpoints: everything that the next step depends on, written atomically.
 
     RUN/checkpoints/step_000050/
         config.json, model.safetensors, tokenizer…   the policy, as its recipe writes it; `model.path` may point here
@@ -51,21 +51,21 @@ BLOCK = 2**20
 
 
 class NonFiniteWeightsError(ValueError):
-    """Weights or optimizer state hold NaN or infinity, so they were not saved; the message says where."""
+    """Weights or optimizer state contain NaN or infinity and were not saved; the message names the tensor."""
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
+    """A checkpoint cannot be used; the message names the file and the fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where a run is.
+    """Progress of a run.
 
     Attributes:
         step: completed training steps; also the version of the policy.
         engine_version: version of the weights that the engine samples with.
-        skipped_steps: optimizer steps left out so far: a loss or gradient was not finite, or nothing was kept.
+        skipped_steps: optimizer steps skipped so far: a loss or gradient was not finite, or no token was kept.
     """
 
     step: int = 0
@@ -75,7 +75,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read, apart from the policy, which loads from `path`."""
+    """Contents of a checkpoint except the policy, which loads from `path`."""
 
     path: Path
     state: TrainState
@@ -96,14 +96,14 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step_NNNNNN` under a hidden name, flush it to the disk, rename it, then delete older ones.
 
-    Whatever interrupts this, the checkpoints that were sound stay so. Only the newest `keep` up to this step stay, and
-    none of a later step: a run that saves here did not go on from those, because they were damaged.
+    An interruption never damages an existing checkpoint. Only the newest `keep` up to this step stay. Checkpoints of
+    later steps are deleted: the run did not resume from them, so they were damaged.
 
     Args:
-        directory: RUN/checkpoints; made when missing. One process at a time may write there.
+        directory: RUN/checkpoints; created when missing. One process at a time may write there.
         save_policy: writes model and tokenizer into a directory.
         optimizer: its state is stored, and its parameters are checked.
-        state: where the run is.
+        state: progress of the run.
         records: small texts to store, by file name.
         engine_weights: the engine's weights, if they are not the policy's.
         keep: newest checkpoints to keep, at least 1.
@@ -112,7 +112,7 @@ def save_checkpoint(
         The checkpoint's directory.
 
     Raises:
-        NonFiniteWeightsError: a weight or a moment is NaN or infinite; nothing was written.
+        NonFiniteWeightsError: a weight or a moment is NaN or infinite; no file was written.
         OSError: the disk is full or cannot be written; the message names the file, the bytes needed and free.
     """
     check_finite(optimizer, engine_weights or {})
@@ -127,7 +127,7 @@ def save_checkpoint(
         _write_files(partial, save_policy, optimizer, state, records or {}, engine_weights)
         _write_manifest(partial, state.step)
 
-    # The new one is on the disk, so the others may go.
+    # The new checkpoint is on the disk, so older ones can be deleted.
     delete_older_checkpoints(directory, state.step, keep=keep)
     for step, path in paths_by_step(directory).items():
         if step > state.step and path.is_dir():
@@ -138,7 +138,7 @@ def save_checkpoint(
 def delete_older_checkpoints(directory: Path, step: int, *, keep: int) -> None:
     """Keep the newest `keep` checkpoints up to a step, and those after it.
 
-    `save_checkpoint` does this too. A run that continues does it because it may have been killed in between.
+    `save_checkpoint` does the same. A resumed run calls this in case the process was killed before the deletion.
     """
     up_to_now = [path for at, path in paths_by_step(directory).items() if at <= step and path.is_dir()]
     for path in up_to_now[:-keep]:
@@ -146,13 +146,13 @@ def delete_older_checkpoints(directory: Path, step: int, *, keep: int) -> None:
 
 
 def has_checkpoints(directory: Path) -> bool:
-    """Whether a directory holds a checkpoint, sound or damaged."""
+    """Return whether a directory contains a checkpoint, sound or damaged."""
     set_aside = directory.glob(f".{STEP_PREFIX}*{SET_ASIDE_SUFFIX}")
     return any(path.is_dir() for path in (*paths_by_step(directory).values(), *set_aside))
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest sound checkpoint in a directory, or None. Nothing is changed there."""
+    """Return the newest sound checkpoint in a directory, or None. Read-only."""
     for path in reversed(paths_by_step(Path(directory)).values()):
         with suppress(DamagedCheckpointError):
             _verify(path)
@@ -161,16 +161,16 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def newest_sound_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Read the newest checkpoint that is whole, after removing what a killed process left half-written.
+    """Read the newest sound checkpoint, after deleting the partial files of a killed process.
 
     Args:
         directory: RUN/checkpoints. No other process may write there meanwhile.
 
     Returns:
-        The checkpoint, None if there is none, and one line for each newer one that is damaged.
+        The checkpoint (None if no sound one exists), and one line for each newer, damaged checkpoint.
 
     Raises:
-        OSError, ValueError: as in `load_checkpoint`. The newest one may be sound, so none before it is taken.
+        OSError, ValueError: as in `load_checkpoint`. The newest one may be sound, so no older one replaces it.
     """
     if directory.is_dir():
         remove_leftovers(directory)
@@ -184,12 +184,13 @@ def newest_sound_checkpoint(directory: Path) -> tuple[Checkpoint | None, list[st
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, after comparing every file with the manifest. Tensors are on the CPU.
+    """Read a checkpoint after comparing every file with the manifest. Tensors are on the CPU.
 
     Raises:
-        DamagedCheckpointError: a file is missing, empty, cut, altered or of another checkpoint; the message names it.
-        OSError: a file may be sound, and cannot be opened now: it is forbidden, or too many files are open.
-        ValueError: the files are as they were written, and cannot be read by this program.
+        DamagedCheckpointError: a file is missing, empty, truncated, altered or from a different checkpoint; the
+            message names it.
+        OSError: a file cannot be opened now: no permission, or the limit of open files. It may be sound.
+        ValueError: the files are unchanged, but this version cannot read them.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -223,7 +224,7 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
     """Check everything trained, the optimizer's moments and the engine's weights for NaN and infinity.
 
     Raises:
-        NonFiniteWeightsError: there is one; the message says in which tensor, and how many.
+        NonFiniteWeightsError: a value is not finite; the message names the tensor and the count.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors = {f"trained tensor {number}": tensor.detach() for number, tensor in enumerate(parameters)}
@@ -255,7 +256,7 @@ def _write_files(
 
     partial.mkdir()
     save_policy(partial)
-    with (partial / OPTIMIZER).open("wb") as file:  # opened here, because torch's own files hide why a write failed
+    with (partial / OPTIMIZER).open("wb") as file:  # torch's own files hide the cause of a failed write
         torch.save(optimizer.state_dict(), file)
     if engine_weights is not None:
         save_file(dict(engine_weights), partial / ENGINE)
@@ -276,23 +277,26 @@ def _write_manifest(folder: Path, step: int) -> None:
 
 
 def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as it is written: with a SHA-256 of its own content, and in one form only."""
+    """Return the canonical text of a manifest, with a SHA-256 of its own content."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=2) + "\n").encode()
 
 
 def _verify(path: Path) -> set[str]:
-    """Compare every file of a checkpoint with its manifest, and that with itself and its folder; returns the names.
+    """Check the files of a checkpoint against its manifest, and the manifest against its own hash and folder.
+
+    Returns:
+        The names of the files.
 
     Raises:
-        DamagedCheckpointError: one differs; the message names it.
+        DamagedCheckpointError: a file differs; the message names it.
         OSError: as in `load_checkpoint`.
     """
     with _reading(path, MANIFEST):
         text = (path / MANIFEST).read_bytes()
 
-    # A bit that was flipped anywhere, even in a space, gives another text.
+    # A flipped bit anywhere, even in a space, changes the text.
     manifest: Any = None
     with suppress(ValueError, RecursionError):
         manifest = json.loads(text)
@@ -315,7 +319,7 @@ def _verify(path: Path) -> set[str]:
 
 @contextmanager
 def _reading(path: Path, name: str) -> Iterator[None]:
-    """Turn an error of the disk into damage of this file, unless it says nothing about the file."""
+    """Convert a disk error to `DamagedCheckpointError`, unless its cause is not the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -340,5 +344,5 @@ def file_sha256(path: Path) -> str:
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """Where a tensor is finite; types of one byte do not know it themselves."""
+    """Return an elementwise finite mask; one-byte dtypes have no `isfinite` of their own."""
     return (tensor.float() if tensor.element_size() == 1 else tensor).isfinite()

@@ -2,7 +2,7 @@
 
     rollcorr train run.yaml algorithm.rollout_correction=decoupled_token_is optim.lr=1e-4
 
-Names are checked before values, so the message about a wrong name suggests the right one.
+Names are checked before values, so the error for an unknown name suggests the nearest one.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
-    """A configuration of one class: defaults, then the YAML file, then each `dotted.name=value`; the later one wins.
+    """Return a configuration: default, then the YAML file, then each `dotted.name=value`; the later one wins.
 
-    A block of correction options given after a preset's name changes that preset.
+    A block of correction options after a preset's name changes that preset.
 
     Args:
-        path: the file; None for the defaults.
+        path: the file; optional. Without it, the options keep their default.
         overrides: changes.
         config_class: the recipe's configuration.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a name is unknown (the nearest one is suggested), a value is wrong, or an override has no `=`.
+        ValueError: a name is unknown (the nearest one is suggested), a value is invalid, or an override has no `=`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -80,7 +80,7 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
 
 
 def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> str | None:
-    """What a file and its overrides say under `recipe`; None if they say nothing.
+    """Return the `recipe` option of a file and its overrides, or None if neither sets it.
 
     Raises:
         FileNotFoundError, ValueError: as in `read_config`.
@@ -90,15 +90,15 @@ def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[st
 
 
 def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -> None:
-    """Check RUN/config.yaml when it is given as the configuration: it must go on in its own directory.
+    """Check RUN/config.yaml when it is given as the configuration: it must resume in its own directory.
 
     Args:
         path: the file that was read.
-        config: what was read, with the overrides.
-        names_run_dir: an override says where to run, so that this starts another run.
+        config: the configuration, with the overrides.
+        names_run_dir: an override sets `run_dir`, so this starts a new run.
 
     Raises:
-        ValueError: the file names another directory than its own.
+        ValueError: `run_dir` in the file is not the file's own directory.
     """
     directory = RunDirectory(path.parent)
     is_stored = path.name == directory.config.name and directory.history.is_file()
@@ -110,7 +110,7 @@ def check_stored_config(path: Path, config: RunConfig, *, names_run_dir: bool) -
 
 
 def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -> None:
-    """Check that a configuration names no code but what the command line names.
+    """Check that a configuration runs no code except code named on the command line.
 
     Args:
         config: the configuration, with the overrides.
@@ -133,12 +133,12 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
 
 
 def _layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """The options of a file and of each override, checked one by one; the later one wins."""
+    """Return the options of the file and of each override, checked one by one; the later one wins."""
     return [*([] if path is None else [_read_yaml(Path(path))]), *map(_parse_override, overrides)]
 
 
 def _merged(below: object, above: object, name: str = "") -> Any:  # noqa: ANN401 (a value or a block)
-    """The final value of an option: blocks are merged, and any other value replaces what was there."""
+    """Return the final value of an option: blocks are merged, any other value replaces the previous one."""
     if not isinstance(above, Mapping):
         return above
 
@@ -189,7 +189,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 
 def _check_values(layer: Mapping[str, Any]) -> None:
-    """Check that every value is one that an option can have: given, finite, and written out."""
+    """Check that every value is present, finite and not an interpolation."""
     for name, value in _all_values(layer, ""):
         if isinstance(value, str):
             if value == "???":
@@ -207,7 +207,7 @@ def _check_values(layer: Mapping[str, Any]) -> None:
 
 
 def _all_values(value: object, name: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of everything in a layer, also within lists and free-form blocks."""
+    """Yield dotted names and values of a layer, also within lists and free-form blocks."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _all_values(item, f"{name}.{key}" if name else str(key))
@@ -241,7 +241,7 @@ def option_values(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None]]:
-    """Dotted names of all options, each with its dataclass when it is a block."""
+    """Yield the dotted names of all options, each with its dataclass when it is a block."""
     hints = get_type_hints(cls)
     for option in dataclasses.fields(cls):
         block = hints[option.name] if dataclasses.is_dataclass(hints[option.name]) else None
@@ -251,5 +251,5 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 (any plain value)
-    """A value as errors quote it: short, and without secrets, which nobody would recognize after the cut."""
+    """Return a short form of a value for errors. Secrets are removed before it is shortened."""
     return reprlib.repr(redact_text(value) if isinstance(value, str) else redact(value))

@@ -1,16 +1,16 @@
-"""The run loop: start, continue or report a run; train, save, stop when asked, and say what came out.
+"""The run loop: start, resume or report a run; train, save, stop on request, and return a summary.
 
-`run_recipe` serves every recipe. What differs between two kinds of training is behind `Recipe`. In the order of a run:
+`run_recipe` runs every recipe; `Recipe` is the interface of one kind of training. The phases of a run, in order:
 
     lock        one process at a time, `rollcorr.run_directory.run_lock`
-    begin       what the directory holds, and whether this configuration may go on in it, `rollcorr.train.resume`
+    begin       read the directory, check that this configuration can resume in it, `rollcorr.train.resume`
     build       the recipe: load, warm up, start the engine
     step 0      reference policy, first checkpoint, null, evaluation
     train       steps and checkpoints
     end         last checkpoint, evaluation, summary.json
 
-A process that is killed anywhere leaves a directory in which the same command goes on, with the same outcome. For that,
-nothing of step 0 counts before its checkpoint, and no checkpoint before the logs of its steps are on the disk.
+A run can be killed at any point: the same command resumes it, with the same result. Therefore results of step 0 count
+only once its checkpoint exists, and a checkpoint is written only after the logs of its steps are on the disk.
 """
 
 from __future__ import annotations
@@ -69,32 +69,32 @@ NULL_OPTIONS = (
 
 
 class Trainer(Protocol):
-    """What a recipe trains with; all that a checkpoint holds besides the policy."""
+    """The state of a recipe that a checkpoint contains in addition to the policy."""
 
     skipped_steps: int
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """Return the trained model."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What trains it."""
+        """Return its optimizer."""
 
     @property
     def engine(self) -> SamplingCopy | None:
-        """What samples from it; None when nothing holds a copy of the weights."""
+        """Return the engine that samples from it, or None without a copy of the weights."""
 
 
 class Recipe(Protocol):
-    """One kind of training, as the run loop sees it. A recipe subclasses this and fills in the first four methods.
+    """Interface between the run loop and one kind of training. A recipe implements the first four methods.
 
     Attributes:
         config_class: its configuration.
         columns: the metrics that the console shows.
-        evaluation_text: how an evaluation reads, with its names in braces.
+        evaluation_text: format string of an evaluation, with metric names in braces.
         keeps_reference: later starts need the policy that the run started from, in RUN/reference.
-        trainer: what the loop saves and restores.
+        trainer: state that the loop saves and restores.
     """
 
     config_class: ClassVar[type[RunConfig]]
@@ -105,65 +105,67 @@ class Recipe(Protocol):
 
     @classmethod
     def build(cls, config: Any, directory: RunDirectory, checkpoint: Checkpoint | None) -> Recipe:  # noqa: ANN401
-        """Make the trainer, from the configuration's policy or from that in `checkpoint.path`.
+        """Make the trainer from the configuration's policy, or from the policy in `checkpoint.path`.
 
         The loop restores the rest of a checkpoint: the optimizer, and an engine that lags behind. A request to stop
-        leaves this method at once, and so a killed process may, so it writes nothing into the run's directory.
+        interrupts this method at once, like a killed process. So it must not write into the run's directory.
 
         Args:
             config: of the run.
             directory: of the run.
-            checkpoint: where to go on from. None: from the start.
+            checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
 
     def step(self, step: int) -> Mapping[str, float]:
         """Run training step `step` (1, 2, …) and return its metrics.
 
-        It depends on the weights, the optimizer and (seed, step) alone, so that a resumed run repeats it.
+        It depends only on the weights, the optimizer and (seed, step), so a resumed run repeats it.
         """
 
     def save_policy(self, directory: Path) -> None:
         """Write the policy into a folder from which `build` reads it."""
 
     def evaluate(self, when: str) -> Evaluation | None:
-        """Measure the policy "before" or "after" the training; the engine has its weights. None: not measured.
+        """Measure the policy "before" or "after" the training; the engine has its weights.
 
-        A request to stop leaves this method at once, and the next start repeats it, so it must give the same again.
+        Optional: returns None if not measured. A request to stop interrupts this method at once. The
+        next start repeats it, so it must be deterministic.
         """
         return None
 
     def measure_null(self) -> MismatchNull | None:
-        """Measure what sampler and trainer differ by while both hold what `build` loaded; None: not measured.
+        """Measure the mismatch of sampler and trainer while both have the weights of `build`.
 
-        A request to stop leaves this method at once, and the next start repeats it, so it must give the same again.
+        Optional: returns None if not measured. A request to stop interrupts this method at once. The
+        next start repeats it, so it must be deterministic.
 
         Raises:
-            BadInputError: this run has no null; the message says why, and the run goes on without one.
+            BadInputError: this run has no null; the message gives the reason, and the run continues without it.
         """
         return None
 
     def write_extras(self, step: int) -> None:
-        """Write what else the newest step leaves, for example its rollouts."""
+        """Write further files of the newest step, for example its rollouts."""
         return
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """Close processes and connections."""
         return
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        run_dir: where everything is.
+        run_dir: the run's directory.
         step: completed training steps that are saved.
         interrupted: it was stopped before its end.
-        failure: what stopped the run, if the engine or the disk failed or weights are not finite; else None.
-        engine_failed: that was the engine.
-        skipped_steps: optimizer steps left out: a loss or gradient was not finite, or nothing was kept.
-        before: quality before the first training step; None if it was not measured.
-        after: quality after the last one; None if it was not measured.
+        failure: message of an engine error, a disk error or non-finite weights that stopped the run; optional.
+        engine_failed: the engine caused the failure.
+        skipped_steps: optimizer steps skipped: a loss or gradient was not finite, or no token was kept.
+        before: quality before the first training step; None if not measured.
+        after: quality after the last training step; None if not measured.
     """
 
     run_dir: Path
@@ -183,26 +185,26 @@ def run_recipe(
     console: Console | None = None,
     sinks: str | Sequence[str | Sink] = (),
 ) -> Summary:
-    """Start a run, continue it, or report that it is finished: whatever its directory calls for, see `config.resume`.
+    """Start a run, resume it, or report that it is finished, depending on its directory and `config.resume`.
 
-    The same call can be repeated until it reports a finished run. A resumed run equals an uninterrupted one, on the CPU
-    to the last bit.
+    Repeat the same call until it reports a finished run. A resumed run equals an uninterrupted one, bit for bit on the
+    CPU.
 
-    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and `config.stop_after_minutes` finish the step, save, and return; a warm-up or an
-    evaluation they leave at once, to be repeated. A second Ctrl-C stops at once. An engine that fails in a step costs
-    that step: nothing is trained on it, the run saves and returns, and `Summary.failure` says why. It also says why
-    a checkpoint or a log could not be written; the last sound checkpoint stays.
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and `config.stop_after_minutes` finish the step, save, and return. They interrupt a
+    warm-up or an evaluation at once; the next start repeats it. A second Ctrl-C stops at once. If the engine fails, the
+    step is discarded and the run saves and returns. `Summary.failure` contains the message of an engine error, or of a
+    failed write of a checkpoint or log; the last sound checkpoint stays.
 
     Args:
-        recipe_class: what to train.
+        recipe_class: the recipe.
         config: the run.
         console: where to show progress.
-        sinks: where the metrics go besides what `config.log` names: names such as "wandb", or objects
-            with `write(step, metrics)` and `close()`. A sink that raises is shown, and gets no further steps.
+        sinks: metric sinks in addition to `config.log`: names such as "wandb", or objects with
+            `write(step, metrics)` and `close()`. A sink that raises is reported and gets no further steps.
 
     Raises:
-        RunInUseError: another process runs in the directory.
-        FileExistsError: the directory holds something else than this run, or a run although `resume` is false.
+        RunInUseError: a second process runs in the directory.
+        FileExistsError: the directory contains unrelated files, or a run although `resume` is false.
         FileNotFoundError: `resume` is true and there is no checkpoint, or a model or data file does not exist.
         ValueError: an option changed that a checkpoint fixes, no checkpoint is sound, a model or data file cannot be
             read, or a launcher started several processes.
@@ -231,7 +233,7 @@ def run_recipe(
             known = {option.name: done[option.name] for option in dataclasses.fields(Summary) if option.name in done}
             return Summary(**known | {"run_dir": directory.path})
 
-        # Nothing but the lock is written before the recipe is built: a wrong option leaves no directory behind.
+        # Only the lock is written before the recipe is built, so an invalid option creates no run directory.
         try:
             with stop.at_once():
                 recipe = recipe_class.build(config, directory, beginning.checkpoint)
@@ -245,17 +247,17 @@ def run_recipe(
 
 
 class _CannotSaveError(Exception):
-    """A log or a checkpoint could not be written; the message says why."""
+    """A log or a checkpoint could not be written; the message gives the cause."""
 
 
 class _Run:
-    """A recipe between its beginning and its end.
+    """State of one run of a recipe.
 
     Attributes:
         step: completed steps.
-        saved: step of the newest sound checkpoint; None if there is none.
-        failure: what stopped the run, if something failed.
-        engine_failed: that was the engine.
+        saved: step of the newest sound checkpoint; None without one.
+        failure: message of the error that stopped the run; optional.
+        engine_failed: the engine caused the failure.
         before: quality before the first step.
         after: quality after the last one.
     """
@@ -275,7 +277,7 @@ class _Run:
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
 
-        # Small texts that every checkpoint of this run has.
+        # Text files that every checkpoint of this run contains.
         kept = {} if beginning.checkpoint is None else beginning.checkpoint.records
         self.records = {name: kept[name] for name in (EVALUATION_RECORD, REFERENCE_RECORD) if name in kept}
         self.records[directory.config.name] = dataclasses.replace(config, resume="auto").to_yaml()
@@ -326,28 +328,28 @@ class _Run:
         return summary
 
     def _prepare_directory(self) -> list[int]:
-        """Say which run this is, and remove what a killed process left; returns the steps whose metrics are lost."""
-        # First of all files: a directory with a history is one of a run, and the rest in it may be written again.
+        """Write the run's identity, delete partial files, and return the steps whose metrics are lost."""
+        # Written first: the history marks a run directory, so its remaining files can be overwritten.
         write_text_durably(self.directory.history, self.records[self.directory.history.name])
         write_text_durably(self.directory.config, self.records[self.directory.config.name])
         remove_leftovers(self.directory.path)
 
-        # A summary says that a run is finished, and this one goes on.
+        # A summary marks a finished run, but this run continues.
         self.directory.summary.unlink(missing_ok=True)
         return drop_later_steps(self.directory, self.step)
 
     def _begin(self) -> None:
-        """Keep what the warm-up made, so that no later start repeats it."""
+        """Save the result of the warm-up, so that no later start repeats it."""
         with _saving("the start"):
             if self.recipe.keeps_reference:
                 self.records[REFERENCE_RECORD] = keep_reference(self.directory.reference, self.recipe.save_policy)
         self._save()
 
     def _measure_null(self) -> None:
-        """What sampler and trainer differ by, measured before a stored engine's older weights are put back.
+        """Measure sampler against trainer before the engine's older weights are restored.
 
-        The engine was just built from the trainer's weights, and has verified them on its probe batch. A null that is
-        there stays: it is written once, also where somebody else put it there.
+        The engine was just built from the trainer's weights, and has verified them on its probe batch. An
+        existing null file is kept, even one that the user put there.
         """
         is_stale = any(change.name.startswith(NULL_OPTIONS) for change in self.beginning.changes)
         if not is_stale and (self.step > 0 or self.directory.null.exists()):
@@ -365,7 +367,7 @@ class _Run:
             self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
 
     def _measure_before(self) -> None:
-        """The quality before the first step, which the checkpoints remember."""
+        """Measure the quality before the first step; the checkpoints store it."""
         if EVALUATION_RECORD in self.records:
             self.before = json.loads(self.records[EVALUATION_RECORD])
         elif self.step == 0:
@@ -375,13 +377,13 @@ class _Run:
                 self._save()
 
     def _train(self) -> bool:
-        """Train to the last step, and save; False if something stopped it before."""
+        """Train to the last step and save; return False if the run was stopped before."""
         last, every = self.config.steps, self.config.checkpoint.every
         while self.step < last and self.stop.reason is None:
             try:
                 metrics = self.recipe.step(self.step + 1)
-            except EngineError as error:  # raised while sampling, so nothing of this step has reached the weights
-                # A request to stop ends the wait for an engine with an error, and then it is the stop that counts.
+            except EngineError as error:  # raised while sampling, so the step has not changed the weights
+                # A request to stop ends the wait for an engine with an error; report the request, not the error.
                 if self.stop.reason is not None:
                     self.say(f"step {self.step + 1} was not trained on: {error}")
                     break
@@ -391,13 +393,13 @@ class _Run:
 
             self.step += 1
             try:
-                # The file is first: when a step is shown, it is in the file.
+                # Write the file first, so that every step on the console is also in the file.
                 with _saving(f"the log of step {self.step}"):
                     self.lines.write(self.step, metrics)
                     self.recipe.write_extras(self.step)
                 self.sinks.write(self.step, metrics)
             except Exception as error:
-                # The weights are those after this step. Without its line they are not saved: no start repeats it then.
+                # The weights include this step. Do not save them without its log line: no start would repeat the step.
                 if not isinstance(error, _CannotSaveError):
                     self._save()
                 raise
@@ -441,7 +443,7 @@ class _Run:
         return path
 
     def _measure(self, when: str) -> Evaluation | None:
-        """The quality of the policy as it is now."""
+        """Return the quality of the current policy."""
         trainer = self.recipe.trainer
         if not self.config.log.evaluate:
             return None
@@ -454,7 +456,7 @@ class _Run:
         return evaluation
 
     def _summary(self, *, interrupted: bool) -> Summary:
-        """What the run came to, on the disk too, where a finished run is known by it."""
+        """Return the outcome of the run and write summary.json, which marks a finished run."""
         summary = Summary(
             run_dir=self.directory.path,
             step=self.saved or 0,
@@ -476,7 +478,7 @@ class _Run:
 
 @contextmanager
 def _saving(what: str) -> Iterator[None]:
-    """Turn an error of the disk, or weights that must not be saved, into the end of the run."""
+    """Convert a disk error or non-finite weights to `_CannotSaveError`, which ends the run."""
     try:
         yield
     except (OSError, NonFiniteWeightsError) as error:
@@ -484,12 +486,12 @@ def _saving(what: str) -> Iterator[None]:
 
 
 def _restore(trainer: Trainer, beginning: Beginning, say: Callable[[str], None]) -> None:
-    """Everything in a checkpoint but the policy; options that changed take effect."""
+    """Restore a checkpoint except the policy; apply changed options."""
     checkpoint = beginning.checkpoint
     assert checkpoint is not None
 
-    # An optimizer's stored state has its options too, such as the weight decay: one that was changed must be set again.
-    # The others stay as they are stored, because a recipe may have moved them, as a schedule does.
+    # The stored optimizer state contains options such as the weight decay; set the changed ones again.
+    # Keep the stored value of the rest, because a recipe may have changed them, as a schedule does.
     changed = {change.name.rpartition(".")[2] for change in beginning.changes}
     wanted = [{name: group[name] for name in group if name in changed} for group in trainer.optimizer.param_groups]
     trainer.optimizer.load_state_dict(checkpoint.optimizer)

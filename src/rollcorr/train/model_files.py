@@ -1,4 +1,4 @@
-"""Where the files of a model are: a directory, a model of the demos, or a model of the hub that is downloaded once."""
+"""Locate model files: a directory, a model of the demos, or a model of the hub, downloaded once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 # `owner/name`, or `owner/name@revision` with a branch, a tag or a commit.
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
-# What a model and its tokenizer are made of. Other formats of the same weights are left where they are.
+# File patterns of a model and its tokenizer. Other formats of the same weights are not downloaded.
 NEEDED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def model_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory that holds a model.
+    """Return the directory that contains a model.
 
-    A directory is taken as it is. Else a hub id names one: what the hub's cache lacks is downloaded, with a progress
-    bar. The hub's own variables apply (`HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`).
+    An existing directory is returned unchanged. A hub id is resolved in the hub's cache; missing files are downloaded
+    with a progress bar. The hub's own variables apply (`HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`).
 
     Raises:
-        FileNotFoundError: there is no such directory, and the text is no hub id, or the hub did not give the model.
+        FileNotFoundError: the directory does not exist and the text is no hub id, or the download failed.
     """
     path = os.fspath(path)
     directory = Path(path)
@@ -44,9 +44,9 @@ def model_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def demo_model_directory(name: str) -> Path:
-    """The directory of a small model of the demos: `"demo"` or `"shapes"`.
+    """Return the directory of a small model of the demos: `"demo"` or `"shapes"`.
 
-    They are a distribution of their own, because they are larger than this package. A clone has them beside it.
+    A separate distribution contains them, because they are larger than this package. A clone has both.
 
     Raises:
         FileNotFoundError: the distribution is not installed.

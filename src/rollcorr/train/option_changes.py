@@ -1,8 +1,8 @@
-"""Which options may change when a run goes on, what changed, and RUN/history.json, which keeps all of it.
+"""Rules for options that change when a run resumes, the changes found, and their log, RUN/history.json.
 
-The rule: a checkpoint fixes an option if its weights, its moments or its place in the data came about under the old
-value, so that the new one could not take effect or would give wrong numbers. Such a change is refused. Every other
-option acts on coming steps alone: a change of it takes effect and goes into the history.
+A checkpoint fixes an option if its weights, its moments or its position in the data depend on the old value: the new
+value would have no effect or produce incorrect numbers. Such a change raises `ValueError`. Every other option affects
+only later steps: its change takes effect and is written to the history.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rollcorr.train.run_config import RunConfig
 
 
 class OptionRule(NamedTuple):
-    """What becomes of a change: of the option with this name, or of all in the block of this name.
+    """Rule for a change of one option, or of every option in a block.
 
     Attributes:
         name: option or block.
-        kind: "fixed" is refused, "free" takes effect, "command" says how one command runs and is not compared.
-        reason: why a fixed one is.
+        kind: "fixed" raises, "free" takes effect, "command" applies to one command and is not compared.
+        reason: why the option is fixed.
     """
 
     name: str
@@ -33,7 +33,7 @@ class OptionRule(NamedTuple):
     reason: str = ""
 
 
-# The first rule whose name fits holds; an option that none fits is free.
+# The first rule with a matching name applies; an option without a rule is free.
 OPTION_RULES = (
     OptionRule("run_dir", "command"),
     OptionRule("resume", "command"),
@@ -71,7 +71,7 @@ class OptionChange:
 
 
 def rule_of(name: str) -> OptionRule:
-    """The rule for an option."""
+    """Return the rule for an option."""
     return next(
         (rule for rule in OPTION_RULES if name == rule.name or name.startswith(f"{rule.name}.")),
         OptionRule(name, "free"),
@@ -79,28 +79,28 @@ def rule_of(name: str) -> OptionRule:
 
 
 def compared_options(config: RunConfig) -> dict[str, Any]:
-    """The value of every option that says what is trained and how, by dotted name, as config.yaml has it."""
+    """Return every option that affects the training, by dotted name, with its value as in config.yaml."""
     return options_of(load_yaml(config.to_yaml()))
 
 
 def options_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The same from a configuration that was read, in the form that JSON keeps."""
+    """Return `compared_options` of a parsed config.yaml, in JSON types."""
     values = {name: value for name, value in option_values(document) if rule_of(name).kind != "command"}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return plain
 
 
 def options_sha256(options: Mapping[str, Any]) -> str:
-    """SHA-256 of `compared_options`, in hexadecimal."""
+    """Return the SHA-256 of `compared_options`, in hexadecimal."""
     return hashlib.sha256(_text(options).encode()).hexdigest()
 
 
 def find_changes(old: Mapping[str, Any], config: RunConfig) -> list[OptionChange]:
-    """The options of a configuration that differ from older ones.
+    """Return the options of a configuration that differ from older ones.
 
     Args:
-        old: `compared_options` of then. An option that it lacks had its default, for it did not exist yet.
-        config: the configuration of now.
+        old: older `compared_options`. A missing option did not exist yet and counts as its default.
+        config: the current configuration.
     """
     new = compared_options(config)
     config_class: Any = type(config)  # a recipe's, whose options all have defaults
@@ -110,10 +110,10 @@ def find_changes(old: Mapping[str, Any], config: RunConfig) -> list[OptionChange
 
 
 def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
-    """Refuse changes of what a checkpoint fixes.
+    """Raise if an option changed that a checkpoint fixes.
 
     Raises:
-        ValueError: there is one; the message has old and new values, the reason and the ways out.
+        ValueError: a fixed option changed; the message contains old and new values, the reason and the fixes.
     """
     rules = [(change, rule_of(change.name)) for change in changes]
     named = "; ".join(f"{change} ({rule.reason})" for change, rule in rules if rule.kind == "fixed")
@@ -125,7 +125,7 @@ def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
 
 
 def _text(value: Any) -> str:  # noqa: ANN401
-    """A value in one form only, so that NaN equals itself."""
+    """Return a canonical text of a value, in which NaN equals itself."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -135,7 +135,7 @@ class HistoryEntry:
 
     Attributes:
         after_step: completed steps when it took effect.
-        changes: what changed.
+        changes: old and new values.
         sha256: of all options from then on.
     """
 
@@ -146,11 +146,11 @@ class HistoryEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """RUN/history.json: the identity of a run, and its options until now. Each checkpoint has it too.
+    """RUN/history.json: the identity of a run and all its options so far. Each checkpoint contains a copy.
 
     Attributes:
-        run: tells it from every other run.
-        first_options: what it began with, by dotted name.
+        run: unique id of the run.
+        first_options: options of its first start, by dotted name.
         sha256: of `first_options`.
         entries: changes since then, in order.
     """
@@ -162,15 +162,15 @@ class RunHistory:
 
     @classmethod
     def begin(cls, options: Mapping[str, Any]) -> RunHistory:
-        """The history of a new run."""
+        """Return the history of a new run."""
         return cls(run=secrets.token_hex(8), first_options=dict(options), sha256=options_sha256(options))
 
     @classmethod
     def from_json(cls, text: str) -> RunHistory:
-        """Read what `to_json` wrote.
+        """Parse the text of `to_json`.
 
         Raises:
-            ValueError: the text is something else, or its options do not have its SHA-256.
+            ValueError: the text is not a history, or its options do not match its SHA-256.
         """
         try:
             data = json.loads(text)
@@ -187,16 +187,16 @@ class RunHistory:
         return history
 
     def to_json(self) -> str:
-        """The text of history.json."""
+        """Return the text of history.json."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of now."""
+        """Return the current options."""
         return self._versions()[-1]
 
     def changed(self, changes: Sequence[OptionChange], *, after_step: int) -> RunHistory:
-        """This history with one entry more; itself if nothing changed."""
+        """Return a history with one more entry, or this one if `changes` is empty."""
         if not changes:
             return self
         options = _apply(self.options, changes)

@@ -30,13 +30,13 @@ RECIPES = {
 
 
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Any:  # noqa: ANN401 (the recipe's)
-    """The configuration of the recipe that the file or an override names under `recipe`; grpo when none does.
+    """Return the configuration of the recipe in the file or an override; `recipe` defaults to grpo.
 
-    Defaults come first, then the YAML file, then each `dotted.name=value`; the later one wins. A block of correction
-    options given after a preset's name changes that preset.
+    A default is replaced by the YAML file, then by each `dotted.name=value`; the later one wins. A block of correction
+    options after a preset's name changes that preset.
 
     Args:
-        path: the file; None for the defaults.
+        path: the file; optional. Without it, the options keep their default.
         overrides: changes.
 
     Returns:
@@ -44,8 +44,8 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the recipe or a name is unknown (the nearest one is suggested), a value is wrong, an override has
-            no `=`, or the file is the config.yaml of a run and damaged.
+        ValueError: the recipe or a name is unknown (the message suggests the nearest one), a value is invalid, an
+            override has no `=`, or the file is the config.yaml of a run and damaged.
     """
     name = recipe_of(path, overrides) or next(iter(RECIPES))
     config = read_config(path, overrides, _recipe_class(name).config_class)
@@ -55,17 +55,17 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
 
 
 def train(config: RunConfig, *, console: Console | None = None, sinks: str | Sequence[str | Sink] = ()) -> Summary:
-    """Train as the configuration says; see `rollcorr.train.loop.run_recipe` for arguments and errors.
+    """Run a training configuration; see `rollcorr.train.loop.run_recipe` for arguments and errors.
 
     Args:
         config: of the run, from `load_config`.
         console: where to show progress.
-        sinks: where the metrics go besides what `config.log` names: names such as "wandb", or objects.
+        sinks: metric sinks in addition to `config.log`: names such as "wandb", or objects.
 
     Raises:
         ValueError: also when torch cannot use `config.device` on this machine.
     """
-    # Each backend has an error of its own. What cannot hold a number cannot train.
+    # Each backend raises its own error, so test an allocation.
     try:
         torch.zeros(1, device=config.device).item()
     except (AssertionError, RuntimeError, NotImplementedError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""RUN/reference: the policy that a run started from, for its KL penalty; written once, whole or not at all."""
+"""RUN/reference: the policy that a run started from, for its KL penalty; written once, atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE_RECORD = "reference.json"
 
 
 def keep_reference(folder: Path, save_policy: Callable[[Path], object]) -> str:
-    """Write the reference policy, and replace one that a start that was cut short left.
+    """Write the reference policy; replace one from an interrupted start.
 
     Args:
         folder: RUN/reference.
@@ -44,7 +44,7 @@ def reference_model(
     Args:
         policy: the model to train.
         folder: RUN/reference.
-        checkpoint: where the run goes on from; None at its start.
+        checkpoint: checkpoint to resume from; optional. A new run has no checkpoint.
         load: reads the model in a folder.
 
     Raises:
@@ -68,7 +68,7 @@ def reference_model(
 
 
 def folder_sha256(folder: Path) -> str:
-    """SHA-256 over the names and the contents of all files in a folder, in hexadecimal."""
+    """Return the SHA-256 over the names and the contents of all files in a folder, in hexadecimal."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole.update(f"{path.relative_to(folder).as_posix()}\0{file_sha256(path)}\n".encode())

@@ -1,4 +1,4 @@
-"""Where a run begins: what its directory holds, and whether this configuration may go on in it; and what a run says."""
+"""Decide where a run begins from its directory, check that it can resume there, and format its messages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rollcorr.train.run_config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """Where a run begins.
+    """The starting point of a run.
 
     Attributes:
-        checkpoint: what it continues from; None for a run from the start.
-        history: which run it is, with the changes below.
-        changes: options that differ from those of the checkpoint, or of a start that was cut short.
-        damaged: one line for each checkpoint that was passed over.
+        checkpoint: checkpoint to resume from; optional. A new run has no checkpoint.
+        history: identity of the run, with the changes below.
+        changes: options that differ from the checkpoint's, or from an interrupted start.
+        damaged: one line for each skipped checkpoint.
     """
 
     checkpoint: Checkpoint | None
@@ -40,26 +40,26 @@ class Beginning:
 
     @property
     def step(self) -> int:
-        """Completed steps."""
+        """Return the number of completed steps."""
         return 0 if self.checkpoint is None else self.checkpoint.state.step
 
     @property
     def saved(self) -> int | None:
-        """Step of the newest sound checkpoint; None if there is none."""
+        """Return the step of the newest sound checkpoint, or None without one."""
         return None if self.checkpoint is None else self.checkpoint.state.step
 
 
 def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
-    """Decide where a run begins. Nothing is written, except that half-written checkpoints are removed.
+    """Decide where a run begins. Partial checkpoints are deleted; no other file changes.
 
     Raises:
-        FileExistsError: `resume` is false and the directory holds a run, or it holds files of something else.
+        FileExistsError: `resume` is false and the directory contains a run, or it contains unrelated files.
         FileNotFoundError: `resume` is true and there is no checkpoint.
-        ValueError: no checkpoint is sound, or what the run fixes was changed, or files of two runs are mixed.
+        ValueError: no checkpoint is sound, a fixed option was changed, or files of two runs are mixed.
     """
     place = f"run_dir {str(directory.path)!r}"
     stored = None
-    with suppress(OSError, ValueError):  # missing or damaged: the checkpoints have it too
+    with suppress(OSError, ValueError):  # missing or damaged: the checkpoints contain a copy
         stored = RunHistory.from_json(directory.history.read_text(encoding="utf-8"))
     if not has_checkpoints(directory.checkpoints):
         return _from_the_start(config, directory, stored)
@@ -96,12 +96,12 @@ def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
 
 
 def finished_summary(directory: RunDirectory, *, step: int, steps: int) -> dict[str, Any] | None:
-    """summary.json, if it says that all steps are done and the run ended there; else None.
+    """Return summary.json if it records the end of a run with all steps done, else None.
 
     Args:
         directory: the run's directory.
         step: of the newest checkpoint.
-        steps: that the run shall have.
+        steps: total steps of the run.
     """
     if step < steps:
         return None
@@ -114,12 +114,12 @@ def finished_summary(directory: RunDirectory, *, step: int, steps: int) -> dict[
 
 
 def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHistory | None) -> Beginning:
-    """A run without checkpoints: a new one, or one whose start was cut short. Files of anything else are refused."""
+    """Begin a run without checkpoints: a new or an interrupted start. Unrelated files raise `FileExistsError`."""
     place = f"run_dir {str(directory.path)!r}"
     if config.resume is True:
         raise FileNotFoundError(f"{place} has no checkpoint to resume from: leave out resume=true to start a run")
 
-    # A run has a checkpoint before it logs a step, so these are lost checkpoints, and not a start that was cut short.
+    # A run has a checkpoint before it logs a step: its checkpoints were lost, the start was not interrupted.
     if directory.metrics.is_file() and directory.metrics.stat().st_size:
         raise FileExistsError(
             f"{place} holds a run without checkpoints: {directory.metrics} has steps of it. Choose another run_dir, or "
@@ -147,7 +147,7 @@ def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHisto
 
 
 def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
-    """Whether a file is a null, which stays, or a config.yaml with just these options, which would become the same."""
+    """Return whether a file is a null, which is kept, or a config.yaml with the same options."""
     if path != directory.config:
         return path == directory.null
     try:
@@ -157,12 +157,12 @@ def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
 
 
 def beginning_lines(beginning: Beginning, config: RunConfig, *, is_finished: bool) -> list[str]:
-    """What was found in the run's directory.
+    """Return messages about the contents of the run's directory.
 
     Args:
         beginning: where the run begins.
         config: the run.
-        is_finished: nothing is left to do.
+        is_finished: the run is complete.
     """
     lines = [f"passed over: {line}" for line in beginning.damaged]
     if is_finished:
@@ -175,13 +175,13 @@ def beginning_lines(beginning: Beginning, config: RunConfig, *, is_finished: boo
 
 
 def end_lines(config: RunConfig, *, saved: int | None, failure: str | None, stopped_by: str | None) -> list[str]:
-    """Why a run ended, and what the same command does next.
+    """Return messages: why the run ended, and the effect of repeating the command.
 
     Args:
         config: the run.
-        saved: step of the newest sound checkpoint; None if there is none.
-        failure: what failed; None if nothing did.
-        stopped_by: what asked to stop before the end; None if nothing did.
+        saved: step of the newest sound checkpoint; None without one.
+        failure: message of the error; optional.
+        stopped_by: source of a request to stop before the end; optional.
     """
     if failure is not None:
         return [f"stopped: {failure}", _next(config, saved)]

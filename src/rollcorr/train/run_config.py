@@ -1,4 +1,4 @@
-"""What the configurations of all recipes share: the options of every run, AdamW, checkpoints, logs, and the checks.
+"""Base configuration of all recipes: the options of every run, AdamW, checkpoints, logs, and the checks.
 
 A recipe's configuration is a subclass of `RunConfig`: frozen dataclasses, checked at construction.
 """
@@ -28,7 +28,7 @@ class OptimConfig:
         weight_decay: decoupled decay.
         max_grad_norm: gradients are scaled down to this norm.
         ppo_epochs: passes over a batch.
-        mini_batch_size: rows per optimizer step; null for the whole batch.
+        mini_batch_size: rows per optimizer step; defaults to the full batch.
         micro_batch_size: rows per forward pass, gradients being accumulated; null for a mini-batch. It changes memory
             and speed, never the result.
     """
@@ -65,12 +65,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a run leaves behind, beside `metrics.jsonl`.
+    """Logs of a run in addition to `metrics.jsonl`.
 
     Attributes:
         tensorboard: write TensorBoard events.
-        sinks: trackers that get the metrics too, by name: `stdout`, `tensorboard`, `wandb`, `mlflow`, `trackio`.
-        evaluate: responses or pictures sampled before and after the training, to measure the quality; 0 for none.
+        sinks: further metric trackers, by name: `stdout`, `tensorboard`, `wandb`, `mlflow`, `trackio`.
+        evaluate: responses or pictures sampled before and after the training, to measure the quality; 0 disables it.
     """
 
     tensorboard: bool = True
@@ -85,12 +85,12 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What the batch becomes.
+    """Advantages and correction.
 
     Attributes:
         advantage: "grpo" (divides by the group's deviation), "dr_grpo" (does not) or "rloo" (leave one out).
-        rollout_correction: preset name, block of options of any generation, or null for no correction at all; an empty
-            block measures and corrects nothing.
+        rollout_correction: preset name, block of options of any generation, or null to disable it; an empty block only
+            measures the mismatch.
     """
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
@@ -98,7 +98,7 @@ class AlgorithmConfig:
 
     @cached_property
     def correction(self) -> RolloutCorrectionConfig | None:
-        """The checked correction; None for no correction at all."""
+        """Return the checked correction, or None if it is disabled."""
         return None if self.rollout_correction is None else resolve(self.rollout_correction)
 
 
@@ -111,13 +111,13 @@ class RunConfig:
         run_dir: directory of the run; one process at a time runs there.
         resume: "auto" starts a run, continues it, or reports that it is finished; true only continues; false only
             starts.
-        stop_after_minutes: save and exit after so many minutes; the same command continues. null for no limit.
+        stop_after_minutes: save and exit after this time in minutes; the same command resumes. Defaults to no limit.
         seed: decides the order of the data, all noise and shuffles.
         steps: training steps in total.
         device: where the policy trains and samples, for example "cpu" or "cuda".
-        threads: CPU threads of torch; null leaves torch's choice. Bit-for-bit repetition needs the same number.
+        threads: CPU threads of torch; defaults to torch's choice. Bit-for-bit repetition needs the same number.
         checkpoint: when to save.
-        log: what to write down.
+        log: metrics and files to write.
     """
 
     recipe: str
@@ -139,7 +139,7 @@ class RunConfig:
             above_zero("", self, "stop_after_minutes")
 
     def to_yaml(self) -> str:
-        """The effective configuration: every option, the correction spelled out, and `***` for each secret."""
+        """Return the effective configuration: every option, the correction expanded, and `***` for each secret."""
         values = dataclasses.asdict(self)
         algorithm = getattr(self, "algorithm", None)
         if isinstance(algorithm, AlgorithmConfig):
@@ -149,7 +149,7 @@ class RunConfig:
 
 
 def at_least(section: str, config: object, **lowest: int) -> None:
-    """Check that options are None, or not below a limit."""
+    """Check that options are null or at least a limit."""
     for name, limit in lowest.items():
         value = getattr(config, name)
         if value is not None and value < limit:

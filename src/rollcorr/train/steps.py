@@ -1,4 +1,4 @@
-"""What the training steps of all recipes are made of: named randomness, a clock, weights for the engine, AdamW."""
+"""Parts of the training steps of all recipes: derived seeds, a clock, weight updates of the engine, AdamW."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ HELD_OUT = 1_000_000
 
 
 def derived_seed(seed: int, purpose: str, step: int = 0) -> int:
-    """A 63-bit seed that depends on nothing but its arguments, so that a resumed run draws the same again.
+    """Return a 63-bit seed that depends only on the arguments, so a resumed run repeats its draws.
 
     Args:
         seed: the run's seed.
-        purpose: what is drawn, for example "problems" or "sampling"; two purposes never share a stream.
+        purpose: name of the random stream, for example "problems" or "sampling"; two purposes never share one.
         step: the training step, or any other counter.
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
@@ -42,18 +42,18 @@ def derived_seed(seed: int, purpose: str, step: int = 0) -> int:
 
 
 def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator:
-    """A CPU generator seeded by `derived_seed`.
+    """Return a CPU generator seeded by `derived_seed`.
 
     Args:
         seed: of the run.
-        purpose: what the numbers are for; another purpose gets other numbers.
+        purpose: name of the random stream; each purpose gets different numbers.
         step: number of the step.
     """
     return torch.Generator().manual_seed(derived_seed(seed, purpose, step))
 
 
 def shuffled_walk(size: int, count: int, *, purpose: str, seed: int, step: int) -> list[int]:
-    """Row numbers of a step: the next `count` of an endless walk through `size` rows, shuffled anew in every epoch."""
+    """Return the rows of a step: the next `count` of an endless walk over `size` rows, reshuffled each epoch."""
     positions = range(step * count, (step + 1) * count)
     orders = {
         epoch: torch.randperm(size, generator=derived_generator(seed, purpose, epoch), device="cpu").tolist()
@@ -78,36 +78,36 @@ class Clock:
 
     @property
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was created."""
         return time.perf_counter() - self._start
 
     def metrics(self) -> dict[str, float]:
-        """`perf/PHASE_seconds`, and `perf/step_seconds` for the whole."""
+        """Return `perf/PHASE_seconds` of each phase and `perf/step_seconds` of the full step."""
         return {f"perf/{phase}_seconds": s for phase, s in self._seconds.items()} | {"perf/step_seconds": self.total}
 
 
 class SamplingCopy(Protocol):
-    """What samples: it holds its own copy of the policy's weights. Every engine is one."""
+    """A sampler with its own copy of the policy's weights. Every engine is one."""
 
     @property
     def weight_version(self) -> int:
-        """Version of the policy that samples now."""
+        """Return the version of the weights that sample now."""
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Take over the weights of `model`."""
+        """Copy the weights of `model`."""
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The weights that sample now, for a checkpoint of a run whose copy lags behind its policy."""
+        """Return the weights that sample now, for a checkpoint of a run whose copy lags behind its policy."""
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Restore what `export_weights` returned."""
+        """Restore the weights that `export_weights` returned."""
 
 
 def refresh_weights(copy: SamplingCopy, model: nn.Module, step: int, *, every: int) -> int:
     """Give the copy the newest weights, if they are due before this step.
 
     Returns:
-        How many versions old the copy's weights are.
+        Age of the copy's weights in versions.
     """
     version = step - 1
     if version % every == 0 and copy.weight_version != version:
@@ -116,19 +116,19 @@ def refresh_weights(copy: SamplingCopy, model: nn.Module, step: int, *, every: i
 
 
 def token_staleness(rollout: Rollout, step: int) -> tuple[float, int]:
-    """How many versions older than the policy of a step the weights behind its response tokens were.
+    """Compute the age in versions of the weights that sampled the response tokens of a step.
 
-    Where the engine reports a version per token, those count; else the one version of the rollout's `SamplingSpec`.
+    Uses the engine's version per token if reported, else the version of the rollout's `SamplingSpec`.
 
     Args:
-        rollout: what was sampled.
+        rollout: the sampled batch.
         step: the training step; its policy has version `step` − 1.
 
     Returns:
         Mean and maximum over response tokens; 0 without a token. NaN and 0 if no version is known.
 
     Raises:
-        EngineAnswerError: a token is of a version that the policy has not reached.
+        EngineAnswerError: a token's version is newer than the policy.
     """
     newest, tokens = step - 1, int(rollout.tokens.response_mask.sum())
     if rollout.policy_versions is not None:
@@ -150,18 +150,18 @@ def token_staleness(rollout: Rollout, step: int) -> tuple[float, int]:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over some parameters."""
+    """Return AdamW over some parameters."""
     return torch.optim.AdamW(parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, optim: OptimConfig, step: int) -> None:
-    """The learning rate of a training step: a linear warm-up, then constant."""
+    """Set the learning rate of a training step: a linear warm-up, then constant."""
     for param_group in optimizer.param_groups:
         param_group["lr"] = optim.lr * min(1.0, step / max(optim.lr_warmup_steps, 1))
 
 
 def mini_batches(rows: int, optim: OptimConfig, *, seed: int, step: int) -> Iterator[tuple[int, Tensor]]:
-    """The mini-batches of a training step: (epoch, row numbers on the host), shuffled anew in every epoch."""
+    """Yield the mini-batches of a training step: (epoch, row numbers on the host), reshuffled every epoch."""
     for epoch in range(optim.ppo_epochs):
         order = torch.randperm(rows, generator=derived_generator(seed, f"shuffle {epoch}", step), device="cpu")
         for mini_batch in order.split(optim.mini_batch_size or rows):
@@ -169,7 +169,7 @@ def mini_batches(rows: int, optim: OptimConfig, *, seed: int, step: int) -> Iter
 
 
 def micro_batch_size(rows: int, optim: OptimConfig) -> int:
-    """Rows per forward pass, in a batch of so many rows."""
+    """Return the rows per forward pass of a batch with `rows` rows."""
     return optim.micro_batch_size or optim.mini_batch_size or rows
 
 
@@ -183,19 +183,19 @@ def fit(
     betas: tuple[float, float] = (0.9, 0.999),
     after_step: Callable[[int, float], bool | None],
 ) -> float:
-    """Supervised training in place, before any reinforcement: AdamW with gradients clipped to norm 1.
+    """Train a model in place with supervision: AdamW with gradients clipped to norm 1.
 
     The learning rate is the product of three: `learning_rate`, a linear rise from near 0 to 1 over the first `rise`
     steps, and a cosine that falls from 1 at the first step to 0 at `steps`.
 
     Args:
-        model: what is trained; left in evaluation mode.
-        loss_of_step: gives the loss of step 0, 1, …
+        model: the trained model; in evaluation mode afterwards.
+        loss_of_step: callback that returns the loss of step 0, 1, …
         steps: number of AdamW steps at most.
         learning_rate: its peak, which the cosine keeps slightly below this.
         rise: steps of the linear rise, at least 1.
         betas: of AdamW.
-        after_step: called with the number of steps done and the loss; true ends the training.
+        after_step: callback with the number of steps done and the loss; true ends the training.
 
     Returns:
         The last loss; NaN if there was no step.
@@ -225,5 +225,5 @@ def fit(
 
 
 def own_rows(rows: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of a mini-batch; empty when there are fewer rows than ranks."""
+    """Return this rank's part of a mini-batch; empty with fewer rows than ranks."""
     return rows if group is None else rows.tensor_split(group.size())[group.rank()]

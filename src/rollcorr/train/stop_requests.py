@@ -1,7 +1,7 @@
 """Requests to stop a run: Ctrl-C, signals of a scheduler, and a deadline.
 
-A request is answered where nothing is lost: after a training step and its checkpoint, or at once in a phase that is
-repeated at the next start anyway (loading, warm-up, evaluation).
+A request takes effect where no work is lost: after a training step and its checkpoint, or at once in a phase that the
+next start repeats anyway (loading, warm-up, evaluation).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopNow(KeyboardInterrupt):
-    """Leaves a phase that may be interrupted. Libraries treat it as Ctrl-C, so they do not swallow it."""
+    """Exception that leaves an interruptible phase. Libraries treat it as Ctrl-C, so they do not swallow it."""
 
 
 class StopRequests(ExitStack):
-    """Listens for requests: `with StopRequests(say, minutes=30) as stop: …`.
+    """Context manager that listens for requests: `with StopRequests(say, minutes=30) as stop: …`.
 
-    The first request finishes the step and saves. After it, Ctrl-C stops at once; other signals change nothing,
-    because schedulers send several kinds before they kill. A signal that was ignored (`nohup`) stays so, except for
+    The first request finishes the step and saves. After it, Ctrl-C stops at once; other signals have no effect,
+    because schedulers send several kinds before they kill. An ignored signal (`nohup`) stays ignored, except
     Ctrl-C.
 
     Args:
-        say: told when a request arrives.
-        minutes: the deadline, counted from here; None for none.
+        say: callback for the message of a request.
+        minutes: the deadline, counted from construction; optional.
     """
 
     def __init__(self, say: Callable[[str], None], *, minutes: float | None = None) -> None:
@@ -42,7 +42,7 @@ class StopRequests(ExitStack):
         self._raises = False
 
     def __enter__(self) -> StopRequests:
-        # Python delivers signals to the main thread only. Elsewhere the deadline is looked at between the steps.
+        # Python delivers signals to the main thread only. Other threads check only the deadline, between steps.
         if threading.current_thread() is threading.main_thread():
             listened = [n for n in REQUESTS if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
             if self._seconds < math.inf:
@@ -56,14 +56,14 @@ class StopRequests(ExitStack):
 
     @property
     def reason(self) -> str | None:
-        """What asked to stop, for example "SIGTERM"; None if nothing did."""
+        """Return the source of the request, for example "SIGTERM", or None without one."""
         if self._reason is None and time.monotonic() >= self._deadline:
             self._reason = "stop_after_minutes"
         return self._reason
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """A phase that a request leaves at once, through `StopNow`. Nothing in it may be lost for good."""
+        """Context manager for a phase that a request interrupts at once, through `StopNow`. It must be repeatable."""
         self._raises = True
         try:
             if self.reason is not None:
@@ -77,7 +77,7 @@ class StopRequests(ExitStack):
             return
         self._reason = "stop_after_minutes" if number == signal.SIGALRM else signal.Signals(number).name
 
-        # A background job starts with Ctrl-C ignored; asked twice, it stops at once all the same.
+        # A background job starts with Ctrl-C ignored; a second request still stops it at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._raises:
             raise StopNow(self._reason)

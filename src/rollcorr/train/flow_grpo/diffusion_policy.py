@@ -4,8 +4,8 @@ DIR/transformer/                the velocity network: SD3, Flux or Qwen-Image
 DIR/scheduler/                  FlowMatchEulerDiscreteScheduler
 DIR/word_table.safetensors      prompts of a small model, or
 DIR/model_index.json, …         text encoders and tokenizers of a pipeline
-DIR/vae/                        latents → pictures; without it latents are pictures
-DIR/lora/, DIR/base.json        a checkpoint: adapters, and where everything else is
+DIR/vae/                        latents → pictures; without it, latents are pictures
+DIR/lora/, DIR/base.json        a checkpoint: adapters, and the paths of all other parts
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class LoraSettings:
     """Low-rank adapters (peft): y = W x + (alpha / rank) B A x, with W frozen.
 
     Attributes:
-        rank: of A and B; 0 trains the whole transformer.
-        alpha: numerator of the scale; null is `rank`.
-        target_modules: names of the linear layers that get adapters.
+        rank: rank of A and B; 0 trains the full transformer.
+        alpha: numerator of the scale; defaults to `rank`.
+        target_modules: names of the linear layers with adapters.
     """
 
     rank: int = 0
@@ -55,18 +55,18 @@ class LoraSettings:
 
 @dataclass(frozen=True, eq=False)
 class DiffusionPolicy:
-    """A transformer and what belongs to it.
+    """A transformer with its scheduler, encoder and decoder.
 
     Attributes:
-        transformer: the velocity network, float32; holds the adapters when there are any.
+        transformer: the velocity network, float32; contains the adapters, if any.
         scheduler: diffusers' flow-matching scheduler, for its schedule.
-        family: how the transformer is called.
+        family: call convention of the transformer.
         encoder: prompts → condition.
-        decoder: the VAE; None when latents are pictures.
+        decoder: the VAE; optional. Without it, latents are pictures.
         size: height and width in latent pixels.
-        base: the directory that frozen parts come from.
-        origin: the folder that the transformer was read from, or that the adapters sit on.
-        lora: the adapters' settings; rank 0 without.
+        base: directory of the frozen parts.
+        origin: folder of the transformer, or of the base transformer of the adapters.
+        lora: the adapters' settings; rank 0 without adapters.
     """
 
     transformer: Any
@@ -81,12 +81,12 @@ class DiffusionPolicy:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """The shape of one latent."""
+        """Return the shape of one latent."""
         return self.family.latent_shape(self.transformer.config, *self.size)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the transformer is the model that the adapters sit on."""
+        """Context manager that disables the adapters."""
         if not self.lora.rank:
             yield
             return
@@ -99,7 +99,7 @@ class DiffusionPolicy:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures (B, 3, H, W) in [0, 1], float32, of latents at σ = 0."""
+        """Compute pictures (B, 3, H, W) in [0, 1], float32, from latents at σ = 0."""
         pictures = self.family.unpack(latents, *self.size)
         if self.decoder is not None:
             pictures = _decode(self.decoder, pictures)
@@ -120,12 +120,12 @@ def load_policy(
 
     Args:
         path: a directory as above, or a hub id of one; "shapes" is the small model of rollcorr-demo-models.
-        height: pixels; None is the model's own size (Stable Diffusion 3 only).
-        width: pixels; None is the height.
-        lora: adapters to add; those of a checkpoint are read, and must have the same settings.
+        height: pixels; defaults to the model's own size (Stable Diffusion 3 only).
+        width: pixels; defaults to the height.
+        lora: adapters to add; adapters of a checkpoint are loaded and must have the same settings.
         encoder_dtype: precision of text encoders and VAE.
-        device: where everything goes.
-        seed: of fresh adapters.
+        device: device of all parts.
+        seed: seeds new adapters.
 
     Raises:
         FileNotFoundError: the directory or a part is missing; the message names it.
@@ -136,7 +136,7 @@ def load_policy(
     path = os.fspath(path)
     directory = demo_model_directory(SMALL_MODEL) if path == SMALL_MODEL else model_directory(path)
 
-    # A checkpoint says where the rest is; a directory of diffusers says nothing.
+    # A checkpoint contains the paths of its base; a directory of diffusers has no such file.
     file = directory / "base.json"
     note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     base = Path(note.get("path", directory))
@@ -154,7 +154,7 @@ def load_policy(
 
     transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
     nn.Module.float(transformer)
-    transformer.register_to_config(_name_or_path="")  # saved again, it must not depend on where it was loaded from
+    transformer.register_to_config(_name_or_path="")  # a saved copy must not depend on the load path
     lora = lora or LoraSettings()
     _add_adapters(transformer, lora, directory, seed)
     vae = None
@@ -176,10 +176,10 @@ def load_policy(
 
 
 def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> None:
-    """Write what was trained, and where the rest is; `load_policy` reads the result.
+    """Write the trained parts and the paths of the frozen ones, for `load_policy`.
 
     Args:
-        policy: what was trained.
+        policy: the trained policy.
         directory: where to.
     """
     directory = Path(directory)
@@ -187,7 +187,7 @@ def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> N
     note = {"path": str(policy.base.resolve())}
     if policy.lora.rank:
         _save_adapters(policy.transformer, directory / "lora" / ADAPTER_FILE)
-        # Adapters may sit on a transformer that was trained before, and is not that of the base.
+        # The adapters may belong to a transformer that was trained before and differs from the base's.
         note["transformer"] = str(policy.origin.resolve())
     else:
         policy.transformer.save_pretrained(directory / "transformer")
@@ -195,7 +195,7 @@ def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> N
 
 
 def _add_adapters(transformer: Any, lora: LoraSettings, directory: Path, seed: int) -> None:  # noqa: ANN401
-    """Give the transformer its adapters: from a checkpoint when it has them, else fresh (B = 0)."""
+    """Add adapters to the transformer: from the checkpoint if it has adapters, else new (B = 0)."""
     saved = directory / "lora" / ADAPTER_FILE
     if saved.is_file() and not lora.rank:
         raise ValueError(f"{directory} holds LoRA adapters; set model.lora.rank to theirs")
@@ -208,7 +208,7 @@ def _add_adapters(transformer: Any, lora: LoraSettings, directory: Path, seed: i
         r=lora.rank, lora_alpha=alpha, target_modules=list(lora.target_modules), init_lora_weights="gaussian"
     )
 
-    # The global generator is left as it was, so that adapters do not change what else is drawn.
+    # Restore the global generator, so that adapters do not change later draws.
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -230,7 +230,7 @@ def _save_adapters(transformer: nn.Module, path: Path) -> None:
 
 
 def _load_adapters(transformer: nn.Module, path: Path) -> None:
-    """Fill the adapters from a file; every one must be there, in its shape."""
+    """Load the adapters from a file; names and shapes must match."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -239,7 +239,7 @@ def _load_adapters(transformer: nn.Module, path: Path) -> None:
         name.replace(".default.", "."): value for name, value in transformer.named_parameters() if "lora_" in name
     }
 
-    # peft loads what fits and skips the rest without an error, so names and shapes are compared first.
+    # peft silently skips tensors that do not match, so compare names and shapes first.
     shapes = [{name: tuple(value.shape) for name, value in found.items()} for found in (weights, wanted)]
     if shapes[0] != shapes[1]:
         different = sorted(name for name in {*weights, *wanted} if shapes[0].get(name) != shapes[1].get(name))
@@ -258,17 +258,17 @@ def _load_encoder(base: Path, dtype: torch.dtype, device: str) -> PromptEncoder:
 
 
 def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
-    """Pictures in [−1, 1] from a VAE's latents, as the pipelines scale them."""
+    """Decode a VAE's latents to pictures in [−1, 1], scaled like the pipelines."""
     latents = latents.to(next(vae.parameters()).dtype)
     config = vae.config
-    if "latents_mean" in config and "z_dim" in config:  # Qwen-Image's VAE is one for videos of one frame
+    if "latents_mean" in config and "z_dim" in config:  # Qwen-Image's VAE decodes videos of one frame
         mean, std = (latents.new_tensor(config[name])[None, :, None, None] for name in ("latents_mean", "latents_std"))
         return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
     return vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
 
 
 def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width: int | None) -> tuple[int, int]:  # noqa: ANN401
-    """Height and width in latent pixels."""
+    """Return height and width in latent pixels."""
     factor = 1 if vae is None else _downsampling(vae.config)
     if height is None:
         if "sample_size" not in config:
@@ -281,18 +281,18 @@ def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width:
 
 
 def _downsampling(config: Mapping[str, Any]) -> int:
-    """Pixels per latent pixel along each side."""
+    """Return the pixels per latent pixel along each side."""
     if "block_out_channels" in config:
         return int(2 ** (len(config["block_out_channels"]) - 1))
     return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
 
 
 def _part(directory: Path, base: Path, name: str, noted: str | None) -> Path:
-    """The folder of a part: in the directory, where its base.json says, or in the base."""
+    """Return the folder of a part: in the directory, at the path in base.json, or in the base."""
     if (directory / name).is_dir():
         return directory / name
 
-    # Adapters belong on the transformer that they were trained on, and on no other.
+    # Adapters are valid only for the transformer that they were trained with.
     if noted is not None:
         if not Path(noted).is_dir():
             raise FileNotFoundError(f"{noted} does not exist, and the adapters of {directory} sit on it; put it back")

@@ -1,7 +1,7 @@
-"""How a flow transformer of diffusers is called: Stable Diffusion 3, Flux and Qwen-Image, by its class name.
+"""Call conventions of diffusers' flow transformers by class name: Stable Diffusion 3, Flux and Qwen-Image.
 
 All three predict the velocity v = ε − x₀ of x_σ = (1 − σ) x₀ + σ ε. They differ in the shape of a latent, in the scale
-of the timestep and in how the prompt goes in; a `Family` is that difference and nothing else.
+of the timestep and in the prompt inputs. A `Family` contains exactly these differences.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PACKED = 2
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """What the transformer reads of the prompts, one row each.
+    """Prompt inputs of the transformer, one row each.
 
     Attributes:
         embeds: token embeddings, (B, L, E).
-        pooled: one vector per prompt, (B, P); None where the family has none.
-        mask: (B, L), 1 on real tokens; None when all are.
+        pooled: one vector per prompt, (B, P); optional. None if the family has no such input.
+        mask: (B, L), 1 on real tokens; optional. Without it, every token is real.
     """
 
     embeds: Tensor
@@ -33,24 +33,24 @@ class Condition:
     mask: Tensor | None = None
 
     def select(self, rows: Tensor) -> Condition:
-        """The condition of some rows."""
+        """Return the condition of some rows."""
         pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
         return Condition(self.embeds[rows], pooled, mask)
 
     def to(self, dtype: torch.dtype) -> Condition:
-        """The same condition in another floating dtype; the mask keeps its own."""
+        """Return the condition in a floating dtype; the mask keeps its own."""
         pooled = None if self.pooled is None else self.pooled.to(dtype)
         return Condition(self.embeds.to(dtype), pooled, self.mask)
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Prompts as the transformer reads them.
+    """Prompt inputs with classifier-free guidance.
 
     Attributes:
         condition: B rows.
-        unconditional: the empty prompt, B rows; None without guidance.
-        guidance: γ of classifier-free guidance, 1 for none.
+        unconditional: the empty prompt, B rows; optional, only for guidance.
+        guidance: γ of classifier-free guidance; 1 disables it.
     """
 
     condition: Condition
@@ -61,18 +61,18 @@ class Prompts:
         return len(self.condition.embeds)
 
     def select(self, rows: Tensor) -> Prompts:
-        """Some rows."""
+        """Return the prompts of some rows."""
         empty = None if self.unconditional is None else self.unconditional.select(rows)
         return Prompts(self.condition.select(rows), empty, self.guidance)
 
 
 class Family(abc.ABC):
-    """What one kind of transformer needs. Heights and widths are in latent pixels.
+    """Interface to one kind of transformer. Heights and widths are in latent pixels.
 
-    Latents are packed, (N, 4 C): each token holds 2 × 2 latent pixels.
+    Latents are packed, (N, 4 C): each token contains 2 × 2 latent pixels.
 
     Attributes:
-        even_sigmas: the pipeline gives its scheduler σ = 1, 1 − 1/S, …, 1/S, instead of leaving the choice to it.
+        even_sigmas: the pipeline passes σ = 1, 1 − 1/S, …, 1/S to its scheduler, instead of the scheduler's default.
         guidance_keeps_norm: a guided velocity is scaled back to the norm of v(prompt), token by token.
     """
 
@@ -80,21 +80,21 @@ class Family(abc.ABC):
     guidance_keeps_norm = False
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
-        """The shape of one latent."""
+        """Return the shape of one latent."""
         return self.sequence_length(config, height, width), config["in_channels"]
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
-        """Image tokens, which dynamic shifting of the schedule depends on."""
+        """Return the number of image tokens, an input of the schedule's dynamic shifting."""
         return _patches(height, width, PACKED)
 
     @abc.abstractmethod
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
-        """Keyword arguments of the transformer's `forward`; `timestep` is σ × 1000, (B,)."""
+        """Return keyword arguments of the transformer's `forward`; `timestep` is σ × 1000, (B,)."""
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Latents as pictures, (B, C, height, width)."""
+        """Return latents in the layout of pictures, (B, C, height, width)."""
         x = latents.unflatten(1, (height // PACKED, width // PACKED)).unflatten(-1, (-1, PACKED, PACKED))
         return x.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
 
@@ -105,7 +105,7 @@ class StableDiffusion3(Family):
     even_sigmas = False
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
-        """(C, H, W)."""
+        """Return (C, H, W)."""
         _patches(height, width, config["patch_size"])
         largest = config["pos_embed_max_size"] * config["patch_size"]
         if max(height, width) > largest:
@@ -116,13 +116,13 @@ class StableDiffusion3(Family):
         return config["in_channels"], height, width
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
-        """Patches of the picture."""
+        """Return the number of patches of the picture."""
         return _patches(height, width, config["patch_size"])
 
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
-        """As StableDiffusion3Pipeline calls it."""
+        """Return the arguments of StableDiffusion3Pipeline."""
         return {
             "hidden_states": latents,
             "timestep": timestep,
@@ -131,7 +131,7 @@ class StableDiffusion3(Family):
         }
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return the latents."""
+        """Return the latents unchanged."""
         return latents
 
 
@@ -141,7 +141,7 @@ class Flux(Family):
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
-        """As FluxPipeline calls it."""
+        """Return the arguments of FluxPipeline."""
         rows, columns = (torch.arange(n // PACKED, device=latents.device) for n in (height, width))
         image_ids = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, columns).to(latents.dtype)
         return {
@@ -163,7 +163,7 @@ class QwenImage(Family):
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
     ) -> dict[str, Any]:
-        """As QwenImagePipeline calls it."""
+        """Return the arguments of QwenImagePipeline."""
         return {
             "hidden_states": latents,
             "timestep": timestep / 1000,
@@ -190,14 +190,14 @@ def velocity(
     *,
     size: tuple[int, int],
 ) -> Tensor:
-    """v_θ(x_σ, σ, prompt) in float32, in the shape of the latents; with guidance γ, v(∅) + γ (v(prompt) − v(∅)).
+    """Compute v_θ(x_σ, σ, prompt) in float32, shaped like the latents; with guidance γ, v(∅) + γ (v(prompt) − v(∅)).
 
     Args:
         model: the transformer, in any dtype; inputs are rounded to it.
-        family: how it is called.
+        family: its call convention.
         latents: (B, …).
         sigma: (B,) float32.
-        prompts: B rows. A guidance-distilled model reads γ as an input; another one runs on the empty prompt too.
+        prompts: B rows. A guidance-distilled model reads γ as an input; any other model also runs on the empty prompt.
         size: height and width in latent pixels.
     """
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
@@ -223,14 +223,14 @@ def velocity(
 
 
 def stack_conditions(conditions: Sequence[Condition]) -> Condition:
-    """Conditions of several prompts as one, padded on the right to the longest; a mask appears when lengths differ."""
+    """Stack conditions of several prompts, padded on the right to the longest; differing lengths add a mask."""
     lengths = [condition.embeds.shape[1] for condition in conditions]
     longest = max(lengths)
 
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(len(x), longest - x.shape[1], *x.shape[2:])], dim=1)
 
-    # Padding must be masked, so prompts of different lengths need a mask even if their encoder gave none.
+    # Padding must be masked, so prompts of different lengths need a mask even if their encoder returns no mask.
     masks = [
         torch.ones(c.embeds.shape[:2], dtype=torch.long, device=c.embeds.device) if c.mask is None else c.mask
         for c in conditions
@@ -245,7 +245,7 @@ def stack_conditions(conditions: Sequence[Condition]) -> Condition:
 
 
 def _patches(height: int, width: int, patch: int) -> int:
-    """Patches of a picture, whose sides they must divide."""
+    """Return the number of patches of a picture; `patch` must divide both sides."""
     if height % patch or width % patch:
         raise ValueError(f"latents of {height} × {width} are not divisible by the patch size {patch}")
     return (height // patch) * (width // patch)

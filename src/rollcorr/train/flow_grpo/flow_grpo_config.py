@@ -1,6 +1,6 @@
 """Configuration of a Flow-GRPO run: frozen dataclasses, checked at construction.
 
-What the recipes share is in `rollcorr.train.run_config`.
+Options of all recipes are in `rollcorr.train.run_config`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rollcorr.train.run_config import AlgorithmConfig, LogConfig, OptimConfig, R
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionModelConfig:
-    """Which policy to train.
+    """The policy to train.
 
     Attributes:
         path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), its id on the hub,
             or a checkpoint of a run; "shapes" is the small model of rollcorr-demo-models.
-        height: pixels; null is the model's own size, where it has one.
-        width: pixels; null is the height.
-        lora: adapters instead of the whole transformer.
-        gradient_checkpointing: recompute activations in the backward pass, for memory.
+        height: pixels; defaults to the model's own size, if it has one.
+        width: pixels; defaults to the height.
+        lora: train adapters instead of the full transformer.
+        gradient_checkpointing: recompute activations in the backward pass, to save memory.
         encoder_dtype: precision of text encoders and VAE, which are not trained.
     """
 
@@ -43,11 +43,11 @@ class DiffusionModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """What to draw.
+    """The prompts to draw.
 
     Attributes:
-        path: a file with one prompt per line; null takes the prompts of the small model,
-            four of which are held out for the evaluation.
+        path: a file with one prompt per line; defaults to the prompts of the small model, four
+            of which are held out for the evaluation.
     """
 
     path: str | None = None
@@ -55,11 +55,11 @@ class PromptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What pictures earn.
+    """The reward of pictures.
 
     Attributes:
         name: see `rollcorr.train.flow_grpo.rewards`.
-        color: of the color reward.
+        color: color of the color reward.
         function: `package.module:name` or `file.py:name`, for name=function.
     """
 
@@ -87,11 +87,11 @@ class DiffusionRolloutConfig:
         group_size: pictures of each.
         num_steps: denoising steps, S.
         noise_level: a, inside the window.
-        sde_window_size: steps with noise, W: those are trained on.
-        sde_window_range: [lo, hi): where the window may lie; null is the whole trajectory but its last step.
+        sde_window_size: steps with noise, W; only they are trained on.
+        sde_window_range: [lo, hi): range of the window; defaults to all steps of the trajectory except the last.
         sde_window: one window for the batch ("shared"), or one for each picture ("per_sample").
         dtype: precision of the sampling copy: "bfloat16", "fp8" (emulated) or the trainer's "float32".
-        guidance_scale: γ of classifier-free guidance, 1 for none; a distilled model reads it as an input.
+        guidance_scale: γ of classifier-free guidance, 1 disables it; a distilled model reads it as an input.
         refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
         batch_size: pictures sampled at a time; null for all at once.
     """
@@ -132,18 +132,18 @@ class DiffusionRolloutConfig:
 
     @property
     def window_range(self) -> tuple[int, int]:
-        """[lo, hi), with the default filled in."""
+        """Return [lo, hi), with the default filled in."""
         return (0, self.num_steps - 1) if self.sde_window_range is None else self.sde_window_range
 
     @property
     def rows(self) -> int:
-        """Pictures per step."""
+        """Return the number of pictures per step."""
         return self.prompts_per_step * self.group_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionLossConfig:
-    """How denoising steps are trained on; `rollcorr.diffusion.DiffusionActorConfig` has the fields' meaning."""
+    """Loss of denoising steps; `rollcorr.diffusion.DiffusionActorConfig` documents the fields."""
 
     loss_mode: Literal["flow_grpo", "grpo_guard", "flow_dppo"] = "flow_grpo"
     clip_ratio: float = 1e-4
@@ -157,7 +157,7 @@ class DiffusionLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionAlgorithmConfig(AlgorithmConfig):
-    """What the batch becomes: advantages, correction, loss.
+    """Advantages, correction and loss.
 
     Attributes:
         loss: the rest of `DiffusionActorConfig`.
@@ -170,19 +170,19 @@ class DiffusionAlgorithmConfig(AlgorithmConfig):
 
     @cached_property
     def actor(self) -> DiffusionActorConfig:
-        """What `rollcorr.diffusion` is configured with."""
+        """Return the configuration for `rollcorr.diffusion`."""
         return DiffusionActorConfig(**asdict(self.loss), rollout_correction=self.correction)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionLogConfig(LogConfig):
-    """What a run leaves behind, beside `metrics.jsonl`.
+    """Logs of a run in addition to `metrics.jsonl`.
 
     Attributes:
-        evaluate: pictures drawn before and after the training, without noise; 0 for none.
-        images: how many of them are shown in the report.
-        rollouts: write a rollout log (Parquet) for each step, without latents. Bypass mode computes no log π_old, and
-            then writes none.
+        evaluate: pictures drawn before and after the training, without noise; 0 disables it.
+        images: number of pictures in the report.
+        rollouts: write a rollout log (Parquet) for each step, without latents. Bypass mode computes no log π_old
+            and writes no log.
     """
 
     evaluate: int = 48
@@ -199,9 +199,9 @@ class FlowGrpoConfig(RunConfig):
     """A Flow-GRPO run.
 
     Attributes:
-        model: which policy to train.
-        prompts: what to draw.
-        reward: what pictures earn.
+        model: the policy to train.
+        prompts: the prompts to draw.
+        reward: the reward of pictures.
         rollout: how trajectories are sampled.
         algorithm: advantages, correction, loss.
         optim: AdamW.

@@ -1,7 +1,7 @@
-"""Flow-GRPO as a recipe of the run loop: what it trains, what it saves, and the pictures before and after.
+"""Flow-GRPO as a recipe of the run loop: build, save and evaluate its policy.
 
-RUN/images/before.png, after.png hold the same prompts from the same noise, drawn without exploring. Where the prompts
-name colored shapes, every step and both evaluations say how often a picture has the color and the shape of its prompt.
+RUN/images/before.png and after.png show the same prompts from the same noise, drawn along the ODE. If the prompts name
+colored shapes, every step and both evaluations log how often a picture has the color and the shape of its prompt.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class FlowGrpoRecipe(Recipe):
 
     Args:
         trainer: at the start of the run, or with the policy of a checkpoint.
-        directory: where the pictures go.
-        held_out: prompts that are only evaluated.
+        directory: directory of the run, for the pictures.
+        held_out: prompts for evaluation only.
     """
 
     config_class = FlowGrpoConfig
@@ -61,7 +61,7 @@ class FlowGrpoRecipe(Recipe):
             if self.shows_shapes:
                 self.evaluation_text += ", color {held_out_color_accuracy:.0%}, shape {held_out_shape_accuracy:.0%}"
         self.keeps_reference = trainer.reference is not None
-        # Bypass mode measures the mismatch in the loss, and has its metrics under another prefix.
+        # Bypass mode measures the mismatch in the loss, under a different metric prefix.
         mismatch = "actor/rollout_corr" if trainer.actor.bypass_mode else "rollout_corr"
         self.columns = (
             ProgressColumn("reward", "reward/mean", "{:.3f}"),
@@ -80,13 +80,13 @@ class FlowGrpoRecipe(Recipe):
         Args:
             config: of the run.
             directory: of the run.
-            checkpoint: where to go on from. None: from the start.
+            checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
         texts, held_out = make_prompts(config)
         policy = make_policy(config, config.model.path if checkpoint is None else checkpoint.path)
 
-        # Adapters have the reference of a KL penalty below them.
+        # With adapters, the base transformer is the reference of a KL penalty.
         reference = None
         if config.algorithm.loss.kl_coef and not config.model.lora.rank:
             reference = reference_model(
@@ -100,7 +100,7 @@ class FlowGrpoRecipe(Recipe):
         return cls(trainer, directory, held_out)
 
     def step(self, step: int) -> dict[str, float]:
-        """One step of the trainer."""
+        """Run one step of the trainer."""
         self.newest = self.trainer.step(step)
         batch = self.newest.batch
         return self.newest.metrics | {
@@ -113,11 +113,11 @@ class FlowGrpoRecipe(Recipe):
             write_denoising_log(self.directory.rollout_log(step), step, self.newest.batch, self.trainer.config)
 
     def save_policy(self, directory: Path) -> None:
-        """Write what was trained, and where the rest is."""
+        """Write the trained parts and the paths of the frozen ones."""
         save_policy(self.trainer.policy, directory)
 
     def evaluate(self, when: str) -> Evaluation:
-        """Draw held-out pictures without exploring, judge them, and save a grid of the first ones."""
+        """Draw held-out pictures along the ODE, compute their rewards, and save a grid of the first ones."""
         config = self.trainer.config
         found, shown = self._evaluated(self.trainer.texts)
         measured = {"reward": found["reward"], "pictures": config.log.evaluate, **found}
@@ -125,7 +125,7 @@ class FlowGrpoRecipe(Recipe):
             found, new = self._evaluated(self.held_out)
             measured |= {f"held_out_{name}": value for name, value in found.items()}
 
-            # A third of what is shown is of prompts that were not trained on.
+            # A third of the grid shows prompts that are not in the training set.
             count = config.log.images // 3
             shown = [
                 *shown[: config.log.images - count],
@@ -137,7 +137,7 @@ class FlowGrpoRecipe(Recipe):
         return measured
 
     def _evaluated(self, prompts: Sequence[str]) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
-        """What the pictures of some prompts earn and show; and the pictures with their prompts."""
+        """Return rewards and recognized shapes of pictures, and the pictures with their prompts."""
         trainer, config = self.trainer, self.trainer.config
         count = config.log.evaluate
         texts = [prompts[i % len(prompts)] for i in range(count)]
@@ -153,9 +153,9 @@ class FlowGrpoRecipe(Recipe):
         return {"reward": reward} | self._seen_in(images, texts), list(zip(images, texts, strict=True))
 
     def _seen_in(self, images: torch.Tensor, texts: list[str]) -> dict[str, float]:
-        """Shares of pictures with the color and the shape of their prompt, noise of the ground, and diversity.
+        """Compute shares of pictures with the color and the shape of their prompt, background noise, and diversity.
 
-        Diversity is how the pictures of one prompt differ: the standard deviation of a pixel among them.
+        Diversity is the standard deviation of a pixel among the pictures of one prompt.
         """
         rows = {text: [i for i, other in enumerate(texts) if other == text] for text in texts}
         spreads = [images[same].float().std(0).mean() for same in rows.values() if len(same) > 1]
@@ -172,13 +172,13 @@ class FlowGrpoRecipe(Recipe):
 
 
 def make_prompts(config: FlowGrpoConfig) -> tuple[Sequence[str], Sequence[str]]:
-    """The prompts to train on, and those that are only evaluated: the small model's, or a file's and none."""
+    """Return prompts for training and for evaluation only: the small model's, or a file's and an empty tuple."""
     path = config.prompts.path
     return (TRAINED_PROMPTS, HELD_OUT_PROMPTS) if path is None else (read_prompts(path), ())
 
 
 def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
-    """The policy in a directory, as a configuration wants it.
+    """Load the policy in a directory with the settings of a configuration.
 
     Raises:
         ImportError: the extra is missing.
@@ -206,7 +206,7 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
 def write_denoising_log(path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig) -> None:
     """Write one step's pictures: one row for each, one token for each denoising step of its window.
 
-    Latents and means are not written: they are large, and what the diagnosis needs of them is one number, the exact KL.
+    Latents and means are not written: they are large, and the diagnosis needs only one number, the exact KL.
 
     Args:
         path: the Parquet file; replaced.

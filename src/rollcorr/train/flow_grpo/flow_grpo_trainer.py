@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches × steps of the window
 
-`FlowGrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.loop`.
+`FlowGrpoTrainer.step` is this list. Files, checkpoints and Ctrl-C are in `rollcorr.train.loop`.
 Symbols: B pictures, W steps in the window, D latent dimensions; log-probs in nats, averaged over D.
 
 Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
@@ -59,11 +59,11 @@ class PictureBatch:
     """One step's pictures.
 
     Attributes:
-        trajectories: how they came about.
-        texts: their prompts, B long.
+        trajectories: the sampled trajectories.
+        texts: their prompts, length B.
         images: (B, 3, H, W) in [0, 1].
         rewards: (B,) on the CPU.
-        group_ids: which prompt of the step each one answers, (B,) on the CPU.
+        group_ids: index of its prompt in the step, (B,) on the CPU.
         data: the tensors that the correction and the loss read, by the keys of `rollcorr.diffusion`.
     """
 
@@ -80,7 +80,7 @@ class PictureBatch:
 
 @dataclass(frozen=True, eq=False)
 class PictureStepResult:
-    """What a step leaves: its metrics and its batch."""
+    """Metrics and batch of a step."""
 
     metrics: dict[str, float]
     batch: PictureBatch
@@ -93,8 +93,8 @@ class FlowGrpoTrainer:
         config: the run's configuration.
         policy: trained in place, in float32.
         texts: the prompts to draw.
-        reward: judges pictures.
-        reference: frozen transformer for the KL penalty; with adapters it is the policy without them, and None here.
+        reward: computes the reward of pictures.
+        reference: frozen transformer for the KL penalty; optional. None with adapters: the policy without them is used.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
             and weights; forward and backward passes of the update are divided, and the gradients summed.
 
@@ -163,11 +163,11 @@ class FlowGrpoTrainer:
         return PictureStepResult(metrics, batch)
 
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
-        """Prompts as the transformer reads them, each `copies` times in a row.
+        """Return prompt inputs of the transformer, each repeated `copies` times in a row.
 
         Args:
             texts: the prompts.
-            copies: pictures of each.
+            copies: pictures of each prompt.
         """
         given = list(texts)
         rows = torch.arange(len(given), device="cpu").repeat_interleave(copies)
@@ -180,7 +180,7 @@ class FlowGrpoTrainer:
         return Prompts(condition.select(rows), empty, guidance)
 
     def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
-        """The trajectories of the step, a group for each prompt, and the prompt of each."""
+        """Sample the trajectories of the step, a group for each prompt; return them with their prompts."""
         rollout, seed = self.config.rollout, self.config.seed
         walk = shuffled_walk(len(self.texts), rollout.prompts_per_step, purpose="prompts", seed=seed, step=step)
         texts = [self.texts[row] for row in walk]
@@ -212,7 +212,7 @@ class FlowGrpoTrainer:
         )
 
     def _add_old_log_probs(self, batch: PictureBatch) -> None:
-        """log π_old, and means of the reference; in bypass mode π_old is μ, and this forward pass is left out."""
+        """Compute log π_old, and means of the reference. Bypass mode uses μ as π_old and skips this forward pass."""
         # Densities of steps between other σ are not comparable.
         check_schedule(batch.trajectories.schedule.sigmas.tolist(), self.schedule.sigmas.tolist())
 
@@ -221,14 +221,14 @@ class FlowGrpoTrainer:
             batch.data.update(old_log_probs=old["log_probs"], old_prev_sample_mean=old["prev_sample_mean"])
 
         if self.actor.kl_coef:
-            # With adapters, the reference is the model below them.
+            # With adapters, the reference is the base transformer.
             with self.policy.without_adapters():
                 reference = self._score_all(batch, self.reference or self.model)
             batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
 
     @torch.no_grad()
     def _score_all(self, batch: PictureBatch, model: nn.Module) -> dict[str, Tensor]:
-        """Log-probs (B, W) and means (B, W, …) of a batch under a model."""
+        """Compute log-probs (B, W) and means (B, W, …) of a batch under a model."""
         rows, window = batch.trajectories.steps.shape
         parts = [
             [self._score(batch, model, chunk, column) for column in range(window)]
@@ -240,14 +240,14 @@ class FlowGrpoTrainer:
         }
 
     def _score(self, batch: PictureBatch, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
-        """One step of the window under a model: log-probs (b, 1) and means (b, 1, …), with gradient."""
+        """Compute log-probs (b, 1) and means (b, 1, …) of one step of the window, with gradient."""
         x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
         steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
         prompts, size = batch.trajectories.prompts.select(rows), self.policy.size
         v = velocity(model, self.policy.family, x, self.schedule.at(steps)[0], prompts, size=size)
 
-        # How likely the step that was taken is under this model: a Gaussian around the mean that its velocity gives.
+        # Log-density of the sampled step under this model: a Gaussian around the mean from its velocity.
         mean, std = self.schedule.moments(v, x, steps)
         log_prob = gaussian_log_prob(after, mean, std)
         return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}
@@ -260,7 +260,7 @@ class FlowGrpoTrainer:
         return apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)[1]
 
     def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
-        """Every optimizer step of the batch; returns the metrics of all of them together."""
+        """Run every optimizer step of the batch; return their combined metrics."""
         optim = self.config.optim
         set_learning_rate(self.optimizer, optim, step)
         parts = mini_batches(len(batch), optim, seed=self.config.seed, step=step)
@@ -271,9 +271,9 @@ class FlowGrpoTrainer:
         return loss_step_metrics(outputs, self.actor, group=self.group) | means
 
     def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], dict[str, float]]:
-        """Accumulate a mini-batch's gradients over micro-batches and steps, then step, unless there is a reason not to.
+        """Accumulate a mini-batch's gradients over micro-batches and steps, then step.
 
-        The reasons: nothing (or less than `min_keep_fraction`) was kept, or something is not finite.
+        The step is skipped if less than `min_keep_fraction` or no sample was kept, or if a number is not finite.
         """
         window = batch.trajectories.steps.shape[1]
         self.optimizer.zero_grad()
@@ -304,7 +304,7 @@ class FlowGrpoTrainer:
 
 
 def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:
-    """One step of the window of some rows: every tensor (b, 1, …), latents (b, 2, …), advantages (b,)."""
+    """Return one step of the window of some rows: tensors (b, 1, …), latents (b, 2, …), advantages (b,)."""
     width = {"latents": 2}
     return {
         name: tensor[rows] if name == "advantages" else tensor[:, column : column + width.get(name, 1)][rows]
@@ -313,7 +313,7 @@ def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tens
 
 
 def _check_divisible_among(group: ProcessGroup | None, rows: int, mini_batch_size: int | None) -> None:
-    """Every rank needs a picture of every mini-batch: it takes part in each exchange with what it measured."""
+    """Raise if a mini-batch has fewer pictures than ranks: each rank contributes to every collective."""
     size = mini_batch_size or rows
     smallest = min(size, rows % size or size)
     if group is not None and smallest < group.size():

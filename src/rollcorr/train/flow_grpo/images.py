@@ -15,7 +15,7 @@ from rollcorr.run_directory.durable_files import atomic_write, make_folder_durab
 # White pixels around a picture.
 GAP = 2
 
-# Smaller pictures are enlarged to about this many pixels, without smoothing: a caption needs the width.
+# Smaller pictures are enlarged to about this size in pixels, without smoothing: a caption needs the width.
 SIDE = 96
 
 # Pixels from one line of a caption to the next.
@@ -23,16 +23,16 @@ LINE = 12
 
 
 def to_pil(image: Tensor) -> Any:  # noqa: ANN401
-    """A picture (3, H, W) in [0, 1] as a Pillow image."""
+    """Convert a picture (3, H, W) in [0, 1] to a Pillow image."""
     from PIL import Image
 
     return Image.fromarray((image.detach().float().cpu().permute(1, 2, 0) * 255).round().byte().numpy())
 
 
 def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
-    """Write pictures side by side on white, each with its caption below it, as PNG, whole or not at all.
+    """Write pictures side by side on white, each with its caption below, as PNG, atomically.
 
-    The folder is made when missing.
+    The folder is created when missing.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
@@ -72,6 +72,6 @@ def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
 
 
 def _columns(count: int) -> int:
-    """The largest divisor up to √count that is not much smaller, else √count rounded up."""
+    """Return the largest divisor up to √count that is not much smaller, else √count rounded up."""
     root = math.isqrt(count)
     return next((n for n in range(root, max(1, root // 2), -1) if count % n == 0), math.ceil(math.sqrt(count)))

@@ -1,4 +1,4 @@
-"""Prompts, and what the transformer reads of them.
+"""Prompts and their encoders.
 
 An encoder turns prompts into a `Condition`: the word table of a small model, or the text encoders of a diffusers
 pipeline.
@@ -19,11 +19,11 @@ WORD_TABLE = "word_table.safetensors"
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a file, one per line; empty lines do not count.
+    """Read the prompts of a file, one per line; empty lines are ignored.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no prompt.
+        FileNotFoundError: the file does not exist.
+        ValueError: it contains no prompt.
     """
     path = Path(path)
     if not path.is_file():
@@ -40,7 +40,7 @@ class WordTable:
     Args:
         words: the vocabulary.
         vectors: (words, E).
-        length: words that a prompt may have.
+        length: maximum number of words of a prompt.
     """
 
     def __init__(self, words: Sequence[str], vectors: Tensor, *, length: int) -> None:
@@ -49,10 +49,10 @@ class WordTable:
         self.length = length
 
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """Token embeddings (B, length, E) and their mean over the words (B, E).
+        """Return token embeddings (B, length, E) and their mean over the words (B, E).
 
         Raises:
-            ValueError: a word is not in the table, or a prompt is too long.
+            ValueError: a word is not in the table, or a prompt exceeds `length`.
         """
         embeds = self.vectors.new_zeros(len(prompts), self.length, self.vectors.shape[1])
         for row, prompt in enumerate(prompts):
@@ -76,7 +76,7 @@ class WordTable:
         """Read `word_table.safetensors`, with its vectors on a device.
 
         Raises:
-            ValueError: it is no word table.
+            ValueError: the file is no word table.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -94,12 +94,12 @@ class PipelineEncoder:
     """The text encoders of a diffusers pipeline directory.
 
     Args:
-        directory: holds `model_index.json`, tokenizers and text encoders.
-        dtype: what the encoders compute in; the condition is float32.
-        device: where they are.
+        directory: contains `model_index.json`, tokenizers and text encoders.
+        dtype: precision of the encoders; the condition is float32.
+        device: device of the encoders.
 
     Raises:
-        ValueError: the directory's encoders cannot be loaded; the message says why.
+        ValueError: the directory's encoders cannot be loaded; the message contains the cause.
     """
 
     def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
@@ -120,7 +120,7 @@ class PipelineEncoder:
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """The pipeline's `encode_prompt`, one prompt at a time, so that a row does not depend on its neighbors."""
+        """Call the pipeline's `encode_prompt` on one prompt at a time, so that rows are independent."""
         return stack_conditions([self._encode_one(prompt) for prompt in prompts])
 
     def _encode_one(self, prompt: str) -> Condition:

@@ -1,10 +1,10 @@
 """Rewards of pictures: a function of pictures (B, 3, H, W) in [0, 1] and their prompts, one number each.
 
-prompt_match             how much the picture looks like the shape in its prompt, [0, 1]
-color_and_shape          that, and how clearly the shape in the prompt is told from the others, [0, 1]
-color                    how much of one color there is, [−1, 1]
+prompt_match             similarity of the picture to the shape in its prompt, [0, 1]
+color_and_shape          prompt_match, and how clearly the picture shows this shape instead of the rest, [0, 1]
+color                    mean of one color's channels minus the rest, [−1, 1]
 jpeg_compressibility     minus the size as JPEG, kB
-ocr                      how much of the text in the prompt's quotation marks can be read, [0, 1]
+ocr                      readable share of the text in the prompt's quotation marks, [0, 1]
 function                 your own: `package.module:name` or `file.py:name`
 """
 
@@ -38,7 +38,7 @@ QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”|\'([^\']+)\'')
 
 
 def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """1 − squared distance to the nearest picture of what the prompt names, relative to a blank one's, (B,).
+    """Compute 1 − squared distance to the nearest picture of the prompt's class, relative to a blank one's, (B,).
 
     The prompt names a color and a shape; see `rollcorr.train.flow_grpo.shapes.likeness`.
     """
@@ -46,9 +46,9 @@ def prompt_match(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def color_and_shape(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Half of `prompt_match`, and half of how clearly the shape is the one in the prompt, (B,).
+    """Compute half of `prompt_match` plus half of the share of the prompt's shape, (B,).
 
-    `prompt_match` alone is high for a blob of the right color, which is near to every shape;
+    `prompt_match` is high for a blob of the prompt's color, which is close to every shape;
     `rollcorr.train.flow_grpo.shapes.shape_share` is not.
     """
     classes = torch.tensor([class_of(prompt) for prompt in prompts], device="cpu")
@@ -56,14 +56,14 @@ def color_and_shape(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def color(images: Tensor, _: Sequence[str], *, name: str = "red") -> Tensor:
-    """Mean over pixels of the channels of a color minus the mean of the others: 1 is pure, 0 is gray, (B,)."""
+    """Compute the mean of a color's channels minus the mean of the rest: 1 is pure, 0 is gray, (B,)."""
     wanted = torch.tensor(COLORS[name], device="cpu").bool()
     means = images.detach().float().cpu().mean((-2, -1))
     return means[:, wanted].mean(1) - means[:, ~wanted].mean(1)
 
 
 def jpeg_compressibility(images: Tensor, _: Sequence[str]) -> list[float]:
-    """Minus the size as JPEG of quality 95, in kB (1000 bytes).
+    """Compute minus the size as JPEG of quality 95, in kB (1000 bytes).
 
     Source: Black et al. (2023), "Training Diffusion Models with Reinforcement Learning", arXiv:2305.13301.
     """
@@ -71,9 +71,9 @@ def jpeg_compressibility(images: Tensor, _: Sequence[str]) -> list[float]:
 
 
 def ocr(images: Tensor, prompts: Sequence[str]) -> list[float]:
-    """1 − min(edit distance, n) / n between what is read and the n characters in the prompt's quotation marks.
+    """Compute 1 − min(edit distance, n) / n of the OCR text and the n characters in the prompt's quotation marks.
 
-    Case and spaces do not count; text that contains the wanted one is right.
+    Case and spaces are ignored; text that contains the expected one scores 1.
 
     Raises:
         ImportError: the extra is missing.
@@ -89,7 +89,7 @@ def ocr(images: Tensor, prompts: Sequence[str]) -> list[float]:
 
 
 def quoted_text(prompt: str) -> str:
-    """The text in the first quotation marks of a prompt."""
+    """Return the text in the first quotation marks of a prompt."""
     found = QUOTED.search(prompt)
     if found is None:
         raise ValueError(f"prompt {prompt!r} has no text in quotation marks for the ocr reward to look for")
@@ -97,7 +97,7 @@ def quoted_text(prompt: str) -> str:
 
 
 def text_score(read: str, wanted: str) -> float:
-    """1 − min(edit distance, n) / n, n = characters of `wanted`; 1 when `read` contains it."""
+    """Compute 1 − min(edit distance, n) / n, n = characters of `wanted`; 1 when `read` contains it."""
     read, wanted = ("".join(text.lower().split()) for text in (read, wanted))
     if wanted in read:
         return 1.0
@@ -105,7 +105,7 @@ def text_score(read: str, wanted: str) -> float:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Insertions, deletions and substitutions that turn one text into the other (Levenshtein)."""
+    """Count the insertions, deletions and substitutions that turn one text into the other (Levenshtein)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         diagonal, row[0] = row[0], i
@@ -115,12 +115,12 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def make_reward(name: str, *, color_name: str = "red", function: str | None = None) -> Callable[..., Tensor]:
-    """The reward that a configuration names, checked: it must return one finite number per picture.
+    """Return a configuration's reward in a wrapper that checks for one finite number per picture.
 
     Args:
         name: one of the table above.
         color_name: of the color reward.
-        function: of "function"; None for the others.
+        function: reference to the function, only for "function"; optional.
     """
     rewards: dict[str, RewardFunction] = {
         "prompt_match": prompt_match,
@@ -134,10 +134,10 @@ def make_reward(name: str, *, color_name: str = "red", function: str | None = No
 
 
 def load_function(where: str) -> RewardFunction:
-    """A function by `package.module:name` or `path/to/file.py:name`.
+    """Import a function by `package.module:name` or `path/to/file.py:name`.
 
     Raises:
-        ValueError: there is no such file, module or name, or it cannot be called.
+        ValueError: the file, module or name does not exist, or is not callable.
     """
     place, _, name = where.rpartition(":")
     try:

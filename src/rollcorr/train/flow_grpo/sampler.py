@@ -1,20 +1,20 @@
-"""The rollout policy: the schedule and its window, the copy that samples, and what it draws, step by step.
+"""The rollout policy: the schedule and its window, the model copy, and the sampler of trajectories.
 
 A trajectory of S steps visits σ_0 = 1 > σ_1 > … > σ_S = 0, along diffusers' own schedule. Inside the window of W steps
-the sampler takes SDE steps, which are trained on; outside it follows the ODE.
+the sampler uses SDE steps, which are trained on; outside it follows the ODE.
 
 The copy of the transformer computes in the precision that an inference engine would use:
 
-    float32    the trainer's own, as a control: log-ratios are 0
+    float32    the trainer's precision, as a control: log-ratios are 0
     bfloat16   parameters and activations in bfloat16
     fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
 
 fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16. It has the
 rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines keep them.
 
-The latents, the step and its log-prob are float32 always, because rounding them would be a mismatch of its own. Steps
-outside the window follow the ODE on the copy too: that shift changes which pictures are drawn, and no importance weight
-of the window's steps corrects it.
+The latents, the step and its log-prob are always float32, because rounding them would add a mismatch. Steps outside the
+window follow the ODE on the copy as well. This shifts the distribution of pictures, and no importance weight of the
+window's steps corrects it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LARGEST_E4M3 = 448.0
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """σ of every step, and how noise is added.
+    """σ of every step, and the noise level.
 
     Attributes:
         sigmas: (S + 1,) float32 on the CPU, falling, the last one 0.
@@ -58,21 +58,21 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """S."""
+        """Return S."""
         return len(self.sigmas) - 1
 
     @property
     def timesteps(self) -> Tensor:
-        """(S,) σ × 1000, as the transformer reads it."""
+        """Return σ × 1000, (S,), the input of the transformer."""
         return self.sigmas[:-1] * 1000
 
     def at(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """σ and the next σ of some step numbers, any shape, on their device."""
+        """Return σ and the next σ of some step numbers, any shape, on their device."""
         sigmas = self.sigmas.to(steps.device)
         return sigmas[steps], sigmas[steps + 1]
 
     def moments(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean m and deviation s of an SDE step from x at given step numbers: see `rollcorr.core.diffusion`.
+        """Compute mean m and deviation s of an SDE step from x at given step numbers; see `rollcorr.core.diffusion`.
 
         Args:
             velocity: v, (B, …) float32.
@@ -87,7 +87,7 @@ class Schedule:
         return mean, std.flatten()
 
     def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
-        """x + (σ_next − σ) v: the Euler step of the ODE, (B, …)."""
+        """Compute x + (σ_next − σ) v, the Euler step of the ODE, (B, …)."""
         return self._step(velocity, sample, steps, 0.0)[0]
 
     def _step(
@@ -101,17 +101,17 @@ class Schedule:
 
 
 def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0.7) -> Schedule:
-    """The schedule that the pipeline of this model would use, by diffusers' own scheduler.
+    """Return the schedule of this model's pipeline, from diffusers' scheduler.
 
     Raises:
         ValueError: the scheduler's σ do not fall from 1 to 0 (`invert_sigmas`, for instance).
     """
-    # Setting the steps changes a scheduler, and the policy keeps its own.
+    # Setting the steps modifies a scheduler, so copy the policy's.
     scheduler: Any = copy.deepcopy(policy.scheduler)
     config = scheduler.config
     shift = {}
     if config.use_dynamic_shifting:
-        # μ is linear in the number of image tokens, as the pipelines of diffusers take it from the configuration.
+        # μ is linear in the number of image tokens, as in the pipelines of diffusers.
         tokens = policy.family.sequence_length(policy.transformer.config, *policy.size)
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
         shift["mu"] = config.base_shift + slope * (tokens - config.base_image_seq_len)
@@ -124,14 +124,14 @@ def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0
 
 
 def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: bool, seed: int, step: int) -> Tensor:
-    """Step numbers of each sample's window: (rows, W) integers.
+    """Draw the step numbers of each sample's window: (rows, W) integers.
 
     Args:
         rows: samples.
         size: W.
-        span: [lo, hi): steps that a window may hold.
-        per_sample: draw for every sample, else once for all.
-        seed: the run's.
+        span: [lo, hi): range of steps of a window.
+        per_sample: draw a window for every sample, else one for all.
+        seed: seed of the run.
         step: training step.
     """
     rng = random.Random(derived_seed(seed, "window", step))
@@ -141,7 +141,7 @@ def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: boo
 
 
 class RolloutModel:
-    """A frozen copy that is brought up to date on request.
+    """Frozen copy of the transformer for sampling, updated on request.
 
     Args:
         model: the trained transformer, float32.
@@ -157,33 +157,33 @@ class RolloutModel:
 
     @torch.no_grad()
     def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Take over the trainer's weights, rounded.
+        """Copy the trainer's weights, rounded.
 
         Raises:
-            ValueError: the copy has other tensors than the model; nothing is left out silently.
+            ValueError: the tensors of copy and model differ; no tensor is skipped silently.
         """
         source, target = model.state_dict(), self.module.state_dict()
         if source.keys() != target.keys():
             different = sorted(source.keys() ^ target.keys())
             raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
 
-        # Rounded from the trainer's float32, never from the copy: roundings must not add up.
+        # Round from the trainer's float32, never from the copy: rounding errors must not accumulate.
         linear = _linear_weights(model) if self.dtype == "fp8" else set()
         for name, value in source.items():
             target[name].copy_(round_to_e4m3(value) if name in linear else value)
         self.weight_version = version
 
     def export_weights(self) -> Mapping[str, Tensor]:
-        """The copy's weights, for a checkpoint: with adapters those alone, because nothing else ever changes."""
+        """Return the copy's weights for a checkpoint; with adapters only theirs, because the rest never changes."""
         weights = self.module.state_dict()
         adapters = {name: value for name, value in weights.items() if "lora_" in name}
         return {name: value.detach().cpu().contiguous() for name, value in (adapters or weights).items()}
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
-        """Weights from a checkpoint, rounded already; those that it leaves out are as the copy was made.
+        """Load already rounded weights from a checkpoint; missing ones keep their initial value.
 
         Raises:
-            ValueError: they are not those that `export_weights` returns.
+            ValueError: the names differ from `export_weights`.
         """
         different = sorted(weights.keys() ^ self.export_weights().keys())
         if different:
@@ -196,7 +196,7 @@ class RolloutModel:
 
 
 def round_to_e4m3(weight: Tensor) -> Tensor:
-    """s · e4m3(w / s), s = max |w| / 448: a weight as a weight-only fp8 layer holds it, in the weight's dtype.
+    """Compute s · e4m3(w / s), s = max |w| / 448: the weight of a weight-only fp8 layer, in the input's dtype.
 
     Args:
         weight: (out, in); s is one for each output channel.
@@ -208,7 +208,7 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
 
 
 def _linear_weights(model: nn.Module) -> set[str]:
-    """Names of the weights of linear layers, adapters left out."""
+    """Return the names of the weights of linear layers without adapters."""
     return {
         f"{name}.weight"
         for name, layer in model.named_modules()
@@ -218,7 +218,7 @@ def _linear_weights(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trajectories:
-    """B trajectories, W steps in the window; tensors are float32 unless said otherwise.
+    """B trajectories, W steps in the window; tensors are float32 unless noted otherwise.
 
     Attributes:
         schedule: σ of every step.
@@ -241,13 +241,13 @@ class Trajectories:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Draws trajectories with a rollout model.
+    """Sampler of trajectories with a rollout model.
 
     Attributes:
-        policy: family and sizes; its own transformer is not run.
-        model: the copy that is.
+        policy: family and sizes; its transformer is not used.
+        model: the copy that samples.
         schedule: σ of every step.
-        batch_size: rows at a time; None for all at once.
+        batch_size: rows at a time; defaults to all at once.
     """
 
     policy: DiffusionPolicy
@@ -257,13 +257,13 @@ class Sampler:
 
     @torch.no_grad()
     def sample(self, prompts: Prompts, steps: Tensor, *, seed: int, step: int) -> Trajectories:
-        """One trajectory for each row: SDE steps inside its window, ODE steps outside.
+        """Sample one trajectory per row: SDE steps inside its window, ODE steps outside.
 
         Args:
             prompts: B rows.
-            steps: each row's window: step numbers that follow one another, (B, W).
-            seed: the run's.
-            step: names the noise, with the seed.
+            steps: consecutive step numbers of each row's window, (B, W).
+            seed: seed of the run.
+            step: training step; seeds the noise, with `seed`.
 
         Raises:
             ValueError: a latent is not finite.
@@ -279,7 +279,7 @@ class Sampler:
             v, at = self._velocity(x, number, prompts)
             straight = self.schedule.straight(v, x, at)
 
-            # Rows whose window holds this step take it with noise; the others follow the ODE.
+            # Rows whose window contains this step add noise; the rest follow the ODE.
             row, column = (steps == number).nonzero(as_tuple=True)
             if not len(row):
                 x = straight
@@ -315,7 +315,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, prompts: Prompts, *, seed: int, step: int) -> Tensor:
-        """x at σ = 0 along the ODE alone, (B, …): what the policy draws when it does not explore."""
+        """Compute x at σ = 0 along the ODE, without exploration noise, (B, …)."""
         x = self._noise(len(prompts), seed, step, "start")
         for number in range(self.schedule.steps):
             v, at = self._velocity(x, number, prompts)
@@ -324,7 +324,7 @@ class Sampler:
         return x
 
     def _velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """v of all rows at a step, and the step number of each row."""
+        """Return v of all rows at a step, and the step number of each row."""
         at = torch.full((len(x),), number, device=x.device)
         sigma, _ = self.schedule.at(at)
         rows = torch.arange(len(x), device=x.device)
@@ -342,7 +342,7 @@ class Sampler:
         return torch.cat(parts), at
 
     def _noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
-        """Standard normal latents, drawn on the CPU so that every device gets the same."""
+        """Draw standard normal latents on the CPU, so that they are the same for every device."""
         generator = derived_generator(seed, f"latents {purpose}", step)
         noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")
         return noise.to(next(self.model.module.parameters()).device)

@@ -1,7 +1,7 @@
-"""Pictures of colored shapes: what the small model was pretrained on, and the yardstick of its rewards.
+"""Pictures of colored shapes: pretraining data of the small model, and templates for its rewards.
 
-A picture is 16 × 16 RGB in [−1, 1]: one shape in one color on a dark ground, at any place that keeps it inside.
-Its prompt says both: `a red circle`.
+A picture is 16 × 16 RGB in [−1, 1]: one shape in one color on a dark ground, at any position inside.
+Its prompt names both: `a red circle`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = ("circle", "square", "triangle", "cross")
 CLASSES: tuple[tuple[str, str], ...] = tuple((color, shape) for color in COLORS for shape in SHAPES)
 PROMPTS: tuple[str, ...] = tuple(f"a {color} {shape}" for color, shape in CLASSES)
 
-# Prompts that the demo never trains on: each color and each shape in them is trained in other prompts.
+# Held-out prompts of the demo: each of their colors and shapes appears in training prompts.
 HELD_OUT_PROMPTS = ("a red circle", "a green square", "a blue triangle", "a yellow cross")
 
 TRAINED_PROMPTS = tuple(prompt for prompt in PROMPTS if prompt not in HELD_OUT_PROMPTS)
@@ -35,8 +35,8 @@ SHAPE_EVIDENCE = 8.0
 
 
 def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
-    """Pictures of given classes (B,), centers (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
-    # Every pixel's place relative to the center, in radii.
+    """Render pictures of given classes (B,), centers (B, 2: y, x, pixels) and radii (B,): (B, 3, 16, 16) in [−1, 1]."""
+    # Position of each pixel relative to the center, in radii.
     axis = torch.arange(SIZE, device="cpu") + 0.5
     y = (axis[None, :, None] - center[:, 0, None, None]) / radius[:, None, None]
     x = (axis[None, None, :] - center[:, 1, None, None]) / radius[:, None, None]
@@ -54,20 +54,20 @@ def render(classes: Tensor, center: Tensor, radius: Tensor) -> Tensor:
     )
     shape = distance[classes % len(SHAPES), torch.arange(len(classes), device="cpu")]
 
-    # Pixels on the edge are covered in part, so that the picture changes smoothly with place and size.
+    # Pixels on the edge are partly covered, so that the picture is smooth in position and size.
     cover = ((1 - shape) * radius[:, None, None] + 0.5).clamp(0, 1)[:, None]
     color = torch.tensor(list(COLORS.values()), device="cpu")[classes // len(SHAPES)][:, :, None, None]
     return (GROUND + (color - GROUND) * cover) * 2 - 1
 
 
 def classes_in(prompt: str) -> list[int]:
-    """The classes whose color and shape are words of a prompt."""
+    """Return the classes whose color and shape are words of a prompt."""
     words = prompt.lower().replace(",", " ").replace(".", " ").split()
     return [i for i, (color, shape) in enumerate(CLASSES) if color in words and shape in words]
 
 
 def class_of(prompt: str) -> int:
-    """The class that a prompt names.
+    """Return the class that a prompt names.
 
     Raises:
         ValueError: it does not name exactly one color and one shape.
@@ -81,16 +81,16 @@ def class_of(prompt: str) -> int:
 
 
 def likeness(images: Tensor, classes: Tensor) -> Tensor:
-    """1 − ‖x − t‖² / ‖blank − t‖², t being the picture of the class nearest to x: 1 is perfect, 0 as good as blank.
+    """Compute 1 − ‖x − t‖² / ‖blank − t‖², t the class's picture nearest to x: 1 is perfect, 0 equals blank.
 
     Args:
         images: (B, 3, H, W) in [0, 1]; averaged down to 16 × 16 when larger.
         classes: (B,) integers that index `CLASSES`.
 
     Returns:
-        (B,), float32, on the CPU; negative for a wrong color.
+        (B,), float32, on the CPU; negative for a different color.
     """
-    # The nearest picture counts, because a prompt leaves place and size open.
+    # Use the nearest picture, because a prompt does not specify position and size.
     templates = _templates()[classes.cpu()]
     flat = (_small(images) * 2 - 1).flatten(1)[:, None]
     distance = (flat - templates).square().sum(-1)
@@ -100,10 +100,10 @@ def likeness(images: Tensor, classes: Tensor) -> Tensor:
 
 
 def shape_share(images: Tensor, classes: Tensor) -> Tensor:
-    """How clearly a picture shows the shape of a class: softmax over the shapes of −‖x − t‖² / 8, at that shape.
+    """Compute the probability of a class's shape: softmax over the shapes of −‖x − t‖² / 8.
 
-    t is the nearest picture of a shape in any color. The shares of a picture sum to 1, so one picture for all shapes
-    earns 1/4 on average, whatever it shows: the average of the shapes is not what pays.
+    t is the nearest picture of a shape in any color. The shares of a picture sum to 1, so the same picture for all
+    shapes scores 1/4 on average: drawing the average of the shapes has no advantage.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
@@ -118,12 +118,12 @@ def shape_share(images: Tensor, classes: Tensor) -> Tensor:
 
 
 def recognized(images: Tensor) -> Tensor:
-    """The class whose nearest picture each picture is closest to, (B,) integers on the CPU."""
+    """Return the class with the nearest picture for each picture, (B,) integers on the CPU."""
     return _distances(images).argmin(1)
 
 
 def background_noise(images: Tensor) -> float:
-    """Root mean square deviation of the outermost pixels, which no shape reaches by more than its edge, from ground."""
+    """Compute the RMS deviation of the outermost pixels, which no shape reaches by more than its edge, from ground."""
     pictures = _small(images)
     ring = torch.ones(SIZE, SIZE, dtype=torch.bool, device="cpu")
     ring[1:-1, 1:-1] = False
@@ -131,7 +131,7 @@ def background_noise(images: Tensor) -> float:
 
 
 def _small(images: Tensor) -> Tensor:
-    """Pictures averaged down to 16 × 16, float32, on the CPU."""
+    """Average pictures down to 16 × 16, float32, on the CPU."""
     pictures = images.detach().float().cpu()
     if pictures.shape[-2:] != (SIZE, SIZE):
         pictures = torch.nn.functional.interpolate(pictures, size=(SIZE, SIZE), mode="area")
@@ -139,17 +139,17 @@ def _small(images: Tensor) -> Tensor:
 
 
 def _distances(images: Tensor) -> Tensor:
-    """Squared distance of each picture to the nearest picture of each class, (B, classes)."""
+    """Compute the squared distance of each picture to the nearest picture of each class, (B, classes)."""
     templates = _templates()
     flat = (_small(images) * 2 - 1).flatten(1)
-    # Without the shortcut of `cdist`, which loses digits: distances here are compared with each other.
+    # Avoid the matmul form of `cdist`, which loses digits: these distances are compared with each other.
     found = torch.cdist(flat, templates.flatten(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
     return found.view(len(flat), *templates.shape[:2]).amin(2).square()
 
 
 @cache
 def _templates() -> Tensor:
-    """Every class at every place and size of a grid: (classes, templates, D)."""
+    """Return every class at every position and size of a grid: (classes, templates, D)."""
     offsets, radii = torch.linspace(-2, 2, 5, device="cpu"), torch.linspace(4, 6, 3, device="cpu")
     grid = torch.cartesian_prod(offsets, offsets, radii)
     pictures = [

@@ -1,8 +1,8 @@
 """The trainer's side of a rollout: log-probs and entropies of its tokens under the actor's `SamplingSpec`.
 
-Where nothing truncates this is `whole_scores`. Under a truncation the log-probs run over the engine's kept sets (or
-what `actor.sampling` asks for instead), and the log-probs over the whole vocabulary are kept beside them: a reference
-policy is scored in this way too, so the KL penalty compares the same kind of log-probs.
+Without truncation these are `whole_scores`. With truncation the log-probs cover the engine's kept sets (or follow
+`actor.sampling`), and log-probs over the full vocabulary are computed in addition. A reference policy is scored
+over the full vocabulary too, so the KL penalty compares the same kind of log-probs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MISSING = (
 
 
 class ActorScores(NamedTuple):
-    """What the trainer gives to response tokens, nats, (B, T); meaningless outside the response mask.
+    """The trainer's scores of response tokens, nats, (B, T); undefined outside the response mask.
 
     Attributes:
-        log_prob: as the actor's spec says; with its graph.
-        entropy: of the distribution that `log_prob` is of.
-        full_log_prob: over the whole vocabulary at the same temperature; None where `log_prob` already covers it.
-        outside: true where the sampled token was not in the support and was taken in; None without a support.
+        log_prob: under the actor's spec; with its graph.
+        entropy: of the distribution of `log_prob`.
+        full_log_prob: over the full vocabulary at the same temperature; optional. None if `log_prob` covers it.
+        outside: true where the sampled token was missing in the support and was added; None without a support.
     """
 
     log_prob: Tensor
@@ -44,10 +44,10 @@ class ActorScores(NamedTuple):
     outside: Tensor | None = None
 
     def restriction(self, mask: Tensor) -> Statistics:
-        """Moments of what a truncation did on the trainer's side: tokens outside the support, and the support's mass.
+        """Return moments of a truncation on the trainer's side: tokens outside the support, and the support's mass.
 
-        Rows "outside_fraction" and "kept_mass", the latter of the support with the sampled token in it; none without
-        a truncation.
+        Contains "outside_fraction" and "kept_mass", the mass of the support with the sampled token; empty without
+        truncation.
         """
         if self.outside is None or self.full_log_prob is None:
             return Statistics.of(device=mask.device)
@@ -59,12 +59,12 @@ class ActorScores(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Actor:
-    """What to score a rollout's tokens as, and what the engine recorded for it.
+    """The spec under which a rollout is scored, and the truncation that the engine recorded.
 
     Attributes:
-        spec: what the trainer's log-probs are to be.
-        kept: the engine's sets, laid over the padded batch (B · T of them), on the host: picking those of a
-            micro-batch has a size that is data, and so never waits for the device.
+        spec: distribution of the trainer's log-probs.
+        kept: the engine's kept sets, B · T in the layout of the padded batch, on the host: selecting a micro-batch
+            has a data-dependent size, which on the host never waits for the device.
         log_kept_mass: log S of the engine's sets, (B, T); for support "kept_mass".
     """
 
@@ -74,10 +74,10 @@ class Actor:
 
     @classmethod
     def of(cls, rollout: Rollout, spec: SamplingSpec) -> Actor:
-        """The actor of a rollout.
+        """Return the actor of a rollout.
 
         Raises:
-            EngineAnswerError: the spec needs kept sets or their mass, and the engine did not give them.
+            EngineAnswerError: the spec needs kept sets or their mass, and the engine did not return them.
         """
         if spec.restricts and spec.support == "replayed":
             if rollout.kept is None:
@@ -121,7 +121,7 @@ class Actor:
         mass = None if self.log_kept_mass is None else self.log_kept_mass[here]
         log_prob, outside = actor_log_prob(logits, ids, self.spec, kept=kept, log_kept_mass=mass)
 
-        # A graph costs memory over the whole vocabulary, so only a term of the loss that needs one keeps it.
+        # A graph costs memory over the full vocabulary: keep it only for loss terms that need it.
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
             entropy = actor_entropy(logits, ids, self.spec, kept=kept)
         with torch.set_grad_enabled(torch.is_grad_enabled() and full_gradient):
@@ -130,7 +130,7 @@ class Actor:
 
     @torch.no_grad()
     def log_prob(self, model: nn.Module, rollout: Rollout, *, rows_at_once: int) -> Tensor:
-        """The log-probs of the whole rollout without their graph, (B, T).
+        """Compute the log-probs of the full rollout without their graph, (B, T).
 
         Args:
             model: a causal language model.
@@ -144,14 +144,14 @@ class Actor:
 def whole_scores(
     model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy_gradient: bool = False
 ) -> ResponseScores:
-    """As `score_responses`, without (B, T, V) logits where the model is in float32 and its head is linear.
+    """Compute `score_responses` without (B, T, V) logits if the model is in float32 with a linear head.
 
     A model in half precision rounds its logits, and so do its scores here.
 
     Args:
         model: a causal language model.
         tokens: prompts and responses.
-        temperature: that logits are divided by.
+        temperature: divisor of the logits.
         entropy_gradient: keep the graph of the entropies.
     """
     if next(model.parameters()).dtype != torch.float32 or needs_logits(model):

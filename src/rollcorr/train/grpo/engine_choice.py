@@ -14,8 +14,8 @@ from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
 from rollcorr.train.grpo.policy import Policy
 
-# Engine by name → module and class. All take the model, `settings` and `version`. The `rollout.engine_options` are the
-# fields of its `options`, or its further arguments if it has none.
+# Engine name → module and class. Each is called with the model, `settings` and `version`. `rollout.engine_options` are
+# the fields of its `options`, or further arguments without such a parameter.
 CLASSES = {
     "transformers": "rollcorr.engines.transformers:TransformersEngine",
     "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",
@@ -26,17 +26,17 @@ CLASSES = {
 
 
 def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engine:
-    """The engine of `rollout.engine`, holding the policy's weights.
+    """Return the engine of `rollout.engine` with the policy's weights.
 
     Args:
         config: the run.
-        policy: model and tokenizer; the engine takes a copy.
+        policy: model and tokenizer; the engine copies the weights.
         version: policy version of the weights.
 
     Raises:
         ValueError: `rollout.engine_options` has an option that the engine does not know or lacks one that it needs, or
             the engine refuses a value, or an environment variable is not set.
-        ImportError: the engine's package is missing; names the extra.
+        ImportError: the engine's package is missing; the message names the extra.
         EngineError: the engine did not start.
     """
     rollout = config.rollout
@@ -81,7 +81,7 @@ def make_engine(config: GrpoConfig, policy: Policy, *, version: int = 0) -> Engi
 
 
 def engine_options(config: GrpoConfig) -> dict[str, Any]:
-    """`rollout.engine_options` with the environment's values.
+    """Return `rollout.engine_options` with environment variables expanded.
 
     Raises:
         ValueError: a variable is not set; the message names it and the option.

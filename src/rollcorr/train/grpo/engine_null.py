@@ -1,7 +1,7 @@
-"""The rollouts of an active null, without a run: the same weights sampled and scored, or scored twice.
+"""Rollouts of an active null without a run: sample and score with the same weights, or score twice.
 
-A model's weights are loaded once. The engine takes a copy of them, as it does in a run, and samples responses. Two
-log-probs of each token are then compared, and `SIDES` says which.
+A model's weights are loaded once. The engine copies them, as in a run, and samples responses. Then two log-probs
+of each token are compared; `SIDES` lists the pairs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Responses that are sampled at once.
 BLOCK = 64
 
-# Logits that may be in memory at once: half a gigabyte in float32.
+# Maximum number of logits in memory: half a gigabyte in float32.
 LOGITS = 1 << 27
 
 
@@ -59,7 +59,7 @@ def engine_null_rollouts(
     seed: int = 0,
     on_rows: Callable[[int, int], None] = lambda rows, total: None,
 ) -> Iterator[RolloutBatch]:
-    """Sample and score, block by block: batches of a rollout log whose two sides have the same weights.
+    """Sample and score block by block; yield batches of a rollout log whose two sides have the same weights.
 
     Args:
         prompts: token ids, or texts for the model's own tokenizer.
@@ -68,16 +68,16 @@ def engine_null_rollouts(
         engine_options: as `rollout.engine_options` of a run.
         sampling: temperature and truncation. The engine reports processed log-probs where these change anything.
         sides: a name of `SIDES`.
-        rows: responses; prompts are repeated where there are fewer.
+        rows: number of responses; prompts are repeated if there are fewer.
         max_new_tokens: the longest response.
         dtype: precision of the engine's copy, where the engine has this option.
         train_dtype: precision of the trainer.
         seed: seeds the draws.
-        on_rows: called after each block with its rows, and the rows in all.
+        on_rows: callback after each block with its rows and the total of rows.
 
     Raises:
-        FileNotFoundError: there is no such model, or it has no tokenizer and the prompts are texts.
-        ValueError: there is no prompt, or a setting or an option is wrong.
+        FileNotFoundError: the model does not exist, or it has no tokenizer and the prompts are texts.
+        ValueError: there is no prompt, or a setting or an option is invalid.
         ImportError: the engine's package is missing; names the extra.
         EngineError: the engine did not start, or failed.
     """
@@ -95,7 +95,7 @@ def engine_null_rollouts(
         if number < 1:
             raise ValueError(f"--{name} must be at least 1, got {number}")
 
-    # Raw log-probs would not be those of what was sampled.
+    # Raw log-probs would not describe the sampled distribution.
     if sampling.temperature != 1 or sampling.truncates:
         sampling = dataclasses.replace(sampling, logprobs="processed")
     policy = _load(model, with_tokenizer=any(isinstance(prompt, str) for prompt in prompts))
@@ -135,8 +135,8 @@ def engine_null_rollouts(
 
 
 def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
-    """log π of the responses as a training step scores them, of the distribution that was sampled from, (B, T) nats."""
-    # What the engine recorded of a truncation is better than to do it anew from other logits.
+    """Compute log π of the responses like a training step, under the sampled distribution, (B, T) nats."""
+    # The engine's recorded truncation is more accurate than a truncation recomputed from different logits.
     if rollout.kept is not None:
         spec = rollout.sampling.for_actor("replay")
     else:
@@ -145,7 +145,7 @@ def _score(model: nn.Module, rollout: Rollout, rows_at_once: int) -> Tensor:
 
 
 def _load(path: str, *, with_tokenizer: bool) -> Policy:
-    """The model in float32, with its tokenizer or the special ids of its configuration."""
+    """Return the model in float32, with its tokenizer or the special ids of its configuration."""
     try:
         directory = model_directory(path)
         if with_tokenizer:
@@ -154,17 +154,17 @@ def _load(path: str, *, with_tokenizer: bool) -> Policy:
     except FileNotFoundError as error:
         raise FileNotFoundError(str(error).replace("model.path", "--model")) from error
 
-    # Prompts of ids need nothing of a tokenizer but the special ids.
+    # Prompts of token ids need only the tokenizer's special ids.
     eos = model.config.eos_token_id
     eos = eos[0] if isinstance(eos, (list, tuple)) else eos
     return Policy(model, SimpleNamespace(eos_token_id=eos or 0, pad_token_id=model.config.pad_token_id))
 
 
 def read_prompts(path: Path) -> list[list[int] | str]:
-    """The prompts of a file: each line of a .txt, or `prompt_ids` (else `prompt`) of the rows of a rollout log.
+    """Return the prompts of a file: each line of a .txt, or `prompt_ids` (else `prompt`) of the rows of a rollout log.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file contains no prompt.
         RolloutLogError: the log cannot be read.
         OSError: the file cannot be read.
     """

@@ -1,6 +1,6 @@
 """Configuration of a GRPO run: frozen dataclasses, checked at construction.
 
-What the recipes share is in `rollcorr.train.run_config`.
+Options of all recipes are in `rollcorr.train.run_config`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EngineName = Literal["transformers", "ctranslate2", "vllm", "vllm_server", "sgla
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which policy to train.
+    """The policy to train.
 
     Attributes:
         path: directory with a causal language model and its tokenizer, or its id on the Hugging Face hub, such as
@@ -38,15 +38,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What to train on.
+    """The task to train on.
 
     Attributes:
         name: "arithmetic" (synthetic), "scratchpad" (synthetic, hundreds of tokens) or "gsm8k" (a JSONL file in the
             GSM8K format).
         path: the file, for "gsm8k".
         max_operand: largest operand, for "arithmetic".
-        additions: how many of them, for "scratchpad"; 1 to 52.
-        bonus_length: tokens after the answer line that earn the whole length bonus; 0 for no bonus.
+        additions: number of additions, for "scratchpad"; 1 to 52.
+        bonus_length: tokens after the answer line that earn the full length bonus; 0 for no bonus.
     """
 
     name: Literal["arithmetic", "scratchpad", "gsm8k"] = "arithmetic"
@@ -66,7 +66,7 @@ class WarmUpConfig:
     """Supervised steps before the first reinforcement step.
 
     Attributes:
-        steps: how many; 0 for none.
+        steps: number of steps; 0 disables the warm-up.
         batch_size: problems per step.
         lr: peak learning rate.
     """
@@ -85,16 +85,16 @@ class RolloutConfig:
     """How responses are sampled.
 
     Attributes:
-        engine: which engine samples.
-        engine_options: options of that engine alone, as its class takes them. `${env:NAME}` in a text stands for an
-            environment variable, which is read when the engine is built.
+        engine: name of the engine that samples.
+        engine_options: arguments of that engine's class. `${env:NAME}` in a text is replaced by the environment
+            variable when the engine is built.
         prompts_per_step: problems per step.
         group_size: responses to each problem.
         max_new_tokens: longest response.
         dtype: precision of the sampling copy, where the engine has this option.
         refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
         batch_size: rows sampled at a time, where the engine has this option; null for all at once.
-        sampling: temperature, truncation, and which log-probs are recorded.
+        sampling: temperature, truncation, and the kind of recorded log-probs.
     """
 
     engine: EngineName = "transformers"
@@ -112,18 +112,18 @@ class RolloutConfig:
 
     @property
     def rows(self) -> int:
-        """Responses per step."""
+        """Return the number of responses per step."""
         return self.prompts_per_step * self.group_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
-    """What the trainer's log-probs are log-probs of.
+    """The distribution of the trainer's log-probs.
 
     Attributes:
-        sampling: what becomes of a truncated rollout: "replay" the engine's kept sets, "recompute" the truncation from
+        sampling: how to score a truncated rollout: "replay" the engine's kept sets, "recompute" the truncation from
             the trainer's own logits, subtract the log of the engine's "kept_mass", or score over the "full" vocabulary.
-            All four divide by the sampling temperature. All are the same where nothing truncates.
+            All four divide by the sampling temperature. All are the same without truncation.
         allow_incompatible: train even when the two log-probs are not comparable, which biases every ratio. For
             experiments.
     """
@@ -132,10 +132,10 @@ class ActorConfig:
     allow_incompatible: bool = False
 
     def spec(self, rollout: SamplingSpec) -> SamplingSpec:
-        """What the trainer's log-probs of a rollout are, after checking that log π − log μ is a log-ratio.
+        """Return the spec of the trainer's log-probs, after checking that log π − log μ is a log-ratio.
 
         Raises:
-            IncompatibleSamplingError: it is not; names the reason and the fix.
+            IncompatibleSamplingError: it is not; the message names the reason and the fix.
         """
         trainer = rollout.for_actor(self.sampling)
         comparison = compare(rollout, trainer)
@@ -150,7 +150,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoAlgorithmConfig(AlgorithmConfig):
-    """What the batch becomes: advantages, correction, loss.
+    """Advantages, correction and loss.
 
     Attributes:
         leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; decoupled mode only.
@@ -171,13 +171,13 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLogConfig(LogConfig):
-    """What a run leaves behind, beside `metrics.jsonl`.
+    """Logs of a run in addition to `metrics.jsonl`.
 
     Attributes:
-        evaluate: held-out problems sampled before and after the training to measure accuracy; 0 for none.
+        evaluate: held-out problems sampled before and after the training to measure accuracy; 0 disables it.
         rollouts: write a rollout log (Parquet) for each step.
         null: held-out problems sampled and scored before the first step, with equal weights on both sides, to measure
-            what sampler and trainer differ by (RUN/null.json); 0 for none.
+            the mismatch of sampler and trainer (RUN/null.json); 0 disables it.
     """
 
     evaluate: int = 256
@@ -194,11 +194,11 @@ class GrpoConfig(RunConfig):
     """A GRPO run.
 
     Attributes:
-        model: which policy to train.
-        task: what to train on.
-        warm_up: supervised steps before.
+        model: the policy to train.
+        task: the task to train on.
+        warm_up: supervised steps before reinforcement.
         rollout: how responses are sampled.
-        actor: what the trainer's log-probs are log-probs of.
+        actor: distribution of the trainer's log-probs.
         algorithm: advantages, correction, loss.
         optim: AdamW.
     """
@@ -220,7 +220,7 @@ class GrpoConfig(RunConfig):
 
 
 def _fix(rollout: SamplingSpec, actor: str) -> str:
-    """The fix as options of a run, where one option does it."""
+    """Return the fix as options of a run, if a single option suffices."""
     if rollout.logprobs == "raw" and "processed" in rollout.engine_sampling.logprobs:
         return "set rollout.sampling.logprobs=processed"
     if rollout.logprobs == "processed" and rollout.truncates and actor == "full":

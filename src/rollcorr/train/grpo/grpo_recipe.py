@@ -1,4 +1,4 @@
-"""GRPO as a recipe of the run loop: what it trains, what it saves, and how its policy is evaluated."""
+"""GRPO as a recipe of the run loop: build, save and evaluate its policy."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class GrpoRecipe(Recipe):
         Args:
             config: of the run.
             directory: of the run.
-            checkpoint: where to go on from. None: from the start.
+            checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
-        engine_options(config)  # a variable that is not set must not be noticed after the warm-up
+        engine_options(config)  # raise for an unset variable before the warm-up
         task = make_task(config.task)
         if checkpoint is None:
             policy = load_policy(config.model.path, config=config.model.config, seed=config.seed)
@@ -86,7 +86,7 @@ class GrpoRecipe(Recipe):
         return cls(GrpoTrainer(config, policy, engine, task, reference=reference), directory)
 
     def step(self, step: int) -> dict[str, float]:
-        """One step of the trainer."""
+        """Run one step of the trainer."""
         self.newest = self.trainer.step(step)
         return self.newest.metrics
 
@@ -134,7 +134,7 @@ class GrpoRecipe(Recipe):
 
         batch, rollout = result.batch, result.batch.rollout
         tokens = rollout.tokens
-        # Everything that `rollcorr check` and a replay of the ratio need.
+        # All columns that `rollcorr check` and a replay of the ratio need.
         log = RolloutBatch.from_padded(
             tokens.response_mask,
             prompt_mask=tokens.prompt_mask,
@@ -162,7 +162,7 @@ class GrpoRecipe(Recipe):
 
 
 def make_task(config: TaskConfig) -> Task:
-    """The task that a configuration names."""
+    """Return the task that a configuration names."""
     if config.path is not None:
         return Gsm8kTask(config.path)
     if config.name == "scratchpad":

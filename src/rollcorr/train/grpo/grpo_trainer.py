@@ -7,7 +7,7 @@
     advantage   rewards become advantages within their group
     update      PPO epochs × mini-batches × micro-batches
 
-`GrpoTrainer.step` is this list. What surrounds it (files, checkpoints, Ctrl-C) is in `rollcorr.train.loop`.
+`GrpoTrainer.step` is this list. Files, checkpoints and Ctrl-C are in `rollcorr.train.loop`.
 Symbols: B responses, T padded response length; log-probs in nats.
 """
 
@@ -57,16 +57,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GrpoBatch:
-    """One step's responses and what the trainer knows about them; tensors (B, T) unless said otherwise.
+    """One step's responses with the trainer's scores; tensors are (B, T) unless noted otherwise.
 
     Attributes:
         rollout: tokens and log μ, as the engine reported them.
-        actor: what the trainer's log-probs of these tokens are.
-        rewards: what each response earned, B long.
-        group_ids: which problem it answers, (B,).
+        actor: spec of the trainer's log-probs of these tokens.
+        rewards: reward of each response, length B.
+        group_ids: index of its problem, (B,).
         old_log_prob: log π_old; None in bypass mode.
-        ref_log_prob: log-probs of the reference policy, over the whole vocabulary; None without a KL penalty.
-        correction: weights and mask from π_old / μ; None in bypass mode or without any correction.
+        ref_log_prob: log-probs of the reference policy, over the full vocabulary; None without a KL penalty.
+        correction: weights and mask from π_old / μ; None in bypass mode or without a correction.
         advantages: (B,).
     """
 
@@ -81,17 +81,17 @@ class GrpoBatch:
 
     @property
     def response_mask(self) -> Tensor:
-        """(B, T) bool, true on sampled tokens."""
+        """Return the (B, T) bool mask, true on sampled tokens."""
         return self.rollout.tokens.response_mask
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step leaves: its metrics, its batch, and log π_θ of the batch as the first epoch met it, (B, T).
+    """Result of a step: metrics, batch, and log π_θ of the batch in the first epoch, (B, T).
 
     Attributes:
         metrics: name → number.
-        batch: what was sampled, scored and corrected.
+        batch: the sampled, scored and corrected batch.
         log_prob: log π_θ, nats, (B, T).
     """
 
@@ -107,7 +107,7 @@ class GrpoTrainer:
         config: the run's configuration.
         policy: trained in place, in float32.
         engine: samples; starts with the policy's weights.
-        task: where problems come from.
+        task: source of the problems.
         reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
             and weights; forward and backward passes of the update are divided, and the gradients summed.
@@ -171,13 +171,13 @@ class GrpoTrainer:
         return StepResult(metrics, batch, log_prob)
 
     def null_rollouts(self, count: int) -> RolloutBatch:
-        """Responses to held-out problems, scored as a step scores them: with equal weights on both sides, a null.
+        """Sample and score held-out problems like a step; with equal weights on both sides this is a null.
 
         Args:
             count: problems; each gets one response.
 
         Raises:
-            ValueError: the two sides cannot be the same distribution, as the configuration allowed.
+            ValueError: the configuration allows two sides that cannot be the same distribution.
         """
         from rollcorr.engines import measure_null  # it needs Arrow
 
@@ -196,7 +196,7 @@ class GrpoTrainer:
         )
 
     def _sample(self, step: int) -> GrpoBatch:
-        """The problems of the step, a group of responses to each, and what they earn."""
+        """Sample a group of responses to each problem of the step, and compute their rewards."""
         seed, group_size = self.config.seed, self.config.rollout.group_size
         problems = self.task.problems(self.config.rollout.prompts_per_step, seed=seed, step=step)
         asked = [problem for problem in problems for _ in range(group_size)]
@@ -204,7 +204,7 @@ class GrpoTrainer:
             [self.policy.encode(problem.prompt) for problem in asked], seed=derived_seed(seed, "sampling", step)
         )
 
-        # Before anything is subtracted: log-probs that are not comparable are refused here.
+        # Raises for log-probs that are not comparable, before any subtraction.
         actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
 
         ids, mask = rollout.tokens.response_ids.cpu(), rollout.tokens.response_mask.cpu()
@@ -219,11 +219,11 @@ class GrpoTrainer:
         return GrpoBatch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
 
     def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
-        """log π_old and log π_ref; in bypass mode π_old is μ, and this forward pass is left out."""
+        """Compute log π_old and log π_ref. Bypass mode uses μ as π_old and skips this forward pass."""
         rows = self._micro_batch_size
         old_log_prob = None if self.bypass else batch.actor.log_prob(self.model, batch.rollout, rows_at_once=rows)
         ref_log_prob = None
-        if self.reference is not None:  # never filtered: what only the policy kept must have a finite log-prob
+        if self.reference is not None:  # never filtered: every token of the policy needs a finite log-prob
             whole = Actor(batch.actor.spec.for_actor("full"))
             ref_log_prob = whole.log_prob(self.reference, batch.rollout, rows_at_once=rows)
         return dataclasses.replace(batch, old_log_prob=old_log_prob, ref_log_prob=ref_log_prob)
@@ -250,7 +250,7 @@ class GrpoTrainer:
         )
 
     def _update(self, batch: GrpoBatch, step: int) -> tuple[Statistics, Tensor]:
-        """Every optimizer step of the batch; returns merged statistics and log π_θ as the first epoch met it."""
+        """Run every optimizer step of the batch; return merged statistics and log π_θ of the first epoch."""
         optim = self.config.optim
         set_learning_rate(self.optimizer, optim, step)
         first_log_prob = torch.zeros_like(batch.rollout.rollout_log_prob)
@@ -268,7 +268,7 @@ class GrpoTrainer:
             sums={"response_tokens": batch.response_mask.sum().double()}
         )
 
-        # Decoupled mode has one correction for the whole batch, the same on every rank; bypass mode one per loss.
+        # Decoupled mode has one correction for the full batch, the same on every rank; bypass mode one per loss.
         if batch.correction is None and measured:
             statistics |= gather_statistics(merge_statistics(measured), self.group)
         elif batch.correction is not None and batch.correction.statistics is not None:
@@ -276,11 +276,11 @@ class GrpoTrainer:
         return statistics, first_log_prob
 
     def _optimizer_step(self, batch: GrpoBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
-        """Accumulate a mini-batch's gradients over micro-batches, then step, if they are finite and anything was kept.
+        """Accumulate a mini-batch's gradients over micro-batches; step if they are finite and any token was kept.
 
-        If nothing was kept, the gradients are 0, but momentum and weight decay would still move the weights.
+        If no token was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
-        # In decoupled mode it is known beforehand what the policy gradient is divided by.
+        # In decoupled mode the denominator of the policy gradient is known beforehand.
         here = _beside(batch, rows)
         response_mask, correction = batch.response_mask[here], batch.correction
         original = denominators = count_denominators(response_mask)
@@ -290,7 +290,7 @@ class GrpoTrainer:
                 self.correction_config.normalizer, correction.loss_mask[here], response_mask, weights
             )
 
-        # A rank without rows runs one without tokens, so that it takes part in every exchange.
+        # A rank without rows runs an empty micro-batch, so that it joins every collective.
         own = own_rows(rows, self.group)
         part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
 
@@ -313,7 +313,7 @@ class GrpoTrainer:
                     continue
                 output.loss.backward()
 
-                # A KL or entropy term is learned from rejected tokens too.
+                # KL and entropy terms train on rejected tokens as well.
                 mask = output.loss_mask if output.regularization is None else batch.response_mask[micro_batch]
                 learned.append(torch.stack([output.loss.detach(), mask.sum().to(output.loss.dtype)]))
             if bypass is None:
@@ -344,7 +344,7 @@ class GrpoTrainer:
         original: Denominators,
         bypass: TrainingStep | None,
     ) -> tuple[PolicyLossOutput, Tensor]:
-        """The loss of a micro-batch, and the log π_θ that it saw."""
+        """Return the loss of a micro-batch and its log π_θ."""
         loss_config = self.config.algorithm.loss
         scores = batch.actor.score(
             self.model,
@@ -388,12 +388,12 @@ SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 
 
 def _beside(batch: GrpoBatch, rows: Tensor) -> Tensor:
-    """Row numbers on the batch's device, without waiting for it."""
+    """Return row numbers on the batch's device, without waiting for it."""
     return rows.to(batch.group_ids.device, non_blocking=True)
 
 
 def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
-    """The same batch with nothing in it: what a rank without rows runs, so that it takes part in every exchange."""
+    """Return an empty copy of the batch: a rank without rows runs it, so that it joins every collective."""
     nothing = torch.zeros_like(batch.response_mask)
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
     correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)

@@ -41,22 +41,22 @@ class Policy:
 
     @property
     def eos_token_id(self) -> int:
-        """The token that ends a response."""
+        """Return the token that ends a response."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills rows up to a common length."""
+        """Return the token that pads rows to a common length."""
         pad = self.tokenizer.pad_token_id
         return self.eos_token_id if pad is None else int(pad)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def make_byte_tokenizer() -> Any:  # noqa: ANN401 (transformers is imported lazily)
-    """A tokenizer with one token per byte, `<pad>` and `<eos>`: 258 entries, and no text it cannot read."""
+    """Return a tokenizer with one token per byte, `<pad>` and `<eos>`: 258 entries, for any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,10 +70,10 @@ def make_byte_tokenizer() -> Any:  # noqa: ANN401 (transformers is imported lazi
 
 
 def make_tiny_policy(*, seed: int = 0, **overrides: Any) -> Policy:  # noqa: ANN401 (any field of a configuration)
-    """A randomly initialized policy over bytes, by default a Qwen3 with 1.0 M parameters.
+    """Return a randomly initialized policy over bytes, by default a Qwen3 with 1.0 M parameters.
 
     Args:
-        seed: seeds the initial weights; the global generator is left as it was.
+        seed: seeds the initial weights; the global generator does not change.
         overrides: `model_type`, and fields of its configuration in `transformers`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -96,7 +96,7 @@ def load_policy(
 
     Args:
         path: a directory with a model and its tokenizer, a hub id such as `"Qwen/Qwen3-0.6B"`, `"demo"` for the
-            checkpoint of rollcorr-demo-models, or None for random weights.
+            checkpoint of rollcorr-demo-models, or None, for random weights.
         config: `model_type` and fields of a `transformers` configuration; only with random weights, which use
             the byte tokenizer.
         seed: seeds random weights.
@@ -141,7 +141,7 @@ def read_policy(directory: Path) -> Policy:
 
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
-    # How it was loaded does not belong to it: saved again, it must be the same file.
+    # Remove how the model was loaded, so that saving it again produces the same file.
     for name in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(name, None)
     return Policy(model, tokenizer)
@@ -151,7 +151,7 @@ def read_model(directory: Path) -> Any:  # noqa: ANN401
     """Return the model in a directory, in float32.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the directory contains no model.
     """
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(

@@ -1,12 +1,12 @@
 """Tasks: problems with a verifiable answer, and the reward of a response.
 
-A response answers on a line of its own, `#### 42`. The reward is 0 unless there is exactly one such line and its number
-is right, else
+A response answers on a line of its own, `#### 42`. The reward is 0 unless there is exactly one such line with the
+correct number, else
 
     1 + min(tokens_after_answer, bonus_length) / bonus_length
 
 so it lies in {0} ∪ [1, 2]. The bonus asks for longer explanations after the answer, which stresses a correction
-that degrades with length; `bonus_length` 0 leaves it out, and the reward is 0 or 1.
+that degrades with length; with `bonus_length` 0 the reward is 0 or 1.
 Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
 """
 
@@ -30,7 +30,7 @@ ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """One problem: what the policy reads, the answer that is right, and a solution to imitate in the warm-up."""
+    """One problem: prompt, correct answer, and a solution to imitate in the warm-up."""
 
     prompt: str
     answer: str
@@ -39,17 +39,17 @@ class TaskProblem:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a response earned: `value` in {0} ∪ [1, 2], and whether its answer was right."""
+    """Reward of a response: `value` in {0} ∪ [1, 2], and whether its answer was correct."""
 
     value: float
     correct: bool
 
 
 class Task(Protocol):
-    """A source of problems. Batches depend on (seed, step) alone, so data order survives a restart."""
+    """A source of problems. Batches depend only on (seed, step), so a restart keeps the data order."""
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """The `count` problems of a step."""
+        """Return the `count` problems of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class ArithmeticTask:
         """Draw operands uniformly from 0 … max_operand, and the sign by a fair coin.
 
         Args:
-            count: how many.
+            count: number of problems.
             seed: of the run.
-            step: number of the training step, so that each gets others.
+            step: number of the training step; each step gets different problems.
         """
         generator = derived_generator(seed, "problems", step)
         operands = torch.randint(self.max_operand + 1, (count, 2), generator=generator, device="cpu").tolist()
@@ -91,8 +91,8 @@ class ScratchpadTask:
     """Repeated addition on a scratch pad: `0 +8=4170` asks to start at 4170 and to add 8 again and again.
 
     The solution has a line for each addition, `a +8=4178`, `b +8=4186`, …, and answers with the last total. A line is
-    10 characters long, so 26 additions need 260 of them before the answer. One wrong line makes the answer wrong: a
-    policy that adds rightly 98 times of 100 is right in 59 % of its answers.
+    10 characters long, so 26 additions need 260 of them before the answer. One incorrect line makes the answer
+    incorrect: a policy with 98 % correct additions has 59 % correct answers.
 
     Attributes:
         additions: how often the number is added, 1 to 52, one letter for each.
@@ -108,12 +108,12 @@ class ScratchpadTask:
             raise ValueError(f"task.additions must be 1 to 52, one letter for each, got {self.additions}")
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """Draw the start uniformly from 0 … 8999 and what is added from 0 … 9.
+        """Draw the start uniformly from 0 … 8999 and the summand from 0 … 9.
 
         Args:
-            count: how many.
+            count: number of problems.
             seed: of the run.
-            step: number of the training step, so that each gets others.
+            step: number of the training step; each step gets different problems.
         """
         generator = derived_generator(seed, "problems", step)
         starts = torch.randint(9000, (count,), generator=generator, device="cpu").tolist()
@@ -137,21 +137,21 @@ class Gsm8kTask:
         """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch.
 
         Args:
-            count: how many.
+            count: number of problems.
             seed: of the run.
-            step: number of the training step, so that each gets others.
+            step: number of the training step; each step gets different problems.
         """
         return [self.rows[row] for row in shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)]
 
 
 def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)
-    """1 + min(tokens_after_answer, bonus_length) / bonus_length if the answer is right, else 0.
+    """Compute 1 + min(tokens_after_answer, bonus_length) / bonus_length if the answer is correct, else 0.
 
     Args:
         response_ids: token ids of the response. Special tokens (the end of the sequence) are not counted.
-        answer: the right answer.
+        answer: the correct answer.
         tokenizer: has `decode` and `all_special_ids`.
-        bonus_length: tokens after the answer line that earn the whole bonus; 0 for no bonus.
+        bonus_length: tokens after the answer line that earn the full bonus; 0 for no bonus.
 
     Source: Fang & Khazi (2025), "Mismatch Praxis", section 5.
     """
@@ -163,14 +163,14 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     if not bonus_length:
         return Reward(1.0, correct=True)
 
-    # The shortest prefix of tokens that holds the answer line; what follows earns the bonus.
+    # Shortest prefix of tokens that contains the answer line; the tokens after it earn the bonus.
     end = lines[0].end() + 1  # the line break belongs to the answer line
     used = bisect.bisect_left(range(len(ids)), end, key=lambda count: len(tokenizer.decode(ids[:count])))
     return Reward(1.0 + min(len(ids) - used, bonus_length) / bonus_length, correct=True)
 
 
 def same_number(given: str, expected: str) -> bool:
-    """Whether two answers are the same number, or failing that the same text; `$`, `,`, `%` and spaces are ignored."""
+    """Return whether two answers are the same number, or else the same text; `$`, `,`, `%` and spaces are ignored."""
     given, expected = (re.sub(r"[$,%\s]", "", text).rstrip(".") for text in (given, expected))
     try:
         return float(given) == float(expected)

@@ -1,4 +1,4 @@
-"""The supervised warm-up: imitate solutions until the policy is right often enough for rewards to differ."""
+"""Supervised warm-up: imitate solutions until the policy is correct often enough for rewards to differ."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def warm_up(
 
     Args:
         policy: trained in place.
-        task: where the problems come from.
+        task: source of the problems.
         steps: number of AdamW steps at most.
         batch_size: problems per step.
-        learning_rate: its peak.
-        seed: names the problems that are drawn.
-        good_enough: called after each step with the number of steps and the loss; true ends the warm-up.
+        learning_rate: peak learning rate.
+        seed: seeds the draw of the problems.
+        good_enough: callback after each step with the number of steps and the loss; true ends the warm-up.
 
     Returns:
         The last loss, nats per token.
@@ -53,7 +53,7 @@ def warm_up(
 
 
 def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
-    """−mean log π(solution and end of sequence | prompt) over the solutions' tokens, nats, 0-d."""
+    """Compute −mean log π(solution and end of sequence | prompt) over the solutions' tokens, nats, 0-d."""
     tokens = _solution_tokens(policy, problems)
     log_prob = whole_scores(policy.model, tokens).log_prob
     return -log_prob.masked_fill(~tokens.response_mask, 0.0).sum() / tokens.response_mask.sum()
@@ -62,13 +62,13 @@ def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
 def evaluate(
     engine: Engine, policy: Policy, task: Task, *, problems: int, bonus_length: int, seed: int
 ) -> dict[str, float]:
-    """Sample one response to each of some held-out problems: share of right answers, mean reward, number of problems.
+    """Sample a response to each held-out problem; return the share of correct answers, mean reward and count.
 
     Args:
         engine: samples.
-        policy: whose tokenizer reads the responses.
-        task: gives the problems.
-        problems: how many.
+        policy: its tokenizer decodes the responses.
+        task: source of the problems.
+        problems: number of problems.
         bonus_length: as in the task's options.
         seed: of the problems and the sampling.
     """
@@ -87,11 +87,11 @@ def evaluate(
 
 
 def _solution_tokens(policy: Policy, problems: list[TaskProblem]) -> TokenBatch:
-    """Prompts and solutions as one batch; the end-of-sequence token belongs to the solution."""
+    """Return prompts and solutions as one batch; the end-of-sequence token belongs to the solution."""
     device = next(policy.model.parameters()).device
     prompt_ids, prompt_mask = pad_prompts([policy.encode(p.prompt) for p in problems], pad_token_id=policy.pad_token_id)
 
-    # The policy must learn to stop, so the end of the sequence is imitated too.
+    # The policy must learn to stop, so it imitates the end of the sequence as well.
     solutions = [[*policy.encode(problem.solution), policy.eos_token_id] for problem in problems]
     width = max(map(len, solutions))
     response_ids = torch.tensor([ids + [policy.pad_token_id] * (width - len(ids)) for ids in solutions], device="cpu")
