@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel, as data: it can be run on a device, or compiled where there is none."""
+"""One launch of a Triton kernel, as data: run it on a device, or compile it without one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Launch(NamedTuple):
     Attributes:
         kernel: the Triton function.
         grid: programs in each dimension.
-        arguments: what it is given at run time, by name.
-        constants: what it is compiled for, by name.
+        arguments: run-time arguments, by name.
+        constants: compile-time constants, by name.
         warps: warps of a program.
-        registers: the most that a thread may take on NVIDIA's hardware, by the first number of the compute capability.
-            The assembler decides for one that is not listed, and for all where this is None.
+        registers: optional; the maximum per thread on NVIDIA's hardware, by the first number of the compute capability.
+            By default, and for a number that is not listed, the assembler decides.
     """
 
     kernel: Any
@@ -31,12 +31,12 @@ class Launch(NamedTuple):
     registers: Mapping[int, int] | None = None
 
     def limits(self, generation: int) -> dict[str, int]:
-        """Options of Triton that only NVIDIA's compiler knows, for GPUs of compute capability `generation`.x."""
+        """Return options that only NVIDIA's compiler has, for GPUs of compute capability `generation`.x."""
         most = (self.registers or {}).get(generation)
         return {} if most is None else {"maxnreg": most}
 
     def run(self, **options: Any) -> None:  # noqa: ANN401 (Triton's own options)
-        """Launch the kernel on the device of its arguments; one without programs does nothing."""
+        """Launch the kernel on the device of its arguments; returns at once without programs."""
         if 0 in self.grid:
             return
         device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))

@@ -1,4 +1,4 @@
-"""What every correction kernel shares: the batch that it takes, what bounds do, what it returns, and where it writes.
+"""Interface of every correction kernel: input batch, decisions at bounds, results and output buffers.
 
 Bounds limit weights or set them to 0, and they accept or reject statistics. Each criterion is decided on the valid
 tokens only, and the decisions are AND-ed, so their order never matters. Bounds are inclusive (`rollcorr.core.weights`).
@@ -25,13 +25,13 @@ Out = tuple["Tensor | None", Tensor]
 
 
 class Batch(NamedTuple):
-    """What a kernel corrects: whole sequences, (B, T) when padded, (N,) when packed.
+    """Batch to correct, with all tokens of each sequence: (B, T) when padded, (N,) when packed.
 
     Attributes:
         train: log π, nats.
         rollout: log μ, nats. Same shape.
         mask: non-zero on response tokens. Same shape; bool for `reference` and `torch`.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
+        cu_seqlens: (B + 1,) token offsets; required when packed.
     """
 
     train: Tensor
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The tensors under the names that errors give them."""
+        """Return the tensors by the names that error messages use."""
         return {"train_log_prob": self.train, "rollout_log_prob": self.rollout, "response_mask": self.mask}
 
 
@@ -49,9 +49,9 @@ class CorrectionOutput(NamedTuple):
     """One batch, corrected; weights are not normalized yet.
 
     Attributes:
-        weights: float32, 0 outside the mask, in the inputs' shape; None without importance sampling.
+        weights: optional; float32, 0 outside the mask, in the inputs' shape. Absent without importance sampling.
         loss_mask: bool, in the inputs' shape.
-        sequence_kept: (B,) bool: has a token in the loss, or had none to lose.
+        sequence_kept: (B,) bool; true if a token remains in the loss, or if the sequence had no response token.
         statistics: rows for the metric registry, on the device.
         policy_sums: (4, B) float64: valid and measured tokens, and Σ log π and Σ log μ over the measured ones. A loss
             compares its own policies with these.
@@ -65,7 +65,7 @@ class CorrectionOutput(NamedTuple):
 
 
 def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> Out:
-    """The buffers to write to: the caller's, checked by `check_out`, or fresh ones like the mask."""
+    """Return the output buffers: the caller's, checked by `check_out`, or new ones in the mask's shape."""
     if out is not None:
         return out
     weights = None if config.rollout_is is None else torch.empty(mask.shape, dtype=torch.float32, device=mask.device)
@@ -77,12 +77,12 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
 
     Args:
         out: (weights, loss_mask).
-        config: what will be computed.
-        inputs: the batch, by name.
+        config: configuration of the correction.
+        inputs: tensors of the batch, by name.
 
     Raises:
-        ValueError: a buffer is missing or of no use, its dtype, shape or device is wrong, or it is not contiguous, or
-            shares memory with an input.
+        ValueError: a buffer is missing or unused, has an invalid dtype, shape or device, is not contiguous, or shares
+            memory with an input.
     """
     needed = config is not None and config.rollout_is is not None
     if needed and out[0] is None:
@@ -105,7 +105,7 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
         if not buffer.is_contiguous():
             raise ValueError(f"{kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
 
-    # While torch traces, nothing has an address to compare.
+    # Traced tensors have no address to compare.
     if is_traced():
         return
     if (reason := why_no_address(**buffers)) is not None:
@@ -120,7 +120,7 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
 
 
 def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
-    """The output in the caller's buffers, if there are any."""
+    """Return the output, copied into the caller's buffers if there are any."""
     if out is None:
         return output
     weights, loss_mask = out
@@ -130,9 +130,9 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 
 
 def exceedance_band(config: RolloutCorrectionConfig) -> tuple[float | None, float | None]:
-    """(lower, upper) on the ratio: (1/C, C) when truncating, the band of IcePop, else that of the level's k1 criterion.
+    """Return (lower, upper) on the ratio: (1/C, C) when truncating, IcePop's band, or that of the level's k1 criterion.
 
-    A floor stands in place of 1/C. (None, None) when nothing bounds the weights: the shares are then absent.
+    A floor replaces 1/C. (`None`, `None`) without bounds on the weights: the shares are then absent.
     """
     if config.is_mode == "truncate":
         floor, ceiling = config.rollout_is_floor, config.is_upper
@@ -146,10 +146,10 @@ def exceedance_band(config: RolloutCorrectionConfig) -> tuple[float | None, floa
 
 
 def zeroing_band(config: RolloutCorrectionConfig) -> tuple[float, float]:
-    """The log weights to which IcePop gives a weight, ends included, nats; infinite ends for another mode.
+    """Return the log weights that IcePop keeps, ends included, nats; infinite ends for other modes.
 
-    The safety bound acts first and IcePop judges the clamped log weight. So an end of the band that the clamp does not
-    let a weight reach cuts nothing, and a band that no clamped weight reaches is empty: (inf, −inf).
+    The safety bound is applied first, and IcePop judges the clamped log weight. So an end of the band outside of the
+    clamp's range has no effect, and a band entirely outside of it is empty: (inf, −inf).
     """
     if config.is_mode != "icepop":
         return -math.inf, math.inf
@@ -161,14 +161,14 @@ def zeroing_band(config: RolloutCorrectionConfig) -> tuple[float, float]:
 
 
 def accepted_band(criterion: Criterion) -> tuple[float, float]:
-    """What a criterion accepts, ends included, nats: log-ratios (k1) or divergences (k2, k3)."""
+    """Return the values that a criterion accepts, ends included, nats: log-ratios (k1) or divergences (k2, k3)."""
     if criterion.kind == "k1":
         return log_band(criterion.lower, criterion.upper)
     return -math.inf, divergence_bound(criterion.upper)
 
 
 def applied_weights(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """The weights inside the bounds that the threshold sets; without a threshold they are `raw`, the bounded ones."""
+    """Return the weights limited by the threshold; without a threshold return `raw`, the bounded weights."""
     if config.is_mode == "icepop":
         lower, upper = config.is_lower, config.is_upper
         return masked_weights(log_weight, lower=lower, upper=upper, safety_bound=config.safety_bound)
@@ -176,12 +176,12 @@ def applied_weights(raw: Tensor, log_weight: Tensor, config: RolloutCorrectionCo
 
 
 def beyond_bounds(statistic: Tensor, criterion: Criterion) -> tuple[Tensor, Tensor]:
-    """Where a criterion's statistic is beyond its upper and beyond its lower bound: (too high, too low).
+    """Return where a statistic exceeds a criterion's upper bound, and where it is below its lower bound.
 
     Args:
         statistic: −log ρ (k1), with ρ the ratio of the token, the product of the sequence or its geometric mean; or the
             divergence (k2, k3), nats. Any shape.
-        criterion: what is judged, and the bounds.
+        criterion: the kind of statistic, and its bounds. A k1 criterion bounds the ratio ρ.
     """
     # The band of a k1 criterion is on the ratio itself. On −log ρ, a band that is not reciprocal would be inverted.
     if criterion.kind == "k1":
@@ -190,7 +190,7 @@ def beyond_bounds(statistic: Tensor, criterion: Criterion) -> tuple[Tensor, Tens
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first element, and of the end of the last; (0, 0) where there is no memory to compare."""
+    """Return the addresses of the first element and of the end of the last; (0, 0) without memory to compare."""
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start and start + x.nbytes

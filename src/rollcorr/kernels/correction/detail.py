@@ -1,4 +1,4 @@
-"""What the hot path does not pay for: quantiles, and the worst tokens and sequences. A second read, on request."""
+"""Statistics outside of the hot path: quantiles, and the worst tokens and sequences. They need a second read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rollcorr.kernels.correction.torch.table import Block, SequenceTable
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Detail:
-    """How the worst tokens and sequences are to be named.
+    """Naming of the worst tokens and sequences.
 
     Attributes:
-        sequence_offset: index of the batch's first sequence: what came before it on other ranks, shards and
-            micro-batches, so that merged entries can be told apart.
-        position_ids: where in its sequence each token stands, in the shape of the log-probs; needed when a slice of
-            every sequence is given. None: the column when padded, the place in the sequence when packed.
+        sequence_offset: index of the batch's first sequence: the number of sequences on earlier ranks, shards and
+            micro-batches. It distinguishes merged entries.
+        position_ids: position of each token in its sequence, in the shape of the log-probs; required for a slice of
+            every sequence. The default is the column when padded, and the position in the sequence when packed.
     """
 
     sequence_offset: int = 0
@@ -37,13 +37,13 @@ class Detail:
 def token_detail(
     batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, detail: Detail, *, compiled: bool
 ) -> tuple[Statistics, SequenceTable]:
-    """Read every token once for what is shown in detail: histograms of d and of the weights, and the worst tokens.
+    """Compute details in one read of the tokens: histograms of d and of the weights, and the worst tokens.
 
     Args:
-        batch: what was corrected; the mask may be of any dtype.
-        config: how missing log-probs count.
-        weights: applied weights before normalization, in the mask's shape; None if there are none.
-        detail: how tokens are named.
+        batch: the corrected batch; the mask may have any dtype.
+        config: decides how missing log-probs count.
+        weights: optional; applied weights before normalization, in the mask's shape.
+        detail: how to name tokens.
         compiled: whether compiled C may read the batch, if it can.
 
     Returns:
@@ -57,7 +57,7 @@ def token_detail(
         read = partial(_read, batch, weights, config.nonfinite == "neutral")
         table, statistics = read_blocks(read, batch.mask, batch.cu_seqlens)
 
-    # Up to here a token is known by its place in its sequence.
+    # Until here a token is identified by its position in its sequence.
     value, sequence, at = statistics.rows["tops"][0].unbind(-1)
     exists = sequence >= 0
     if detail.position_ids is not None and batch.mask.numel():
@@ -73,7 +73,7 @@ _COLUMNS = ("log_ratio", "zero", "compared")
 
 
 def _read(batch: Batch, weights: Tensor | None, neutral: bool, block: Block) -> tuple[SequenceTable, Statistics]:
-    """Read a block in torch."""
+    """Return a block's table and statistics, computed in torch."""
     train, rollout, valid = batch.train[block.at], batch.rollout[block.at], batch.mask[block.at]
     classes = classify_tokens(train, rollout, valid)
     compared = classes.measured | classes.zero_probability
@@ -85,7 +85,7 @@ def _read(batch: Batch, weights: Tensor | None, neutral: bool, block: Block) -> 
     if weights is not None:
         histograms["weight"] = histogram_of(weights[block.at], valid if neutral else compared)
 
-    # A token of probability zero is among the worst, as −∞.
+    # A token of probability zero is among the worst, with d = −∞.
     d = d.masked_fill_(classes.zero_probability, -torch.inf).flatten()
     found, exists = top_indices(d, compared.flatten())
     ids = block.ids()
@@ -100,7 +100,7 @@ def _read(batch: Batch, weights: Tensor | None, neutral: bool, block: Block) -> 
 
 
 def sequence_detail(table: SequenceTable, detail: Detail) -> Statistics:
-    """The histogram of S_i, and the worst sequences by |S_i|, from the sums of whole sequences."""
+    """Compute the histogram of S_i, and the worst sequences by |S_i|, from sums over each sequence."""
     tokens = table["compared"]
     product = table["log_ratio"].masked_fill(table["zero"] > 0, -torch.inf)
     found, exists = top_indices(product, tokens > 0)

@@ -1,4 +1,4 @@
-"""Which implementation of the correction runs: the one that is asked for, or the fastest that takes the batch."""
+"""Dispatch of the correction: the requested implementation, or by default the fastest that supports the batch."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def correction_kernel(
     out: Out | None = None,
     impl: Implementation = "auto",
 ) -> CorrectionOutput:
-    """Weights before normalization, loss mask, keep flags and statistics of one batch.
+    """Compute weights before normalization, loss mask, keep flags and statistics of one batch.
 
     Args:
         train_log_prob: log π, nats. (B, T), or (N,) when packed; any floating dtype.
         rollout_log_prob: log μ, nats. Same shape.
         mask: non-zero on response tokens. Same shape; any dtype.
-        config: what to compute.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        reduce: merges in the other parts of the sequences, when this call has a part of each; before anything is
-            decided. For "torch" alone: the others need their sequences whole.
-        out: buffers for the weights and the loss mask, which `check_out` has seen; None for fresh ones.
-        impl: "auto" takes what the configuration names; else what the environment variable ROLLCORR_IMPL names, where
-            that takes this batch; else the fastest implementation that is proven here and takes it.
+        config: configuration of the correction.
+        cu_seqlens: (B + 1,) token offsets; required when packed.
+        reduce: optional callback when this call has a part of each sequence. It merges in the other parts before any
+            decision. Only "torch" supports it; the other implementations need complete sequences.
+        out: optional buffers for the weights and the loss mask, already checked by `check_out`. New ones by default.
+        impl: "auto" selects the implementation that the configuration names; by default the one in the environment
+            variable ROLLCORR_IMPL if it supports this batch, else the fastest verified one that supports it.
 
     Raises:
-        ValueError: `impl` is not one of those above, does not take this batch, or lacks a row of the configuration; or
-            a criterion is for denoising steps only.
+        ValueError: `impl` is unknown, does not support this batch, or lacks a row of the configuration; or a criterion
+            is for denoising steps only.
         ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
     if impl not in _CHOICES:
@@ -65,14 +65,14 @@ def correction_kernel(
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
 
-    # What the list of rows refuses, every implementation would. A graph that is traced asks the list when it is built.
+    # Raise errors about rows before any implementation runs. A traced graph checks them when it is built.
     if not torch.compiler.is_compiling():
         known_rows(config)
 
     batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
     chosen_here = impl == "auto" and reduce is None
     if chosen_here:
-        # Only the reference writes into no buffer, which a transform or a trace would have to know of.
+        # Only the reference writes into no buffer; a transform or a trace would have to track one.
         functional = in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         impl = "reference" if functional else _chosen(batch, config)
     if impl == "cpu":
@@ -94,7 +94,7 @@ def correction_kernel(
         try:
             return torch_correction(batch, config, reduce=reduce, out=out)
         except MissingRowError:
-            # The reference may have the row. Who asked for torch, or gave a part of the sequences, must know.
+            # The reference may have the row. An explicit `impl="torch"` or a partial sequence must raise instead.
             if not chosen_here:
                 raise
     return copied_to(out, reference_correction(batch, config))
@@ -109,27 +109,27 @@ def warm(
     dtype: torch.dtype = torch.float32,
     mask_dtype: torch.dtype = torch.bool,
 ) -> str:
-    """Make a correction ready on a device, by one run on a batch of this kind, and wait until it has run.
+    """Prepare a correction on a device: run it on a batch of this kind, and wait for the result.
 
-    On a GPU this compares the Triton kernels with torch, unless it is known that they agree, and compiles them for this
-    configuration, layout and dtype. Triton keeps what it compiled, so the next process starts with it.
+    On a GPU this compares the Triton kernels with torch, unless a verdict is cached, and compiles them for this
+    configuration, layout and dtype. Triton caches compiled kernels, so the next process starts with them.
 
     Args:
-        config: the configuration that the run will use, a preset's name, or a dictionary.
-        device: where the run computes.
-        shape: (B, T): sequences, and tokens of each. It says how sequences are shared among programs, and whether rows
-            are aligned.
+        config: the run's configuration, a preset's name, or a dictionary.
+        device: the run's device.
+        shape: (B, T): sequences, and tokens per sequence. It decides how sequences are shared among programs, and
+            whether rows are aligned.
         packed: whether the run packs its sequences.
-        dtype: of the log-probs.
-        mask_dtype: of the response mask.
+        dtype: dtype of the log-probs.
+        mask_dtype: dtype of the response mask.
 
     Returns:
-        The implementation that a call of this kind takes: "triton", "cpu", "torch" or "reference".
+        The implementation that "auto" selects for such a batch: "triton", "cpu", "torch" or "reference".
 
     Raises:
-        ValueError: there is no correction in the configuration, or it names an implementation that does not take such a
+        ValueError: the configuration has no correction, or it names an implementation that does not support such a
             batch.
-        ImportError: it names an implementation that is not here.
+        ImportError: the configuration names an implementation that is not installed.
 
     Example:
         >>> warm("decoupled_token_is", "cpu", shape=(2, 8)) in ("cpu", "torch")
@@ -153,7 +153,7 @@ def warm(
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
-    """Every implementation of the correction, with whether it can be used here, and where or why not."""
+    """Return every implementation of the correction: whether it can be used here, and where or why not."""
     level, no_library = status()
     lacks = library().abilities.note if level else ""
     no_triton = triton.status()
@@ -169,7 +169,7 @@ def implementations() -> dict[str, tuple[bool, str]]:
 
 
 def _triton_note() -> str:
-    """Whether "auto" takes the Triton kernels on the first GPU, as far as that is known without running them."""
+    """Describe whether "auto" selects the Triton kernels on the first GPU, as known without running them."""
     if not torch.cuda.is_available():
         return "interpreted, on request"
     verdict = self_check.known_verdict(torch.device("cuda", torch.cuda.current_device()))
@@ -181,14 +181,14 @@ def _triton_note() -> str:
 
 
 def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
-    """What the environment names, where it takes the batch; else the fastest."""
+    """Return the implementation in the environment variable if it supports the batch, else the fastest."""
     named = "auto" if torch.compiler.is_compiling() else os.environ.get(VARIABLE, "auto")
     if named == "auto":
         return _fastest(batch, config)
     if named not in _CHOICES:
         raise ValueError(f"the environment variable {VARIABLE} must be one of {', '.join(_CHOICES)}, got {named!r}")
 
-    # The batch of a log on the CPU and that of a step on a GPU are of one process: one name cannot take both.
+    # A process may correct log files on the CPU and steps on a GPU: one name cannot support both.
     refusals = {"cpu": why_not, "triton": triton.why_not}
     reason = refusals[named](batch, config) if named in refusals else None
     if reason is None:

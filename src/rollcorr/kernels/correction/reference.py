@@ -1,4 +1,4 @@
-"""The correction, one formula at a time on whole float64 tensors: what faster twins are tested against."""
+"""The specification: each formula on complete float64 tensors. The faster implementations are tested against it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollcorr.kernels.correction.rows import Computed, Sequences
 
 
 class _Tokens(NamedTuple):
-    """The inputs in float64, with what every step below needs."""
+    """The inputs in float64, with values that several steps below need."""
 
     train: Tensor
     rollout: Tensor
@@ -31,7 +31,7 @@ class _Tokens(NamedTuple):
     counted: Tensor
     compared: Tensor
     measured: Tensor
-    log_ratio: Tensor  # d; −inf at probability zero, 0 where nothing is measured
+    log_ratio: Tensor  # d; −inf at probability zero, 0 on unmeasured tokens
     cu_seqlens: Tensor | None
 
     def sum(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -45,12 +45,12 @@ class _Tokens(NamedTuple):
 
     @property
     def has_counted(self) -> Tensor:
-        """The sequences that take part in weights and criteria."""
+        """Return the sequences that take part in weights and criteria."""
         return self.counts(self.counted) > 0
 
 
 def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.dispatch.correction_kernel`."""
+    """Compute the correction as `rollcorr.kernels.correction.dispatch.correction_kernel` does."""
     train, rollout, mask, cu_seqlens = inputs
     measured, zero_probability, missing = ratios.classify_tokens(train, rollout, mask)
     compared = measured | zero_probability
@@ -62,17 +62,17 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
     rows = Computed({}, {}, {})
     policy_sums = _compare(batch, config, rows)
 
-    # Rejection does not look at weights, nor weights at rejection; only the denominators need both.
+    # Rejection does not depend on weights, nor weights on rejection; only the denominators need both.
     loss_mask = _reject(batch, config, rows)
     token_weights = None if config.rollout_is is None else _weigh(batch, config, loss_mask, rows).float()
 
-    # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
+    # Group baselines leave out a sequence that rejection emptied, but not one that was empty before.
     sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(batch.valid) == 0)
     return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"), policy_sums)
 
 
 def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
-    """Compare the policies, whatever is done about it. Returns `CorrectionOutput.policy_sums`."""
+    """Compare the policies, independent of the correction. Returns `CorrectionOutput.policy_sums`."""
     d, sums, measured, compared = batch.log_ratio, rows.sums, batch.measured, batch.compared
     logs = torch.stack([batch.sum(values, measured) for values in (d, batch.train, batch.rollout)])
     sequences = Sequences(
@@ -84,7 +84,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
     )
     sums.update({name: values.sum() for name, values in rows.add_sequences(sequences, config).items()})
 
-    # ρ = 0 is a ratio like any other in χ² and in shares, but it has no logarithm to average.
+    # χ² and the shares include ρ = 0, but it has no logarithm to average.
     rows.sample("log_ratio", d, measured)
     sums["abs_log_ratio"] = _masked_sum(d.abs(), measured)
     sums["k3"] = _masked_sum(divergence.k3(d), measured)
@@ -101,12 +101,12 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
 
 
 def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
-    """The importance weights, 0 where nothing is counted, and their statistics."""
+    """Compute the importance weights, 0 on tokens that are not counted, and their statistics."""
     count, has_counted = batch.counts(batch.counted), batch.has_counted
     log_product = batch.sum(batch.log_ratio, batch.counted)
     token_level = config.rollout_is == "token"
 
-    # Sums come first; only then is ℓ clamped, and the weight bounded.
+    # Sum first; then clamp ℓ and bound the weight.
     if token_level:
         log_weight, units = batch.log_ratio, batch.counted
     else:
@@ -121,7 +121,7 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
     sums["saturated_low"] = (units & log_weight.isfinite() & (log_weight < -config.safety_bound)).sum()
     sums["saturated_high"] = (units & (log_weight > config.safety_bound)).sum()
 
-    # Whatever the level, the loss has one weight per token.
+    # The loss has one weight per token at every level.
     token_raw, token_weight = (raw, applied) if token_level else (batch.expand(raw), batch.expand(applied))
     token_weight = token_weight.masked_fill(~batch.counted, 0.0)
     mean_raw = batch.sum(token_raw, batch.counted) / count.clamp(min=1)
@@ -131,7 +131,7 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
     rows.sample("sequence_weight", mean_weight, has_counted)
     rows.moments["unit_weight"] = rows.moments["weight" if token_level else "sequence_weight"]
 
-    # How many are beyond a bound is counted before it acts.
+    # Count exceedances before the bounds are applied.
     lower, upper = exceedance_band(config)
     if upper is not None or lower is not None:
         sums["is_high"] = (units & ratio_above(log_weight, upper)).sum()
@@ -148,7 +148,7 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
     sums["kept_weight"] = kept_weight.sum()
     sums["kept_sequence_weight"] = (kept_weight / kept_count.clamp(min=1)).sum()
 
-    # The mean that batch normalization divides by: over units, or over what rejection left of them.
+    # The mean for batch normalization: over all units, or over the units that rejection kept.
     if config.rollout_is_batch_normalize:
         normalized = units
         if config.batch_normalize_over == "kept":
@@ -159,10 +159,10 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
 
 
 def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
-    """The loss mask: the response mask, less what each rejector takes out of it."""
+    """Compute the loss mask: the response mask without the tokens of each rejector."""
     sums = rows.sums
 
-    # Every rejector looks at the response mask alone, so their order never matters.
+    # Every rejector reads only the response mask, so their order never matters.
     rejected = {criterion.name: _criterion(batch, criterion, rows) for criterion in config.criteria}
     threshold = config.rollout_token_veto_threshold
     if threshold is not None:
@@ -175,7 +175,7 @@ def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> 
     elif config.nonfinite != "neutral":
         rejected["nonfinite"] = batch.missing
 
-    # A token stays if no rejector takes it.
+    # A token stays if no rejector removes it.
     rejectors_of_token = torch.zeros_like(batch.valid, dtype=torch.int64)
     rejectors_of_sequence = torch.zeros_like(batch.counts(batch.valid))
     for taken in rejected.values():
@@ -186,7 +186,7 @@ def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> 
     sums["sequences_kept"] = (batch.counts(loss_mask) > 0).sum()
     sums["sequences_touched"] = (rejectors_of_sequence > 0).sum()
 
-    # What rejectors take together shows those that only repeat each other.
+    # Overlap shows rejectors that only repeat each other.
     sums["rejected_by_several"] = (rejectors_of_token > 1).sum()
     sums["sequences_rejected_by_several"] = (rejectors_of_sequence > 1).sum()
     for criterion in config.criteria:
@@ -199,12 +199,12 @@ def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> 
 
 
 def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
-    """The tokens that one criterion rejects, and the statistics of its divergence."""
+    """Return the tokens that one criterion rejects, and add the statistics of its divergence."""
     row, has_counted = f"rs/{criterion.name}", batch.has_counted
     estimate = divergence.ESTIMATES[criterion.kind](batch.log_ratio)
     value = _statistic(batch, criterion, estimate)
 
-    # A token criterion is described twice: for tokens, and by its mean over each sequence, which decides nothing.
+    # A token criterion has rows for tokens, and for its mean over each sequence, which decides no rejection.
     units = described = has_counted
     if criterion.scope == "token":
         rows.sample(f"{row}/seq", value, has_counted)
@@ -221,7 +221,7 @@ def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
 
 
 def _statistic(batch: _Tokens, criterion: Criterion, estimate: Tensor) -> Tensor:
-    """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
+    """Compute a criterion's divergence of each sequence, (B,); a token criterion's mean over the sequence."""
     if criterion.scope == "seq_max":
         largest = layout.sequence_max(estimate, batch.counted, cu_seqlens=batch.cu_seqlens)
         return largest.masked_fill(~batch.has_counted, 0.0)

@@ -1,14 +1,14 @@
-"""THE list of statistics: every row that a correction leaves, its kind, when it is there, and what it is.
+"""The list of statistics: every row that a correction returns, with its kind, condition and description.
 
-A row has one home, here. Its metric reads it by name (`rollcorr.core.metric_registry`). A row that follows from the
-sums of whole sequences has its formula here too (`of`), and `reference` and `torch` both take it from here. The other
-rows are computed by each implementation:
+Each row is defined once, here. Its metric reads it by name (`rollcorr.core.metric_registry`). A row that follows from
+sums over each sequence has its formula here (`of`), and `reference` and `torch` both use it. Each implementation
+computes the other rows:
 
-    reference, torch    a row that is missing, or that is not on the list, is an error that names it
-    cpu                 the library says which rows it has; they are compared with the list when it is loaded
+    reference, torch    a missing row, or one that is not on the list, raises an error that names it
+    cpu                 the library reports its rows, which are compared with the list when it is loaded
     triton              the rows that its kernels write are read from their source, and compared in the same way
 
-Where `cpu` or `triton` lacks a row of the configuration, "auto" passes it over and `rollcorr info` says so.
+If `cpu` or `triton` lacks a row of the configuration, "auto" skips it and `rollcorr info` reports that.
 
 valid, counted, compared and measured tokens are defined on docs/reference/notation.md.
 """
@@ -32,25 +32,25 @@ Values = dict[str, Tensor]
 
 
 class Sequences:
-    """Sums over the tokens of each sequence, (B,): what the rows of whole sequences follow from.
+    """Sums over the tokens of each sequence, (B,), from which per-sequence rows are computed.
 
     Attributes:
-        valid, counted, compared, measured: how many of its tokens are.
-        missing: how many are valid, but not compared.
-        zero: how many have probability zero: they are compared, but not measured.
-        has_valid: whether it has a valid token.
-        has_counted: whether it has a counted token: it then has a weight and a statistic for every criterion.
-        has_measured: whether it has a measured token: it then has a perplexity under both policies.
-        unmeasured: whether it has none.
+        valid, counted, compared, measured: number of such tokens.
+        missing: number of valid tokens that are not compared.
+        zero: number of tokens of probability zero: compared, but not measured.
+        has_valid: whether it contains a valid token.
+        has_counted: whether it contains a counted token, and so has a weight and a statistic for every criterion.
+        has_measured: whether it contains a measured token, and so has a perplexity under both policies.
+        unmeasured: the opposite of `has_measured`.
         has_zero: whether it has a token of probability zero.
         log_ratio: Σ d over measured tokens, nats.
         log_product: S_i; −inf for a sequence with a token of probability zero.
-        log_ppls: −mean over measured tokens of d, log π and log μ, (3, B), nats; 0 where none is measured.
-        ppls: exp of these, (3, B); 0 where none is measured.
+        log_ppls: −mean over measured tokens of d, log π and log μ, (3, B), nats; 0 without a measured token.
+        ppls: exp of `log_ppls`, (3, B); 0 without a measured token.
     """
 
     def __init__(self, valid: Tensor, counted: Tensor, compared: Tensor, measured: Tensor, logs: Tensor) -> None:
-        """Take the sums; `logs` are Σ d, Σ log π and Σ log μ over measured tokens, (3, B), nats."""
+        """Initialize from the sums; `logs` are Σ d, Σ log π and Σ log μ over measured tokens, (3, B), nats."""
         self.valid, self.counted, self.compared, self.measured = valid, counted, compared, measured
         self.missing, self.zero = valid - compared, compared - measured
         self.has_valid, self.has_counted, self.has_measured = valid > 0, counted > 0, measured > 0
@@ -59,12 +59,12 @@ class Sequences:
         self.log_ratio = logs[0]
         self.log_product = self.log_ratio.masked_fill(self.has_zero, -torch.inf)
 
-        # Each policy has its own sum: a log-prob at the end of the float range leaves no digits of the other one in d.
+        # Sum each policy separately: if one log-prob is near the float limit, d has no digits of the other one.
         self.log_ppls = logs / -measured.clamp(min=1)
         self.ppls = self.log_ppls.exp().masked_fill(self.unmeasured, 0.0)
 
     def capped(self) -> Tensor:
-        """Whether S_i is finite and beyond the cap."""
+        """Return whether S_i is finite and beyond the cap."""
         size = self.log_product.abs()
         return (size > divergence.SAFETY_BOUND) & (size < torch.inf)
 
@@ -75,11 +75,11 @@ class Row(NamedTuple):
     Attributes:
         name: as in `Statistics`. A criterion's rows are listed once, with {criterion} for its name.
         kind: "sums", "moments" or "extremes".
-        what: what it is, in one line.
+        what: description, in one line.
         when: the condition under which a configuration has it (`_conditions`); of a criterion's rows, "always" or the
             scope of the criteria that have it.
-        of: what each sequence adds to the row, (B,), a number or a bool: the row is their sum, or their extremes over
-            the sequences with a measured token. None where each implementation computes the row.
+        of: optional; the contribution of each sequence, (B,), a number or a bool. The row is their sum, or their
+            extremes over the sequences with a measured token. By default each implementation computes the row.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Row(NamedTuple):
 
 
 def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
-    """The conditions of `ROWS` that hold for a configuration."""
+    """Return the conditions of `ROWS` that are true for a configuration."""
     weighs = config.rollout_is is not None
     held = {
         "always": True,
@@ -106,7 +106,7 @@ def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
 
 
 ROWS: tuple[Row, ...] = (
-    # How much was seen.
+    # Counts.
     Row("tokens", "sums", "valid tokens", "always", lambda s: s.valid),
     Row("sequences", "sums", "sequences with a valid token", "always", lambda s: s.has_valid),
     Row("nonfinite", "sums", "missing tokens: valid, not compared", "always", lambda s: s.missing),
@@ -116,7 +116,7 @@ ROWS: tuple[Row, ...] = (
     Row("tokens_counted", "sums", "counted tokens", "always", lambda s: s.counted),
     Row("sequences_measured", "sums", "sequences with a measured token", "always", lambda s: s.has_measured),
     Row("sequences_counted", "sums", "sequences with a counted token", "always", lambda s: s.has_counted),
-    # How far apart the policies are, token by token.
+    # Mismatch of the policies, per token.
     Row("log_ratio", "moments", "d of measured tokens", "always"),
     Row("log_ratio", "extremes", "d of measured tokens", "always"),
     Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", "always"),
@@ -127,7 +127,7 @@ ROWS: tuple[Row, ...] = (
     Row("prob_diff_abs", "sums", "Σ |π − μ| of compared tokens", "always"),
     Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", "always"),
     Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", "always"),
-    # The same, sequence by sequence: means over measured tokens.
+    # Mismatch of the policies, per sequence: means over measured tokens.
     Row("train_log_ppl", "sums", "Σ −mean log π", "always", lambda s: s.log_ppls[1]),
     Row("train_ppl", "sums", "Σ exp(−mean log π)", "always", lambda s: s.ppls[1]),
     Row("rollout_log_ppl", "sums", "Σ −mean log μ", "always", lambda s: s.log_ppls[2]),
@@ -146,7 +146,7 @@ ROWS: tuple[Row, ...] = (
     Row("sequences_rejected_by_several", "sums", "sequences that several rejectors touch", "always"),
     Row("catastrophic_tokens", "sums", "counted tokens with ρ < τ", "veto"),
     Row("vetoed_sequences", "sums", "sequences with such a token", "veto"),
-    # The weights. A unit is a counted token, or a sequence with one: what the level gives one weight to.
+    # The weights. A unit has one weight: a counted token, or at the other levels a sequence with such a token.
     Row("units", "sums", "units", "weights"),
     Row("saturated_low", "sums", "units with a finite ℓ < −safety_bound", "weights"),
     Row("saturated_high", "sums", "units with ℓ > safety_bound", "weights"),
@@ -170,7 +170,7 @@ ROWS: tuple[Row, ...] = (
     Row("norm_units", "sums", "how many they are", "batch normalization"),
 )
 
-# The kernels of `triton` count on this order within a kind.
+# The kernels of `triton` rely on this order within a kind.
 CRITERION_ROWS: tuple[Row, ...] = (
     Row("rs/{criterion}/seq_high", "sums", "sequences whose mean is above the bound", "token"),
     Row("rs/{criterion}/seq_low", "sums", "sequences whose mean is below the bound", "token"),
@@ -194,12 +194,12 @@ class MissingRowError(ValueError):
 
 
 def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
-    """The rows of a configuration, in order, with the names of its criteria filled in.
+    """Return the rows of a configuration, in order, with the names of its criteria filled in.
 
     Raises:
         ValueError: a criterion is for denoising steps only.
     """
-    # torch.compile looks past a cache, and warns of it; what it traces is kept anyway.
+    # torch.compile ignores caches, with a warning; the graph that it traces keeps the list anyway.
     return _listed_rows(config) if torch.compiler.is_compiling() else known_rows(config)
 
 
@@ -220,7 +220,7 @@ known_rows = lru_cache(maxsize=64)(_listed_rows)
 
 @lru_cache(maxsize=64)
 def empty_statistics(config: RolloutCorrectionConfig, device: torch.device | str) -> Statistics:
-    """The rows of a configuration, all 0: what a vector of values is unpacked into."""
+    """Return the rows of a configuration, all 0: a template into which a vector of values is unpacked."""
     rows = Computed({}, {}, {})
     for row in rows_of(config):
         getattr(rows, row.kind)[row.name] = torch.zeros(_SHAPES[row.kind], device=device)
@@ -228,7 +228,7 @@ def empty_statistics(config: RolloutCorrectionConfig, device: torch.device | str
 
 
 class Computed(NamedTuple):
-    """The rows that an implementation fills, by kind; it ends with all that the list has for its configuration."""
+    """The rows that an implementation computes, by kind; when finished, it contains the configuration's list."""
 
     sums: Values
     moments: Values
@@ -236,17 +236,17 @@ class Computed(NamedTuple):
 
     @classmethod
     def of(cls, statistics: Statistics) -> Computed:
-        """Name the rows of statistics."""
+        """Return the rows of statistics by kind and name."""
         named = (zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True) for kind in _SHAPES)
         return cls(*map(dict, named))
 
     def sample(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Describe a sample by its moments and extremes, over its finite values."""
+        """Compute a sample's moments and extremes, over its finite values."""
         mask = mask & values.isfinite()
         self.moments[name], self.extremes[name] = moments_of(values, mask), extremes_of(values, mask)
 
     def add_sequences(self, sequences: Sequences, config: RolloutCorrectionConfig) -> Values:
-        """Fill the extremes that follow from sums of whole sequences; return what each sequence adds to the sums."""
+        """Compute the extremes from sums over each sequence; return each sequence's contributions to the sums."""
         added: Values = {}
         for row in rows_of(config):
             if row.of is not None and row.kind == "sums":
@@ -256,7 +256,7 @@ class Computed(NamedTuple):
         return added
 
     def statistics(self, config: RolloutCorrectionConfig, implementation: str) -> Statistics:
-        """The rows in the order of the list.
+        """Return the rows in the order of the list.
 
         Raises:
             ValueError: a row of the list was not computed, or one that is not on the list was.
@@ -276,12 +276,12 @@ class Computed(NamedTuple):
 
 
 class Abilities(NamedTuple):
-    """What a kernel with its own copy of the decisions computes.
+    """Abilities of a kernel that has its own copy of the decisions.
 
     Attributes:
         missing: rows of the list that it lacks.
-        kinds: divergences that it knows.
-        scopes: what it can apply a criterion to.
+        kinds: divergences that it supports.
+        scopes: scopes of a criterion that it supports.
     """
 
     missing: tuple[Row, ...]
@@ -290,11 +290,11 @@ class Abilities(NamedTuple):
 
     @property
     def note(self) -> str:
-        """The rows that are missing, in words; empty when there are none."""
+        """Return a description of the missing rows; empty without any."""
         return "; ".join(_lacks(row) for row in self.missing)
 
     def why_not(self, config: RolloutCorrectionConfig) -> str | None:
-        """Why the kernel cannot compute everything that a configuration has, or None when it can."""
+        """Return why the kernel cannot compute the configuration; `None` if it can."""
         for criterion in config.criteria:
             if criterion.kind not in self.kinds or criterion.scope not in self.scopes:
                 return f"it does not know the criterion {criterion.name!r}"
@@ -306,7 +306,7 @@ class Abilities(NamedTuple):
 
 
 def missing_rows(computed: Container[tuple[str, str]]) -> tuple[Row, ...]:
-    """The rows of the list that are not among these: kinds and names, with {criterion} for the name of a criterion."""
+    """Return the rows of the list not in `computed`: kinds and names, with {criterion} for the name of a criterion."""
     return tuple(row for row in (*ROWS, *CRITERION_ROWS) if (row.kind, row.name) not in computed)
 
 

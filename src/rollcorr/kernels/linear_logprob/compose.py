@@ -1,8 +1,9 @@
-"""From sums to log-probs: what every form shares, whichever way the sums are made.
+"""From sums to log-probs: the steps that every implementation shares.
 
-Of a vocabulary-parallel head each rank of a group holds some rows, and all hold the same tokens. What is sent: three or
-four numbers for each token forward, one all-gather; the hidden states' gradient backward, one all-reduce. The head's
-gradient stays where the rows are. Parts are merged in rank order: all ranks get the same bits.
+With a vocabulary-parallel head each rank of a group has a slice of the rows, and all ranks have the same tokens.
+Forward sends three or four numbers per token in one all-gather. Backward sends the hidden states' gradient in one
+all-reduce. The head's gradient stays on the rank of its rows. Parts are merged in rank order: all ranks get the same
+bits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProducts) -> LinearLogProb:
-    """Log-probs, and what else is asked for, (N,): one implementation of chunks of logits and one of kept rows."""
+    """Compute log-probs and the requested extras, (N,), from an implementation of chunks and one of kept rows."""
     if problem.group is not None:
         problem = replace(problem, hidden=_SummedGradient.apply(problem.hidden, problem.group))
     if problem.mask is not None and not problem.compact:
@@ -51,9 +52,9 @@ def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProd
 
 
 def _over_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
-    """Over the vocabulary. Compact: tokens that do not count are dropped before anything is computed.
+    """Compute log-probs over the vocabulary. Compact: drop tokens that do not count before any computation.
 
-    Otherwise no token is dropped: nothing is read, so nothing waits.
+    Otherwise every token is computed: the host reads no value, so it never waits.
     """
     mask, N = problem.mask, problem.token_ids.numel()
     rows = rows_where(mask) if problem.compact and mask is not None else None
@@ -62,7 +63,7 @@ def _over_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
     sums = dense_sums(part, epilogue, measured=measured, entropy=problem.entropy is not False)
     sums = merged_sums(sums, measured, problem.group)
 
-    # What was dropped gets log-prob 0 and entropy NaN, like what was computed and does not count.
+    # Dropped tokens get log-prob 0 and entropy NaN, like computed tokens that do not count.
     log_prob, entropy = placed(sums.log_prob, rows, N, 0.0), sums.entropy
     if mask is not None:
         log_prob = log_prob.where(mask, 0.0)
@@ -73,7 +74,7 @@ def _over_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
 
 
 def _where_wanted(values: Tensor, *wanted: Tensor | bool | None) -> Tensor:
-    """The values where every choice of tokens has them, and NaN elsewhere; None and True choose all tokens."""
+    """Return the values where every choice of tokens is true, and NaN elsewhere; `None` and True choose all tokens."""
     for choice in wanted:
         values = values.where(choice, torch.nan) if isinstance(choice, Tensor) else values
     return values
@@ -81,7 +82,7 @@ def _where_wanted(values: Tensor, *wanted: Tensor | bool | None) -> Tensor:
 
 @torch.no_grad()
 def _log_kept_mass(problem: Problem, epilogue: Epilogue, member: Membership, sums: LogSums) -> Tensor:
-    """log Σ_{j ∈ K ∪ {a}} p_j where it is asked for: one pass over the head, for those tokens alone if compact."""
+    """Compute log Σ_{j ∈ K ∪ {a}} p_j where requested: one pass over the head, for only those tokens if compact."""
     rows = None
     if problem.compact:
         wanted = torch.ones_like(member.working) & problem.log_kept_mass
@@ -91,14 +92,14 @@ def _log_kept_mass(problem: Problem, epilogue: Epilogue, member: Membership, sum
 
     largest, log_sum, working = (at_rows(x, rows) for x in (sums.largest, sums.log_sum, member.working))
     mass = (largest - whole.largest) + (log_sum - whole.log_sum)
-    mass = torch.where(working, mass, whole.log_prob)  # a set of one is the sampled token
+    mass = torch.where(working, mass, whole.log_prob)  # a set of one id contains only the sampled token
     return _where_wanted(placed(mass, rows, len(member.working), torch.nan), problem.log_kept_mass, problem.mask)
 
 
 def id_ranges(weight: Tensor, token_ids: Tensor, first_id: int, group: ProcessGroup | None) -> list[tuple[int, int]]:
     """Return the first id of each rank's rows and the one after the last, in rank order: one all-gather in host memory.
 
-    Elsewhere nothing is read. An id that no slice has leads to no row there, so any id is in the range.
+    On a device this reads no id and returns an unlimited range: there an id outside of all slices leads to no row.
     """
     if group is None:
         return [(0, len(weight))]
@@ -111,14 +112,14 @@ def id_ranges(weight: Tensor, token_ids: Tensor, first_id: int, group: ProcessGr
 
 
 def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | None) -> LogSums:
-    """Sums over the entries of all ranks, differentiable in this rank's.
+    """Merge the sums over the entries of all ranks, differentiable in this rank's sums.
 
-    The gradient upstream must be the same on every rank, as it is when each computes the same loss from these sums.
+    The upstream gradient must be equal on every rank, as it is when each rank computes the same loss from these sums.
 
     Args:
-        own: this rank's.
-        measured: positions of the tokens whose entropy there is; None for all.
-        group: the ranks; None returns the sums as they are.
+        own: the sums of this rank.
+        measured: optional; positions of the tokens with an entropy. The default is all tokens.
+        group: optional; the ranks. By default the sums are returned unchanged.
     """
     if group is None:
         return own
@@ -127,13 +128,13 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
     largest = of_ranks.amax(0)
     anchor = largest.masked_fill(largest == -torch.inf, 0.0)
 
-    # log Σ exp(z − anchor) of each rank's entries, −inf where it has none.
+    # log Σ exp(z − anchor) over each rank's entries, −inf for a rank without entries.
     log_sums = torch.stack([part.log_sum for part in parts]).masked_fill(of_ranks == -torch.inf, 0.0)
     logs = (log_sums + of_ranks) - anchor
     log_sum = logs.logsumexp(0)
     target = torch.stack([part.target for part in parts]).sum(0)
     entropy = None
-    if own.entropy is not None:  # H = Σ_r w_r (H_r − log w_r), w_r the share of rank r
+    if own.entropy is not None:  # H = Σ_r w_r (H_r − log w_r), w_r the probability of rank r's entries
         log_share = logs - log_sum
         if measured is not None:
             log_share = log_share[:, measured]
@@ -145,7 +146,7 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The same hidden states; their gradient is summed over the ranks, which each know their own rows' part."""
+    """The hidden states unchanged; backward sums their gradient over the ranks, each of which computes a part."""
 
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, group: ProcessGroup) -> Tensor:
@@ -160,7 +161,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def _gather(own: LogSums, group: ProcessGroup) -> list[LogSums]:
-    """The sums of each rank, without gradients."""
+    """Return the sums of each rank, without gradients."""
     vectors = [x.detach() for x in own if x is not None]
     sizes = [x.numel() for x in vectors]
     sent = torch.cat(vectors)

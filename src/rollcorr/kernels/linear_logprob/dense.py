@@ -1,8 +1,8 @@
-"""The whole vocabulary, a chunk at a time: two matrix products forward and back again, and one chunk of logits live.
+"""The full vocabulary in chunks: two matrix products forward and back again, with one chunk of logits in memory.
 
-Forward, each chunk's logits z = h Wᵀ + b are folded into a running maximum and sum. Backward makes them anew, turns
-them in place into the gradient G and adds G W and Gᵀ h to the results. Tokens whose gradient is zero are dropped before
-that, so backward time is that of the tokens that count; or, where their number must not be read, they get a G of 0.
+Forward, each chunk's logits z = h Wᵀ + b are added to a running maximum and sum. Backward recomputes them, overwrites
+them with the gradient G, and adds G W and Gᵀ h to the results. Tokens whose gradient is zero are dropped first, so
+backward time depends only on the tokens that count. If their number must not be read, their G is 0 instead.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Running:
 
 @dataclass(frozen=True)
 class Upstream:
-    """What backward knows of each active token, (n,).
+    """Inputs of backward for each active token, (n,).
 
     Attributes:
         log_total: log Σ exp(z), so that p = exp(z − log_total).
         of_sum: gradient of log Σ exp(z) over the temperature.
         of_target: gradient of z_a over the temperature.
-        entropies: positions of tokens whose entropy has a gradient (None for all active ones), their entropies, and
-            the gradients over the temperature; None for no token.
+        entropies: optional; positions of tokens whose entropy has a gradient (`None` for all active ones), their
+            entropies, and the gradients over the temperature. `None` if no token has one.
     """
 
     log_total: Tensor
@@ -67,12 +67,12 @@ class Upstream:
 
 
 class Epilogue:
-    """What is done with a chunk of (n, C) logits before the next one overwrites it: a few passes of eager torch."""
+    """The steps on a chunk of (n, C) logits before the next chunk overwrites it: a few passes of eager torch."""
 
     def absorb(
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, measured: Tensor | None, running: Running
     ) -> None:
-        """Fold logits, not yet divided by the temperature, into the running sums. They may be overwritten."""
+        """Add logits, not yet divided by the temperature, to the running sums. May overwrite the logits."""
         _divide(logits, temperature)
         inside, place = _inside(local_ids, logits.shape[-1])
         running.target = torch.where(inside, logits.gather(1, place).squeeze(-1), running.target)
@@ -93,7 +93,7 @@ class Epilogue:
     def to_gradient(
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, upstream: Upstream, dtype: torch.dtype
     ) -> Tensor:
-        """The gradient of the loss in these logits, in the given type; in their place if that is theirs."""
+        """Compute the gradient of the loss in these logits, in the given type; in place if it is theirs."""
         _divide(logits, temperature)
         powers = logits.sub_(upstream.log_total.unsqueeze(-1)).exp_()
         if upstream.entropies is None:
@@ -109,14 +109,15 @@ class Epilogue:
 
 
 def dense_sums(problem: Problem, epilogue: Epilogue, *, measured: Tensor | None = None, entropy: bool) -> LogSums:
-    """Sums over all V entries z_j = (h · W_j + b_j) / τ, differentiable in hidden states, weight and bias.
+    """Compute sums over all V entries z_j = (h · W_j + b_j) / τ, differentiable in hidden states, weight and bias.
 
     Args:
-        problem: its mask and its kept sets are not read. Ids in none of the rows have target 0. A compact one drops
-            tokens without a gradient backward, which waits for the device.
-        epilogue: does the work between the products.
-        measured: (n,) int64 positions of the tokens whose entropy is wanted; None for all. Only of a compact problem.
-        entropy: whether any entropy is wanted.
+        problem: the arguments; `mask` and `kept` are ignored. Ids outside of the rows have target 0. A compact problem
+            drops tokens without a gradient in backward, which waits for the device.
+        epilogue: computes the steps between the products.
+        measured: optional; (n,) int64 positions of the tokens whose entropy is needed, only for a compact problem. The
+            default is all tokens.
+        entropy: whether any entropy is needed.
     """
     return LogSums(*_Dense.apply(problem.hidden, problem.weight, problem.bias, problem, epilogue, measured, entropy))
 
@@ -150,7 +151,7 @@ class _Dense(torch.autograd.Function):
         if running.weighted is not None:
             entropies = at_rows(log_sum, measured) - running.weighted / at_rows(running.total, measured)
 
-        # Only saved tensors hold the operands, so that backward frees them.
+        # Only saved tensors reference the operands, so that backward frees them.
         ctx.problem, ctx.epilogue, ctx.measured = replace(problem, hidden=hidden.new_empty(0)), epilogue, measured
         ctx.save_for_backward(hidden, weight, bias, running.largest + log_sum, entropies)
         ctx.mark_non_differentiable(running.largest)
@@ -170,8 +171,8 @@ class _Dense(torch.autograd.Function):
             entropy, of_entropy = (placed(x, ctx.measured, len(hidden), 0.0) for x in (entropy, of_entropy))
             active = active | (of_entropy != 0)
 
-        # Tokens without a gradient are dropped. Or nothing is read, and they are made harmless: a total of ∞ makes
-        # every p of such a token 0, whatever its logits are.
+        # Drop tokens without a gradient. If their number must not be read, neutralize them: with a total of ∞ every p
+        # of such a token is 0, for any logits.
         if problem.compact:
             rows = rows_where(active)
             problem = problem.at(rows)
@@ -210,7 +211,7 @@ class _Dense(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """For each chunk: its first row, the hidden states and the rows as operands, and logits in a buffer used again."""
+    """Yield for each chunk: its first row, hidden states and rows as operands, and logits in a reused buffer."""
     dtype = operand_type(hidden, weight, problem.wide, problem.precision)
     N, V = hidden.shape[0], weight.shape[0]
     live = CHUNK_ENTRIES.get(hidden.device.type, CHUNK_ENTRIES["cuda"])
@@ -231,5 +232,5 @@ def _divide(logits: Tensor, temperature: float | Tensor) -> None:
 
 
 def _inside(local_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Which tokens' ids are in a chunk, (n,), and a place in it for each, (n, 1)."""
+    """Return whether each token's id is in a chunk, (n,), and its index in the chunk (clamped), (n, 1)."""
     return (local_ids >= 0) & (local_ids < size), local_ids.clamp(0, size - 1).unsqueeze(-1)

@@ -10,7 +10,7 @@ from rollcorr.kernels.linear_logprob.problem import Context, LinearLogProb, Prob
 
 
 def reference_log_prob(problem: Problem) -> LinearLogProb:
-    """As `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,); it makes the (N, V) logits, in float32 or wider."""
+    """Implement `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,), from (N, V) logits in float32 or wider."""
     weight = problem.weight
     if problem.accumulate_into is not None:
         weight = _Accumulated.apply(weight, problem.accumulate_into)
@@ -37,7 +37,7 @@ def reference_log_prob(problem: Problem) -> LinearLogProb:
 
 
 class _Accumulated(torch.autograd.Function):
-    """A tensor whose gradient is added to another one instead of being returned."""
+    """A tensor whose gradient is added to `total` instead of being returned."""
 
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, total: Tensor) -> Tensor:

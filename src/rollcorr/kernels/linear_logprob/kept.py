@@ -1,11 +1,11 @@
-"""Recorded kept sets: only the kept rows of the head are read, and only their gradient is made.
+"""Recorded kept sets: only the kept rows of the head are read, and only these rows get a gradient.
 
 The sets of all tokens are one ragged list of entries (token, id). Logits are the ragged dot products h_t · W_id, which
-torch has as the gradient of an embedding bag in its sample weights; the gradient in the hidden states is the bag.
-The gradient in the head is a bag again, over the entries sorted by id: each kept row is made once, and written once.
+torch computes as the gradient of an embedding bag in its sample weights; the gradient in the hidden states is the bag.
+The gradient in the head is a second bag, over the entries sorted by id: each kept row is computed and written once.
 
-How many tokens work and which rows are in use is data. Where it must not be read, every token keeps a place for each
-of its ids and one more for the sampled one, and places without an entry have the logit −∞.
+The number of active tokens and the rows in use depend on the data. If they must not be read, every token has a place
+for each of its ids and one more for the sampled id, and places without an entry have the logit −∞.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ROWS_AT_ONCE = 512
 
 
 class Membership(NamedTuple):
-    """What the ids alone say, (N,) bool.
+    """Properties of the sampled tokens that depend only on ids and mask, (N,) bool.
 
     Attributes:
         outside: the sampled token was not in its set.
-        working: the set with the sampled token has a choice: at least two ids, and the mask is true. The log-prob of
-            any other token is 0.
+        working: the token is active: its set, with the sampled token, contains at least two ids, and the mask is true.
+            The log-prob of every inactive token is 0.
     """
 
     outside: Tensor
@@ -52,7 +52,7 @@ class Membership(NamedTuple):
 
 
 def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Membership:
-    """Which sampled tokens are members, and which sets leave a choice. Reads no value."""
+    """Return which sampled tokens are outside of their sets, and which tokens are active. Reads no value."""
     rows = sequence_ids(kept.ids, cu_seqlens=kept.offsets)
     is_sampled = (kept.ids == token_ids[rows]).to(torch.int32)
     outside = torch.zeros_like(token_ids, dtype=torch.int32).index_add(0, rows, is_sampled) == 0
@@ -63,10 +63,10 @@ def membership(kept: KeptSets, token_ids: Tensor, mask: Tensor | None) -> Member
 
 
 def kept_sums(problem: Problem, member: Membership, products: RaggedProducts) -> LogSums:
-    """Sums over K ∪ {a}, or over what this rank's slice of the head has of it, (N,); empty ones where nothing works.
+    """Compute sums over K ∪ {a}, or over this rank's slice of it, (N,); 0 for inactive tokens.
 
-    A compact problem drops tokens that do not work. How many there are is data, so this waits for the device. In
-    another one such a token has the single logit 0.
+    A compact problem drops inactive tokens. Their number depends on the data, so this waits for the device. Otherwise
+    an inactive token has the single logit 0.
     """
     tokens, rows = len(member.working), None
     if problem.compact:
@@ -83,7 +83,7 @@ def kept_sums(problem: Problem, member: Membership, products: RaggedProducts) ->
     if not problem.compact:
         z = z.where(exists, -torch.inf).masked_fill(stands_alone, 0.0)
 
-    # Sums of each token's logits; −∞ is no logit.
+    # Sums of each token's logits; −∞ marks a place without an entry.
     rows_of, offsets = entries.hidden_rows, entries.offsets
     largest = z.new_full((len(member.working),), -torch.inf).scatter_reduce(0, rows_of, z.detach(), "amax")
     anchor = largest.masked_fill(largest == -torch.inf, 0.0)
@@ -101,11 +101,12 @@ class Entries:
     """Ragged (token, id) pairs, ordered by token.
 
     Attributes:
-        ids: the row of the head's weight of each, (m,) int64.
-        hidden_rows: the token of each, as a row of the hidden states, (m,) int64.
-        offsets: where each token's entries begin, and their number, (n + 1,) int64.
+        ids: row of the head's weight of each entry, (m,) int64.
+        hidden_rows: token of each entry, as a row of the hidden states, (m,) int64.
+        offsets: index of each token's first entry, then the number of entries, (n + 1,) int64.
         is_sampled: whether the entry is the sampled token, (m,) bool.
-        compact: whether a half-precision head is widened at the rows in use alone; which these are is data.
+        compact: whether to widen only the rows in use of a half-precision head; which rows these are depends on the
+            data.
     """
 
     ids: Tensor
@@ -116,10 +117,10 @@ class Entries:
 
 
 class RaggedProducts:
-    """Products of hidden states h and head rows W over entries e of a token t(e) and an id id(e): embedding bags."""
+    """Products of hidden states h and head rows W over entries e with token t(e) and id id(e): embedding bags."""
 
     def dots(self, hidden: Tensor, weight: Tensor, entries: Entries) -> Tensor:
-        """h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider."""
+        """Compute h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider."""
         wide = wide_type(hidden, weight)
         z = hidden.new_zeros(entries.ids.shape, dtype=wide)
         for columns, table, ids in _tables(weight, entries, wide):
@@ -130,33 +131,33 @@ class RaggedProducts:
         return z
 
     def of_hidden(self, weight: Tensor, entries: Entries, gradient: Tensor) -> Tensor:
-        """Σ_e g_e W_{id(e)} of each token, (n, d), from the gradient g of the entries' logits."""
+        """Compute Σ_e g_e W_{id(e)} of each token, (n, d), from the gradient g of the entries' logits."""
         tables = _tables(weight, entries, gradient.dtype)
         parts = [_bags(table, ids, entries.offsets, gradient) for _, table, ids in tables]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def add_to_head(self, total: Tensor, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
         """Add Σ_{e: id(e) = v} g_e h_{t(e)} to row v of the head's gradient, for each id v that occurs."""
-        # Sorted by id, the entries of one head row are neighbors: a bag whose sum is that row's gradient.
+        # Sorted by id, the entries of one head row are adjacent: a bag whose sum is that row's gradient.
         order, hidden = entries.ids.argsort(stable=True), hidden.to(gradient.dtype)
         sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
         if not entries.compact:
-            # Which rows there are is not read: every row of the head has a bag, most of them empty.
+            # Without reading which rows occur, every row of the head has a bag, and most bags are empty.
             starts = torch.searchsorted(sorted_ids, torch.arange(len(total) + 1, device=sorted_ids.device))
             for columns in _column_slices(len(total), hidden):
                 total[:, columns].add_(_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
             return
 
-        # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it makes all rows at
-        # once.
+        # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it computes all rows
+        # at once.
         ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
         offsets = offsets_of(bag_sizes)
         if not ids.is_cpu:
             total.index_add_(0, ids, _bags(hidden, hidden_rows, offsets, gradient).to(total.dtype))
             return
 
-        # On the CPU the new rows are made and added a block at a time, so that they stay in the cache. A block ends
-        # where the next one begins; the last offset is the end of all.
+        # On the CPU the new rows are computed and added one block at a time, so that they stay in the cache. A block
+        # ends where the next one begins; the last offset is the end of the last block.
         cuts = offsets[ROWS_AT_ONCE:-1:ROWS_AT_ONCE]
         blocks = zip(
             ids.split(ROWS_AT_ONCE),
@@ -200,14 +201,14 @@ class _RaggedDot(torch.autograd.Function):
 
 
 def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """Σ_e w_e table[id(e)] of each bag."""
+    """Compute Σ_e w_e table[id(e)] of each bag."""
     return embedding_bag(ids, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
 def _tables(weight: Tensor, entries: Entries, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The head in a wide type, some columns at a time, and the entries' rows of it.
+    """Yield the head in a wide type, in slices of its columns, with the index of each entry's row.
 
-    It is itself where it is wide, a copy of the rows in use where they may be read, and all rows of a few columns else.
+    A wide head is returned unchanged. If rows may be read, the rows in use are copied; else a few columns of all rows.
     """
     if weight.dtype == wide:
         yield slice(None), weight.detach(), entries.ids
@@ -220,17 +221,17 @@ def _tables(weight: Tensor, entries: Entries, wide: torch.dtype) -> Iterator[tup
 
 
 def _column_slices(rows: int, like: Tensor) -> Iterator[slice]:
-    """Slices of the columns of `like`, of which `rows` rows are as much as may be made at a time."""
+    """Yield slices of the columns of `like`, such that `rows` rows of a slice fit the limit of one chunk."""
     width = max(1, CHUNK_ENTRIES.get(like.device.type, CHUNK_ENTRIES["cuda"]) // max(1, rows))
     for start in range(0, like.shape[1], width):
         yield slice(start, start + width)
 
 
 def _entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
-    """The pairs: a place for each id of each token and one more for its sampled id; whether a place has an entry.
+    """Return the entries in places, whether each place has an entry, and the spare places of inactive tokens.
 
-    A place without one has the id 0, or is dropped if the problem is compact. The last result marks the spare places
-    of tokens that do not work.
+    A token has a place for each id of its set and a spare one for its sampled id. A place without an entry has the id
+    0, or is dropped if the problem is compact.
     """
     assert problem.kept is not None
     kept, sampled, tokens = problem.kept, problem.token_ids, problem.token_ids.numel()
@@ -238,7 +239,7 @@ def _entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Ten
     place = torch.arange(kept.ids.numel() + tokens, device=kept.offsets.device)
     rows = sequence_ids(place, cu_seqlens=offsets)
 
-    # The spare place of token t is its last one; before it there are t spare places of others.
+    # The spare place of token t is its last one; before it there are t spare places of earlier tokens.
     is_spare = place == offsets[1:][rows] - 1
     kept_ids = torch.cat([kept.ids, kept.ids.new_zeros(1)]).long()
     ids = torch.where(is_spare, sampled[rows], kept_ids[(place - rows).clamp(0, kept.ids.numel())])

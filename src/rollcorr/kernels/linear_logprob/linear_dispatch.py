@@ -1,6 +1,6 @@
-"""Log-probs without logits: checks of the arguments, and the implementation that is asked for, or the fastest.
+"""Log-probs without logits: checks of the arguments, and the requested implementation, or the default.
 
-The checks read shapes and types only, so nothing here waits for the device.
+The checks read only shapes and types, so they never wait for the device.
 """
 
 from __future__ import annotations
@@ -59,53 +59,56 @@ def linear_log_prob(
     compact: bool | None = None,
     impl: Implementation = "auto",
 ) -> LinearLogProb:
-    """log p(a) = z_a − log Σ_j exp(z_j) with z_j = (h · W_j + b_j) / τ, j over the vocabulary or over a kept set.
+    """Compute log p(a) = z_a − log Σ_j exp(z_j) with z_j = (h · W_j + b_j) / τ, j over the vocabulary or a kept set.
 
-    Differentiable in hidden states, weight and bias. Sums are float32, or float64 if an operand is; half-precision
-    logits are never rounded before the softmax. Autocast has no effect here.
+    Differentiable in hidden states, weight and bias. Sums are float32, or float64 if an operand is float64;
+    half-precision logits are never rounded before the softmax. Autocast has no effect here.
 
     Args:
         hidden: h, the hidden states that predict the tokens, (…, d), any float dtype.
-        weight: W, the output head's, (V, d). One that does not require a gradient gets none. It must be whole in
-            memory: of a sharded head give the gathered tensor.
-        token_ids: a, (…), integers in 0 … V − 1; where `mask` is false any integer, for instance −100.
-        bias: b, (V,).
-        temperature: τ > 0, a number or one for each token, (…). A head's own factor on the logits belongs in here. It
-            gets no gradient, except from impl="reference".
-        mask: (…) bool; tokens where it is false get log-prob 0, and what stands there is not seen.
-        kept: the sets K that the engine sampled from, in the order of `token_ids.flatten()`: j runs over K ∪ {a}, only
-            these rows of the head are read, and only they get a gradient. None: the whole vocabulary.
-        entropy: whether to return it too, or for which tokens, (…) bool. It is differentiable.
-        log_kept_mass: the same for log Σ_{j ∈ K} p_j, which needs the whole vocabulary for those tokens.
-        accumulate_into: (V, d) that the weight's gradient is added to, for instance `weight.grad`; autograd then gets
-            none for the weight. With kept sets this spares a gradient of the head's size. A call of
-            `torch.autograd.grad` for other inputs alone adds nothing.
-        vocab_group: ranks that hold slices of the head and of the bias, in any order; all hold the same tokens and
-            compute the same loss. The gradient of the hidden states comes out summed over them. In host memory an id
-            that is in no slice is an error on each rank; on a device it has the logit 0.
+        weight: W, the output head's weight, (V, d). Without `requires_grad` it gets no gradient. It must be complete in
+            memory: gather a sharded head first.
+        token_ids: a, (…), integers in 0 … V − 1; any integer where `mask` is false, for example −100.
+        bias: optional; b, (V,).
+        temperature: τ > 0, a number or one for each token, (…). Include the head's own factor on the logits. It gets no
+            gradient, except from impl="reference".
+        mask: optional; (…) bool. Tokens where it is false get log-prob 0, and their values are ignored. The default is
+            all tokens.
+        kept: optional; the sets K that the engine sampled from, in the order of `token_ids.flatten()`: j runs over K ∪
+            {a}, and only these rows of the head are read and get a gradient. The default is the full vocabulary.
+        entropy: whether to return it, or for which tokens, (…) bool. It is differentiable.
+        log_kept_mass: the same for log Σ_{j ∈ K} p_j, which needs the full vocabulary for those tokens.
+        accumulate_into: optional; (V, d), to which the weight's gradient is added, for example `weight.grad`. Autograd
+            then returns no gradient for the weight. With kept sets this avoids a gradient of the head's size. A call of
+            `torch.autograd.grad` for only other inputs does not add to it.
+        vocab_group: optional; ranks with slices of the head and of the bias, in any order. All ranks need the same
+            tokens and compute the same loss. The gradient of the hidden states is summed over them. In host memory an
+            id outside of every slice is an error on each rank; on a device it has the logit 0.
         first_id: the id of the first row of this rank's slice.
-        chunk: vocabulary entries whose logits are live at once. None: 8 MB of them, or 256 MB on a GPU.
-        precision: of products on a GPU whose operands are float32, because they came so, differ in type, or torch is
-            older than 2.8. "float32" rounds nothing, and takes about 14 times what bfloat16 takes on an H200: a warning
-            says so where an operand was half precision. "tf32" keeps the first 11 significant bits of an operand, which
-            is all that bfloat16 and float16 have, and takes about twice what bfloat16 takes. Half-precision operands of
-            one type are multiplied as they are from torch 2.8 on, with either.
-        compact: whether tokens that do not count are dropped before the products: forward those outside of `mask`,
-            outside of `entropy` and with a set of one id; backward those without a gradient. How many they are is
-            data, so on a GPU the host waits for it, about once each way. False computes all of them, and waits for
-            nothing. None: True where the values lie in the host's memory, False elsewhere. On a padded batch True may
-            spare more than a wait costs.
-        impl: "auto" is "torch" everywhere: the Triton kernels are tested interpreted and compiled, but have not run on
-            a device yet, and must be asked for.
+        chunk: number of vocabulary entries whose logits are in memory at once. The default is 8 MB of logits, or 256 MB
+            on a GPU.
+        precision: precision of products on a GPU with float32 operands. Operands are float32 if they were given so,
+            differ in type, or torch is older than 2.8. "float32", the default, does not round, and needs about 14 times
+            the time of bfloat16 on an H200: a warning reports that if an operand was half precision. "tf32" keeps the
+            first 11 significant bits of an operand, all that bfloat16 and float16 have, and needs about twice the time
+            of bfloat16. From torch 2.8 on, half-precision operands of one type are multiplied unchanged with either
+            option.
+        compact: whether to drop tokens that do not count before the products: forward the tokens outside of `mask`,
+            outside of `entropy` and with a set of one id; backward the tokens without a gradient. Their number depends
+            on the data, so on a GPU the host waits for it, about once in each direction. False computes all tokens,
+            without a wait. The default is True for values in host memory, False elsewhere. On a padded batch True may
+            save more time than the wait costs.
+        impl: "auto" selects "torch" on every device. The Triton kernels are tested interpreted and compiled, but have
+            not run on a device yet: select them explicitly.
 
     Returns:
-        Log-probs and what else was asked for, in the shape of `token_ids`.
+        The log-probs and the requested extras, in the shape of `token_ids`.
 
     Raises:
-        TypeError: an operand is no tensor.
-        ValueError: shapes or devices do not fit, a dtype is wrong, a number is out of range, the temperature requires a
-            gradient, an id in host memory is none of the vocabulary (on a device it is clamped), or `impl` is unknown
-            or does not take these arguments.
+        TypeError: an operand is not a tensor.
+        ValueError: shapes or devices do not match, a dtype is invalid, a number is out of range, the temperature
+            requires a gradient, an id in host memory is not in the vocabulary (on a device it is clamped), or `impl` is
+            unknown or does not support these arguments.
         ImportError: `impl="triton"`, and Triton or a GPU is missing.
 
     Example:
@@ -123,7 +126,7 @@ def linear_log_prob(
     _check_temperature(temperature, token_ids, impl)
     _check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
 
-    # No implementation checks an id again: one that leads out of the head would be an address beyond its memory.
+    # No implementation checks an id again: an id outside of the head would be an address beyond its memory.
     ranges = id_ranges(weight, token_ids, first_id, vocab_group)
     ids = usable_ids("token_ids", token_ids, *ranges, mask=mask)
     if kept is not None:
@@ -158,14 +161,14 @@ def linear_log_prob(
 
 
 def _flat(value: Value, dtype: torch.dtype | None = None) -> Value:
-    """A tensor in one row, also in another type; anything else as it is."""
+    """Return a flat tensor, optionally in a new dtype; return other values unchanged."""
     return cast("Value", value.flatten().to(dtype or value.dtype)) if isinstance(value, Tensor) else value
 
 
 def _check_operands(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None, accumulate_into: Tensor | None, impl: str
 ) -> None:
-    """Raise a ValueError unless the operands fit each other; a TypeError if one is no tensor."""
+    """Raise ValueError unless the operands match; TypeError if one is not a tensor."""
     operands = {"hidden": hidden, "weight": weight, "bias": bias, "accumulate_into": accumulate_into}
     check_tensors(**operands, token_ids=token_ids)
     check_floating(**operands)
@@ -181,7 +184,7 @@ def _check_operands(
         raise ValueError(f"hidden {tuple(hidden.shape)} must be token_ids {tuple(token_ids.shape)} with d added")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must have one entry for each of the weight's {len(weight)} rows")
-    # A buffer that no backward pass reaches would stay empty without an error.
+    # If no backward pass reached the buffer, it would stay empty without an error.
     if accumulate_into is None:
         return
     if accumulate_into.shape != weight.shape:
@@ -195,7 +198,7 @@ def _check_operands(
 
 
 def _check_temperature(temperature: float | Tensor, token_ids: Tensor, impl: str) -> None:
-    """Raise a ValueError unless it is a number above 0, or one for each token whose gradient nobody asks for."""
+    """Raise ValueError unless it is a number above 0, or one for each token without a required gradient."""
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
             kind = type_name(temperature)
@@ -214,7 +217,7 @@ def _check_temperature(temperature: float | Tensor, token_ids: Tensor, impl: str
 
 
 def _check_choice_of_tokens(name: str, value: Tensor | bool | None, token_ids: Tensor) -> None:
-    """Raise a ValueError if a tensor is not one bool for each token; a TypeError if it is neither that nor a bool."""
+    """Raise ValueError if a tensor is not one bool per token; TypeError if the value is not a tensor or a bool."""
     if value is None or isinstance(value, bool):
         return
     check_tensors(**{"token_ids": token_ids, name: value})
@@ -233,7 +236,7 @@ def _check_options(
     chunk: int | None,
     impl: str,
 ) -> None:
-    """Raise a ValueError if options contradict each other."""
+    """Raise ValueError if options contradict each other."""
     if kept is not None:
         check_tensors(token_ids=token_ids, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
         if len(kept) != token_ids.numel():

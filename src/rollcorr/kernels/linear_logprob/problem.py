@@ -1,4 +1,4 @@
-"""What every implementation is given and gives back, with the tokens of a batch in one row."""
+"""Input and output of every implementation, with the tokens of a batch in one row."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class LinearLogProb(NamedTuple):
 
     Attributes:
         log_prob: log p(a), nats, float32 or wider; 0 where the mask is false.
-        outside: true where the sampled token was not in its kept set and was taken in. Bool.
-        entropy: of the distribution that `log_prob` is of: over the vocabulary, or over the kept set. Nats; NaN where
-            it was not asked for and where the mask is false. None without a request.
-        log_kept_mass: log of the kept set's mass in the whole softmax, nats, without a gradient; NaN and None as above.
+        outside: true where the sampled token was not in its kept set, and was added to it. Bool.
+        entropy: optional; entropy of the distribution of `log_prob`: over the vocabulary, or over the kept set. Nats;
+            NaN where not requested and where the mask is false. Absent without a request.
+        log_kept_mass: optional; log of the kept set's mass in the full softmax, nats, without a gradient; NaN as above.
     """
 
     log_prob: Tensor
@@ -42,13 +42,14 @@ class LinearLogProb(NamedTuple):
 
 
 class LogSums(NamedTuple):
-    """What a softmax of each token comes down to, over some entries z_j; parts of a vocabulary merge exactly.
+    """Sufficient statistics of each token's softmax over some entries z_j; parts of a vocabulary merge exactly.
 
     Attributes:
         largest: max z, −inf without entries. (N,), no gradient.
         log_sum: log Σ exp(z_j − max z). (N,)
         target: z_a, or 0 if a is not among the entries. (N,)
-        entropy: −Σ p_j log p_j, p over these entries, of every token or of those measured. None if not asked for.
+        entropy: optional; −Σ p_j log p_j, p over these entries, of every token or of the measured ones. Absent unless
+            requested.
     """
 
     largest: Tensor
@@ -58,7 +59,7 @@ class LogSums(NamedTuple):
 
     @property
     def log_prob(self) -> Tensor:
-        """log p(a), (N,): exactly 0 when a alone has weight."""
+        """Return log p(a), (N,): exactly 0 when only a has weight."""
         return (self.target - self.largest) - self.log_sum
 
 
@@ -68,20 +69,20 @@ class Problem:
 
     Attributes:
         hidden: (N, d).
-        weight: (V, d), or this rank's slice of it; with `accumulate_into` a node of the graph (`asked_for_gradient`).
+        weight: (V, d), or this rank's slice of it; with `accumulate_into` a graph node (`asked_for_gradient`).
         token_ids: (N,) int64.
-        bias: (V,) or None.
+        bias: optional; (V,).
         temperature: a number, or (N,).
-        mask: (N,) bool, or None for all tokens.
-        kept: N sets, or None for the whole vocabulary.
-        entropy: whether it is wanted, or where, (N,) bool.
+        mask: optional; (N,) bool. The default is all tokens.
+        kept: optional; N sets. The default is the full vocabulary.
+        entropy: whether to compute it, or for which tokens, (N,) bool.
         log_kept_mass: as `entropy`.
-        accumulate_into: (V, d), or None for a gradient of its own.
-        group: ranks that hold the other slices of the head, or None.
+        accumulate_into: optional; (V, d). The default is a new gradient.
+        group: optional; ranks with the other slices of the head.
         first_id: the id of the slice's first row.
-        chunk: vocabulary entries whose logits are live at once.
-        precision: of the products, where operands are float32.
-        compact: whether tokens that do not count are dropped before the products, which reads how many they are.
+        chunk: number of vocabulary entries whose logits are in memory at once.
+        precision: precision of the products, where operands are float32.
+        compact: whether to drop tokens that do not count before the products, which reads their number.
     """
 
     hidden: Tensor
@@ -102,11 +103,11 @@ class Problem:
 
     @property
     def wide(self) -> torch.dtype:
-        """The type of logits, sums and results: float32, or float64 if an operand is."""
+        """Return the dtype of logits, sums and results: float32, or float64 if an operand is float64."""
         return wide_type(self.hidden, self.weight)
 
     def at(self, rows: Tensor | None) -> Problem:
-        """The same of some of the tokens; rows None are all of them."""
+        """Return the problem for some of the tokens; all of them by default (rows is `None`)."""
         if rows is None:
             return self
         names = ("hidden", "token_ids", "temperature", "mask", "entropy", "log_kept_mass")
@@ -114,7 +115,7 @@ class Problem:
         return replace(self, kept=self.kept and self.kept.select(rows), **part)
 
     def harmless(self, counts: Tensor) -> Problem:
-        """The same with hidden states 0 and temperatures 1 where a token does not count, to hide what is there."""
+        """Return the problem with hidden states 0 and temperatures 1 on tokens that do not count, to hide them."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature.masked_fill(~counts, 1.0)
@@ -122,26 +123,26 @@ class Problem:
 
 
 def wide_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What logits of these operands are held in: float32 at least."""
+    """Return the dtype of the logits of these operands: float32 at least."""
     return torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
 
 
 def at_rows(per_token: PerToken, rows: Tensor | None) -> PerToken:
-    """Values of some of the tokens: rows None are all of them, and what is no tensor is the same for each."""
+    """Return values of some of the tokens, or of all if `rows` is `None`; a number is the same for each token."""
     return per_token if rows is None or not isinstance(per_token, Tensor) else cast("PerToken", per_token[rows])
 
 
 def rows_where(counts: Tensor) -> Tensor | None:
-    """Positions of the tokens that count, None for all. How many there are is data: this waits for the device."""
+    """Return positions of the tokens that count, `None` for all. Their number is data: this waits for the device."""
     rows = torch.where(counts)[0]
     return None if rows.numel() == counts.numel() else rows
 
 
 def placed(values: Tensor, rows: Tensor | None, tokens: int, fill: float) -> Tensor:
-    """Values of some of the tokens, (tokens,), with `fill` at the others; rows None are all of them."""
+    """Return values of some of the tokens in a (tokens,) tensor, with `fill` elsewhere; `None` rows are all tokens."""
     return values if rows is None else values.new_full((tokens,), fill).index_copy(0, rows, values)
 
 
 def column(per_token: float | Tensor) -> float | Tensor:
-    """A temperature as what divides (N, …) logits."""
+    """Return a temperature as a divisor of (N, …) logits."""
     return per_token.unsqueeze(-1) if isinstance(per_token, Tensor) else per_token

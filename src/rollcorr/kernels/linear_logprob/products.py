@@ -1,4 +1,4 @@
-"""Matrix products with results in float32 or wider, and where the gradient of the head's weight goes."""
+"""Matrix products with results in float32 or wider, and the accumulation of the head's weight gradient."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Precision = Literal["float32", "tf32"]
 
 
 def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype, precision: Precision = "float32") -> torch.dtype:
-    """The type that operands of the products go in.
+    """Return the dtype of the operands of the products.
 
-    Half-precision operands keep theirs where the device multiplies them into float32. Elsewhere they are widened, a
-    chunk at a time: the product of two bfloat16 numbers is exact in float32, while a logit of 32 rounded to bfloat16
-    is off by up to 0.06. Where that is slow, one warning says so.
+    Half-precision operands keep their dtype if the device multiplies them into float32. Otherwise each chunk is
+    widened: the product of two bfloat16 numbers is exact in float32, while a logit of 32 rounded to bfloat16 is off by
+    up to 0.06. If that is slow, one warning reports it.
     """
     if hidden.device.type != "cuda" or wide == torch.float64:
         return wide
@@ -34,15 +34,15 @@ def operand_type(hidden: Tensor, weight: Tensor, wide: torch.dtype, precision: P
 
 @contextmanager
 def float32_products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Inside, a GPU takes float32 operands as they are, or with "tf32" their first 11 significant bits."""
+    """Context manager: a GPU uses all bits of float32 operands, or with "tf32" their first 11 significant bits."""
     if device.type != "cuda":
         yield
         return
     before = "highest"
-    with suppress(RuntimeError):  # torch refuses to answer where newer switches say otherwise
+    with suppress(RuntimeError):  # torch raises if the newer switches disagree
         before = torch.get_float32_matmul_precision()
 
-    # The switches of single backends, which torch has from 2.9 on and sets together with its older one.
+    # Switches of single backends exist from torch 2.9 on; the older switch also sets them.
     owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
     switches = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -55,13 +55,13 @@ def float32_products(precision: Precision, device: torch.device) -> Iterator[Non
 
 
 def _has_wide_products() -> bool:
-    """Whether torch multiplies half-precision matrices into float32."""
+    """Return whether torch multiplies half-precision matrices into float32."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 @lru_cache(maxsize=16)
 def _warn_of_slow_products(hidden: torch.dtype, weight: torch.dtype, wide_products: bool) -> None:
-    """Once for each pair of types."""
+    """Warn once for each pair of types."""
     reason = f"torch {torch.__version__} multiplies half precision into float32 from 2.8 on"
     fix = "update torch"
     if wide_products or hidden != weight:
@@ -76,14 +76,14 @@ def _warn_of_slow_products(hidden: torch.dtype, weight: torch.dtype, wide_produc
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """out = left right, of (n, k) and (k, m), accumulated and returned in out's type."""
+    """Compute `out` = `left` `right`, of (n, k) and (k, m), accumulated and returned in the dtype of `out`."""
     if left.dtype == out.dtype:
         return torch.mm(left, right, out=out)
     return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, fresh: bool = False) -> None:
-    """total += left right, accumulated in float32 or wider and rounded once; with `fresh`, total held nothing."""
+    """Add `left` `right` to `total`, accumulated in float32 or wider and rounded once; `fresh` overwrites it."""
     if left.dtype == total.dtype and total.dtype.itemsize >= 4:
         torch.addmm(total, left, right, beta=0 if fresh else 1, out=total)
         return
@@ -92,22 +92,23 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, fresh: bool = Fal
 
 
 def asked_for_gradient(weight: Tensor) -> Tensor:
-    """Return the weight as a node of the graph, so that `HeadGradient` can see whether backward goes there.
+    """Return the weight as a graph node, so that `HeadGradient` can see whether backward reaches it.
 
-    A frozen weight gets a node as well: its gradient is added to `accumulate_into` all the same.
+    A frozen weight gets a node too: its gradient is still added to `accumulate_into`.
     """
     trained = weight if weight.requires_grad else weight.detach().requires_grad_()
     return trained.view_as(trained)
 
 
 class HeadGradient:
-    """The gradient of the head's weight: unwanted, a tensor of its own, or added to one that exists.
+    """The gradient of the head's weight: not needed, a new tensor, or added to an existing one.
 
     Args:
-        ctx: of the running backward; the weight is the second input of its function.
+        ctx: context of the running backward; the weight is the second input of its function.
         weight: (V, d).
-        accumulate_into: what to add to; then autograd gets none, and the weight is one of `asked_for_gradient`.
-        sparse: only some rows will be given, so that a tensor of its own must start from zeros.
+        accumulate_into: optional buffer to add to; autograd then gets no gradient, and the weight comes from
+            `asked_for_gradient`.
+        sparse: only some rows will be added, so a new tensor must start from zeros.
     """
 
     def __init__(self, ctx: Context, weight: Tensor, *, accumulate_into: Tensor | None, sparse: bool) -> None:
@@ -121,10 +122,10 @@ class HeadGradient:
             self.total = torch.zeros_like(weight) if sparse else torch.empty_like(weight)
 
     def add_slice(self, first: int, stop: int, left: Tensor, right: Tensor) -> None:
-        """Rows first … stop − 1 get left right. Each row is given once."""
+        """Add `left` `right` to the rows first … stop − 1. Call it once for each row."""
         if self.total is not None:
             add_product(self.total[first:stop], left, right, fresh=self.fresh)
 
     def result(self) -> Tensor | None:
-        """What autograd gets."""
+        """Return the gradient for autograd."""
         return self.total if self.fresh else None

@@ -1,5 +1,5 @@
-"""The correction in compiled C, for CPUs: the twin of `reference` at the speed of memory.
+"""The correction in compiled C for CPUs, at memory bandwidth.
 
-`correction.c` and its headers are compiled when the package is installed, if there is a compiler; `library` finds what
-was built. Without it nothing is missing but speed.
+Installing the package compiles `correction.c` and its headers, if a compiler is present; `library` finds the resulting
+libraries. They are optional: without them the correction is slower, but complete.
 """

@@ -1,4 +1,4 @@
-"""What is asked of the compiled correction: the structures of job.h, filled from a configuration."""
+"""Arguments of the compiled correction: the structures of job.h, filled from a configuration."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _fields(kind: Any, names: str) -> Fields:  # noqa: ANN401 (a ctypes type)
 
 
 class Band(ctypes.Structure):
-    """On d, float32: a token is outside when d < lower or d > upper."""
+    """Band on d, float32: a token is outside when d < lower or d > upper."""
 
     _fields_ = _fields(ctypes.c_float, "lower upper")
 
 
 class WideBand(ctypes.Structure):
-    """On a log-ratio or a divergence, float64."""
+    """Band on a log-ratio or a divergence, float64."""
 
     _fields_ = _fields(ctypes.c_double, "lower upper")
 
@@ -81,7 +81,7 @@ OF_BATCH = struct.Struct("=10Q6q3q3i")
 
 @lru_cache(maxsize=64)
 def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
-    """The fields that follow from the configuration alone: the bytes of a job behind `OF_BATCH`."""
+    """Return the fields that depend only on the configuration: the bytes of a job after `OF_BATCH`."""
     bound, veto = config.safety_bound, config.rollout_token_veto_threshold
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
     least = config.rollout_is_floor or 0.0
@@ -113,7 +113,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         untouched=_rounded(untouched),
     )
     for i, criterion in enumerate(config.criteria):
-        # The d that it accepts of a token follow from its bounds.
+        # The accepted d of a token follow from the criterion's bounds.
         bounds, kind = accepted_band(criterion), KINDS.index(criterion.kind)
         tokens = bounds if criterion.kind == "k1" else accepted_log_ratios(criterion.kind, bounds[1])
         scope = SCOPES.index(criterion.scope)
@@ -123,7 +123,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
             accepted = _both(accepted, tokens)
     job.accepted = _rounded(accepted)
 
-    # A divergence has moments and extremes of its own at token level, which need every token's.
+    # At token level a divergence also has moments and extremes of its own, which need the value of every token.
     described = any(criterion.scope == "token" and criterion.kind != "k1" for criterion in config.criteria)
     weighed = _both(untouched, zeroing) if config.rollout_is == "token" else EVERYTHING
     job.quiet = _rounded(NOTHING if described else _both(_both(accepted, vetoed), weighed))
@@ -131,14 +131,14 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
 
 
 def _both(band: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    """What lies in two bands."""
+    """Return the intersection of two bands."""
     return max(band[0], other[0]), min(band[1], other[1])
 
 
 def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
-    """The ends of {d : k(d) ≤ upper}, nats: both divergences are convex with their minimum at d = 0.
+    """Return the ends of {d : k(d) ≤ upper}, nats: both divergences are convex with their minimum at d = 0.
 
-    k2: ±sqrt(2 upper). k3, which has no closed form: by bisection, with d ≤ 20; +inf where no d exceeds the bound.
+    k2: ±sqrt(2 upper). k3 has no closed form: bisection, with d ≤ 20; +inf if no d exceeds the bound.
     """
     if kind == "k2":
         return -math.sqrt(2 * upper), math.sqrt(2 * upper)
@@ -157,7 +157,7 @@ def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
 
 
 def _rounded(bounds: tuple[float, float]) -> Band:
-    """A band that a float32 is outside of exactly when it is outside of the float64 bounds."""
+    """Return the float32 band that excludes a float32 exactly when the float64 bounds exclude it."""
     lower, upper = (np.float32(bound) for bound in bounds)
     if float(lower) < bounds[0]:
         lower = np.nextafter(lower, np.float32(np.inf))

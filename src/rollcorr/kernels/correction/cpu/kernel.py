@@ -24,11 +24,11 @@ TASK_TOKENS = 1 << 15
 NO_MEMORY, BAD_MASK = 0, 2
 """What `rollcorr_correct` returns in place of 1."""
 
-_LARGE = 4 << 20  # bytes, from which large pages pay
+_LARGE = 4 << 20  # bytes; large pages are faster from this size on
 
 
 def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
-    """Why the compiled kernel cannot take this batch, or None when it can."""
+    """Return why the compiled kernel does not support this batch; `None` if it does."""
     named = batch.named
     if (hidden := why_no_address(**named)) is not None:
         return hidden
@@ -49,7 +49,7 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
 
 @lru_cache(maxsize=64)
 def _why_incomplete(config: RolloutCorrectionConfig) -> str | None:
-    """Why the library that runs here cannot compute what a configuration has, or None when it can."""
+    """Return why the library in use cannot compute a configuration; `None` if it can."""
     if len(config.criteria) > MAX_CRITERIA:
         return f"rollout_rs names {len(config.criteria)} criteria, and it has room for {MAX_CRITERIA}"
     return library().abilities.why_not(config)
@@ -63,19 +63,19 @@ def cpu_correction(
     level: str | None = None,
     checked: bool = False,
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; the mask may hold numbers.
+    """Implement `rollcorr.kernels.correction.dispatch.correction_kernel` in C; the mask may contain numbers.
 
     Args:
-        batch: what is corrected.
-        config: what to compute.
-        out: buffers for the outputs.
-        level: names an instruction set.
-        checked: whether `why_not` has just let this batch pass.
+        batch: the batch to correct.
+        config: configuration of the correction.
+        out: optional buffers for the outputs.
+        level: optional; an instruction set. The default is the fastest one of this machine.
+        checked: whether `why_not` has already accepted this batch.
 
     Raises:
-        ValueError: the batch is not one that it takes (`why_not`), `cu_seqlens` does not describe it, or the mask
+        ValueError: `why_not` rejects the batch, `cu_seqlens` does not describe it, or the mask
             contains a negative or non-finite value; the buffers are then undefined.
-        ImportError: the library was not built, or does not run here.
+        ImportError: the library was not built, or cannot run on this machine.
         MemoryError: there is no room for the statistics of the batch.
     """
     lib = library(level)
@@ -88,11 +88,11 @@ def cpu_correction(
         if fresh is not None and fresh.nbytes >= _LARGE:
             lib.functions.rollcorr_large_pages(fresh.data_ptr(), fresh.nbytes)
 
-    # On the CPU, whatever `torch.set_default_device` says: C writes to their addresses.
+    # On the CPU, even with another default of `torch.set_default_device`: C writes to their addresses.
     sequences = sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
     kept = torch.empty(sequences, dtype=torch.bool, device="cpu")
 
-    # The library has the rows of every configuration. It is told where those of this one are, and gives their numbers.
+    # The library computes the rows of every configuration. `places` selects this one's rows; it returns their numbers.
     template, places = _layout(config, lib.level)
     numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
     policy_sums = torch.empty(4, sequences, dtype=STATISTICS_DTYPE, device="cpu")
@@ -108,17 +108,17 @@ def cpu_correction(
 def cpu_detail(
     batch: Batch, config: RolloutCorrectionConfig, weights: Tensor | None, *, level: str | None = None
 ) -> tuple[Tensor, Statistics]:
-    """Read a batch that `why_not` lets pass once more: for histograms, the worst tokens and the sums of sequences.
+    """Read a batch that `why_not` accepts once more: for histograms, the worst tokens and the sums of sequences.
 
     Args:
-        batch: what was corrected.
-        config: how missing log-probs count.
-        weights: applied weights before normalization, contiguous float32; None if there are none.
-        level: names an instruction set.
+        batch: the corrected batch.
+        config: decides how missing log-probs count.
+        weights: optional; applied weights before normalization, contiguous float32.
+        level: optional; an instruction set. The default is the fastest one of this machine.
 
     Returns:
-        For each sequence Σ d, tokens of probability zero and tokens compared, (3, B) float64; and the histograms of d
-        and of the weights, and the worst tokens, by their place in their sequence.
+        For each sequence Σ d, tokens of probability zero and compared tokens, (3, B) float64; the histograms of d and
+        of the weights; and the worst tokens, identified by their position in their sequence.
     """
     lib = library(level)
     batch = _readable(batch, lib)
@@ -151,13 +151,13 @@ def _job(
     numbers: Tensor | None = None,
     policy_sums: Tensor | None = None,
 ) -> bytes:
-    """A job as C reads it. It holds addresses: the tensors must outlive it."""
+    """Return a job for C. It contains addresses: the tensors must outlive it."""
     train, rollout, mask, offsets = batch
 
     # A task has about `TASK_TOKENS` tokens, and at least one sequence.
     each = max(1, TASK_TOKENS * sequences // max(1, mask.numel()))
 
-    # In the order of the fields of `Job`; what follows from the configuration comes behind.
+    # In the order of the fields of `Job`; the fields that follow from the configuration come last.
     addressed = (train, rollout, mask, offsets, weights, loss_mask, kept, places, numbers, policy_sums)
     of_batch = OF_BATCH.pack(
         *[0 if tensor is None else tensor.data_ptr() for tensor in addressed],
@@ -178,7 +178,7 @@ def _job(
 
 
 def _readable(batch: Batch, lib: Library) -> Batch:
-    """The batch as C reads it: a mask of a dtype that it knows; and offsets, after a check of their values."""
+    """Return a batch that C can read: a mask of a supported dtype, and offsets with checked values."""
     train, rollout, mask, cu_seqlens = batch
     if mask.dtype not in MASK_TYPES or not _rows_are_contiguous(mask):
         mask = truth(mask, "response_mask").contiguous()
@@ -195,7 +195,7 @@ def _rows_are_contiguous(tensor: Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
-    """The rows of a configuration without values, and where each value is among the rows of the library."""
+    """Return the rows of a configuration without values, and the index of each value in the library's rows."""
     template = empty_statistics(config, "cpu")
     places = places_of(library(level).names, [criterion.name for criterion in config.criteria])
     found = [place for kind, names in template.names.items() for name in names for place in places[kind, name]]

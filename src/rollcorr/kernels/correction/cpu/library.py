@@ -1,4 +1,4 @@
-"""The compiled correction: where its libraries are, which one runs here, and why none does when none does."""
+"""Libraries of the compiled correction: where they are, which one this machine uses, or why it can use no library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Library(NamedTuple):
-    """A library that runs here, and the rows that it computes."""
+    """A library that can run on this machine, and the rows that it computes."""
 
     level: str
     functions: ctypes.CDLL
@@ -44,10 +44,10 @@ class Library(NamedTuple):
 
 @cache
 def library(level: str | None = None) -> Library:
-    """The library of an instruction set, or of the fastest one that runs here.
+    """Return the library of an instruction set; by default the fastest one that runs on this machine.
 
     Raises:
-        ImportError: there is none; says why and what to do.
+        ImportError: no library can be used; the message contains the reason and the fix.
         ValueError: `level` is not in `LEVELS`.
     """
     if level is not None and level not in LEVELS:
@@ -63,7 +63,7 @@ def library(level: str | None = None) -> Library:
 
 @cache
 def status() -> tuple[str | None, str]:
-    """(The instruction set in use, "") or (None, why the compiled kernel cannot be used)."""
+    """Return (the instruction set in use, "") or (`None`, why the compiled kernel cannot be used)."""
     try:
         return library().level, ""
     except ImportError as error:
@@ -72,11 +72,11 @@ def status() -> tuple[str | None, str]:
 
 @cache
 def load(folder: Path, level: str) -> Library | str:
-    """The library of one instruction set in a folder, or the reason why it cannot be used."""
+    """Return the library of one instruction set in a folder, or the reason why it cannot be used."""
     path = folder / f"correction_{level}.so"
     if not path.exists():
         return _why_absent(folder, level)
-    # Torch names the widest vectors that it may use, such as "AVX2" or "AVX512_VNNI".
+    # Torch names the widest vectors that it may use, for example "AVX2" or "AVX512_VNNI".
     widest = torch.backends.cpu.get_cpu_capability().partition("_")[0]
     if level not in {"AVX512": LEVELS, "AVX2": LEVELS[1:]}.get(widest, LEVELS[2:]):
         return f"torch finds no {level} on this processor"
@@ -96,11 +96,11 @@ def load(folder: Path, level: str) -> Library | str:
 
 
 def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> dict[tuple[str, str], range]:
-    """Where each row is among the numbers of a set, by kind and name: those of the batch, then those of each criterion.
+    """Return the indices of each row in a set of numbers, by kind and name: the batch's rows, then each criterion's.
 
     Args:
-        names: of a library, which has room for `MAX_CRITERIA`.
-        criteria: the names that stand there.
+        names: the library's row names. A set has room for `MAX_CRITERIA`.
+        criteria: the names of the configuration's criteria.
     """
     places: dict[tuple[str, str], range] = {}
     start = 0
@@ -113,7 +113,7 @@ def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> di
 
 
 def _why_absent(folder: Path, level: str) -> str:
-    """What the installation noted about a library that is not there."""
+    """Return the reason that the installation recorded for a missing library."""
     note = folder / NOT_BUILT
     for line in note.read_text(encoding="utf-8").splitlines() if note.exists() else ():
         noted, _, reason = line.partition(": ")

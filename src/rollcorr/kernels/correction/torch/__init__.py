@@ -1,1 +1,1 @@
-"""The correction in eager torch, block by block: the fast twin of the reference on every device."""
+"""The correction in eager torch, block by block: the fast implementation for every device."""

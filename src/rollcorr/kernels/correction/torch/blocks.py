@@ -1,8 +1,8 @@
-"""The correction in one pass over cache-sized blocks, in eager torch: the fast twin of `reference` on every device.
+"""The correction in one pass over cache-sized blocks, in eager torch: the fast implementation for every device.
 
-Three steps. Each block of tokens is read once and leaves per-sequence sums and block-wide rows (`tokens`). The
-per-sequence table then decides weights and rejections (`decide`). Last, those decisions are spread over the outputs.
-No step reads a value, so none waits for a device.
+Three steps. First, each block of tokens is read once, which returns per-sequence sums and block-wide rows (`tokens`).
+Then the per-sequence table decides weights and rejections (`decide`). Last, those decisions are applied to the outputs.
+No step reads a value on the host, so no step waits for a device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def torch_correction(
     out: Out | None = None,
     block_tokens: int | None = None,
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
+    """Implement `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
 
     def read(block: Block) -> Read:
@@ -58,14 +58,14 @@ def torch_correction(
         rows = reduce(table, rows)
     kept, weight, statistics = decide(table, Computed.of(rows), config)
 
-    # What was decided for sequences is multiplied into what the blocks wrote. Packed: the ids of one block at a time.
+    # Multiply the decisions for sequences into the outputs of the blocks. Packed: the ids of one block at a time.
     packed = batch.cu_seqlens is not None
     for block in token_blocks(batch.mask, batch.cu_seqlens, block_tokens) if packed else [Block(slice(None), None)]:
         _spread(kept, loss_mask, block)
         if weights is not None and weight is not None:
             _spread(weight.float(), weights, block)
 
-    # Group baselines leave out a sequence that rejection emptied, but not one that came empty.
+    # Group baselines leave out a sequence that rejection emptied, but not one that was empty before.
     sequence_kept = (kept & (table["kept"] > 0)) | (table["valid"] == 0)
     policy_sums = torch.stack([table[column] for column in ("valid", "measured", "train", "rollout")])
     return CorrectionOutput(weights, loss_mask, sequence_kept, statistics, policy_sums)
@@ -74,11 +74,11 @@ def torch_correction(
 def read_blocks(
     read: Callable[[Block], Read], mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None
 ) -> Read:
-    """Read the blocks of a batch in threads, and merge what `read` returns, in order.
+    """Read the blocks of a batch in a thread pool, and merge the results of `read`, in order.
 
-    Whole blocks go to threads, rather than slices of every operation: a hundred small operations would meet at a
-    hundred barriers, and each waits for the slowest core of a busy machine. While torch.compile traces there is one
-    block; on a device there is one thread, as the device has many itself.
+    Each thread reads complete blocks. Slicing every operation instead would need a hundred barriers for a hundred small
+    operations, and each barrier waits for the slowest core of a busy machine. While torch.compile traces there is one
+    block. A device has one thread, because it parallelizes each operation itself.
     """
     blocks = list(token_blocks(mask, cu_seqlens, size))
     packed, threads = cu_seqlens is not None, 1
@@ -92,13 +92,13 @@ def read_blocks(
         results.extend(_readers(threads).submit(read, block) for block in blocks)
         return _merged((result.result() for result in results), packed=packed)
     finally:
-        wait(results)  # after an error too, for they write to the caller's buffers
-        torch.set_num_threads(own)  # what new threads begin with
+        wait(results)  # also after an error: threads write to the caller's buffers
+        torch.set_num_threads(own)  # the default of new threads
 
 
 @cache
 def _readers(threads: int) -> ThreadPoolExecutor:
-    """Threads that read blocks. They stay between calls: new ones have fresh memory, which costs more than reading."""
+    """Return a persistent thread pool: new threads have fresh memory, which costs more than reading a block."""
     return ThreadPoolExecutor(threads, "rollcorr", _start_no_threads)
 
 
@@ -107,28 +107,28 @@ if hasattr(os, "register_at_fork"):
 
 
 def _start_no_threads() -> None:
-    """Keep torch from cutting operations among more threads in this one."""
-    torch.get_num_threads()  # which a thread takes over from the process once, when it first asks
+    """Keep torch from splitting operations among more threads in this one."""
+    torch.get_num_threads()  # a thread copies the process's value once, on its first call
     torch.set_num_threads(1)
 
 
 def _merged(parts: Iterator[Read], *, packed: bool) -> Read:
-    """Merge what was read of blocks; those of packed sequences each have a number for every sequence."""
+    """Merge the results of blocks; the table of a packed block has a number for every sequence."""
     table, rows = next(parts)
     of_blocks = [rows]
     for other, rows in parts:
         table.join(other, packed=packed)
         of_blocks.append(rows)
 
-    # One block has nothing to merge, and each operation is a launch on a device.
+    # A single block needs no merge, and each operation is a launch on a device.
     return table, merge_statistics(of_blocks) if len(of_blocks) > 1 else rows
 
 
 def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = None) -> Iterator[Block]:
-    """Blocks of whole rows (padded) or of tokens (packed); one empty block for no data.
+    """Yield blocks of complete rows (padded) or of tokens (packed); one empty block for an empty batch.
 
-    While torch.compile traces, everything is one block: it makes passes of its own, and a graph of many blocks would
-    take it minutes.
+    While torch.compile traces, the batch is one block: the compiler makes its own passes, and a long graph of blocks
+    would take minutes to compile.
     """
     if torch.compiler.is_compiling():
         size = max(1, mask.numel())

@@ -1,7 +1,7 @@
 """From per-sequence sums to decisions and statistics: the second step of the correction in torch.
 
-docs/background/correction.md says what is decided and why. What each sequence adds to a row is noted first, and all is
-summed at once: for a GPU, and for eager torch, an operation on a few hundred numbers costs what it costs on one.
+docs/background/correction.md explains the decisions. Contributions of sequences to the rows are collected first and
+summed in one operation: on a GPU and in eager torch, an operation on a few hundred numbers costs as much as on one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from rollcorr.kernels.correction.torch.table import SequenceTable
 
 
 class _Tally(NamedTuple):
-    """What was read of the tokens, and what each sequence adds to the rows.
+    """Sums read from the tokens, and the contributions of each sequence to the rows.
 
     Attributes:
         table: sums over each sequence.
-        sequences: what follows from them.
+        sequences: the sums and flags computed from the table.
         rows: the rows so far.
         sums: (B,) numbers or bools by name; the row is their sum.
-        samples: (B,) numbers by name; the rows are their moments and extremes, where finite and something is counted.
+        samples: (B,) numbers by name; the rows are their moments and extremes, over finite values of sequences with a
+            counted token.
     """
 
     table: SequenceTable
@@ -38,7 +39,7 @@ class _Tally(NamedTuple):
     samples: Values
 
     def finish(self) -> None:
-        """Fill the rows."""
+        """Compute the rows from the collected values."""
         for dtype in (torch.bool, STATISTICS_DTYPE):
             chosen = {name: values for name, values in self.sums.items() if values.dtype == dtype}
             totals = torch.stack(list(chosen.values())).sum(-1, dtype=STATISTICS_DTYPE)
@@ -54,11 +55,11 @@ class _Tally(NamedTuple):
 def decide(
     table: SequenceTable, rows: Computed, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, Tensor | None, Statistics]:
-    """Weigh and reject sequences, and finish the rows of statistics that the blocks began.
+    """Weigh and reject sequences, and complete the rows of statistics that the blocks began.
 
     Returns:
-        Which sequences every sequence-level rejector keeps, (B,) bool; their tokens' weight, (B,) float64, at sequence
-        and geometric level; and the batch's rows.
+        The sequences that every sequence-level rejector keeps, (B,) bool; their tokens' weight, (B,) float64, at
+        sequence and geometric level; and the batch's rows.
     """
     sequences = Sequences(
         valid=table["valid"],
@@ -70,7 +71,7 @@ def decide(
     tally = _Tally(table, sequences, rows, {"k3": table["k3"], **rows.add_sequences(sequences, config)}, {})
     rows.extremes["safety_bound"] = torch.full_like(rows.extremes["log_ratio"], config.safety_bound)
 
-    # Rejection does not look at weights, nor weights at rejection; only the denominators need both.
+    # Rejection does not depend on weights, nor weights on rejection; only the denominators need both.
     kept = _reject(tally, config)
     weight = None if config.rollout_is is None else _weigh(tally, kept, config)
     tally.finish()
@@ -80,7 +81,7 @@ def decide(
 
 
 def _weigh(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tensor | None:
-    """Sequence weights (None at token level), and what each sequence says about the weights at every level."""
+    """Return sequence weights (`None` at token level), and add each sequence's contributions to rows of weights."""
     table, sequences, _, sums, samples = tally
     counted, has_counted = sequences.counted.clamp(min=1), sequences.has_counted
     if config.rollout_is == "token":
@@ -95,7 +96,7 @@ def _weigh(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tens
         samples["sequence_weight"], kept_weight = weight.masked_fill(~has_counted, 0.0), weight * table["kept"]
         _describe_sequence_weights(tally, log_weight, raw, weight, config)
 
-    # How many sequences are beyond a bound is counted before it acts.
+    # Count exceedances before the bounds are applied.
     lower, upper = exceedance_band(config)
     if (lower, upper) != (None, None):
         sums["is_seq_high"] = has_counted & ratio_above(log_mean_raw, upper)
@@ -111,7 +112,7 @@ def _weigh(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tens
 def _describe_sequence_weights(
     tally: _Tally, log_weight: Tensor, raw: Tensor, weight: Tensor, config: RolloutCorrectionConfig
 ) -> None:
-    """What only weights of whole sequences have: units are sequences, and weights count once per token."""
+    """Add the rows that exist only at sequence level: units are sequences, and weights count once per token."""
     _, sequences, rows, sums, _ = tally
     has_counted, bound, (lower, upper) = sequences.has_counted, config.safety_bound, exceedance_band(config)
     finite = has_counted & log_weight.isfinite()
@@ -129,12 +130,12 @@ def _describe_sequence_weights(
 
 
 def _finish_weights(rows: Computed, config: RolloutCorrectionConfig) -> None:
-    """The rows of weights that follow from others."""
+    """Compute the rows of weights that follow from other rows."""
     (sums, moments, _), token_level = rows, config.rollout_is == "token"
     sums["units"] = sums["tokens_counted" if token_level else "sequences_counted"]
     moments["unit_weight"] = moments["weight" if token_level else "sequence_weight"]
 
-    # Sum and count of the weights whose mean the batch is normalized by: over units, or over what is left of them.
+    # Sum and count of the weights for the normalizing mean: over all units, or over the units that rejection kept.
     if not config.rollout_is_batch_normalize:
         return
     if config.batch_normalize_over == "valid":
@@ -147,12 +148,12 @@ def _finish_weights(rows: Computed, config: RolloutCorrectionConfig) -> None:
 
 
 def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
-    """Which sequences every sequence-level rejector keeps, and what each sequence says about all rejectors."""
+    """Return the sequences that every sequence-level rejector keeps, and add the rows of all rejectors."""
     table, sequences, _, sums, _ = tally
     valid, tokens_kept = sequences.valid, table["kept"]
 
-    # Every rejector looks at the response mask alone, so their order never matters. Some take single tokens, and the
-    # blocks have counted those; the others take whole sequences.
+    # Every rejector reads only the response mask, so their order never matters. Token-level rejectors remove tokens,
+    # which the blocks have counted; the rest remove sequences.
     tokens_taken: Values = {}
     sequences_taken: Values = {}
     for criterion in config.criteria:
@@ -169,7 +170,7 @@ def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
     elif config.nonfinite != "neutral":
         tokens_taken["nonfinite"] = sequences.missing
 
-    # A sequence stays if no sequence-level rejector takes it; its tokens stay if no token-level one takes them either.
+    # A sequence stays if no sequence-level rejector removes it; its tokens also need to pass the token-level rejectors.
     touching = {name: count > 0 for name, count in tokens_taken.items()}
     rejectors = sum(sequences_taken.values(), torch.zeros_like(valid))
     touched_by = sum(touching.values(), rejectors)
@@ -177,12 +178,12 @@ def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
     sums["tokens_kept"], sums["sequences_kept"] = tokens_kept * kept, kept & (tokens_kept > 0)
     sums["sequences_touched"], sums["sequences_rejected_by_several"] = touched_by > 0, touched_by > 1
 
-    # Tokens that several rejectors take, by how many of them take the whole sequence: none, one or more.
+    # Tokens removed by several rejectors, by the number of these that remove the sequence: zero, one or more.
     taken_by_tokens = valid - tokens_kept
     several = torch.where(taken_by_one, taken_by_tokens, valid)
     sums["rejected_by_several"] = torch.where(kept, taken_by_tokens - table["rejected_once"], several)
 
-    # What a criterion takes alone says what would be kept without it.
+    # The tokens and sequences that only this criterion removes: they would stay without it.
     for criterion in config.criteria:
         name, row = criterion.name, f"rs/{criterion.name}"
         if criterion.scope == "token":
@@ -197,12 +198,12 @@ def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
 
 
 def _criterion(tally: _Tally, criterion: Criterion) -> Tensor:
-    """Note one criterion's statistic, and return the sequences where it is beyond its bound."""
+    """Add one criterion's statistic, and return the sequences in which it exceeds its bounds."""
     row, has_counted = f"rs/{criterion.name}", tally.sequences.has_counted
     value = _statistic(tally, criterion)
     high, low = (has_counted & beyond for beyond in beyond_bounds(value, criterion))
 
-    # A token criterion is described twice: for tokens, and by its mean over each sequence, which decides nothing.
+    # A token criterion has rows for tokens, and for its mean over each sequence, which decides no rejection.
     name, side = (f"{row}/seq", f"{row}/seq_") if criterion.scope == "token" else (row, f"{row}/")
     tally.samples[name] = value
     tally.sums[f"{side}high"], tally.sums[f"{side}low"] = high, low
@@ -210,7 +211,7 @@ def _criterion(tally: _Tally, criterion: Criterion) -> Tensor:
 
 
 def _statistic(tally: _Tally, criterion: Criterion) -> Tensor:
-    """A criterion's divergence for each sequence, (B,); a token criterion's averaged over the sequence."""
+    """Compute a criterion's divergence of each sequence, (B,); a token criterion's mean over the sequence."""
     table, sequences, *_ = tally
     if criterion.scope == "seq_max":
         # The divergences are convex with their minimum at 0, so their maximum lies at one end of the range of d.
@@ -225,18 +226,18 @@ def _statistic(tally: _Tally, criterion: Criterion) -> Tensor:
 
 
 def _moments(values: Tensor, counts: Tensor) -> Tensor:
-    """(n, mean, M2) of samples in which values[…, i] occurs counts[…, i] times, or once where counts is true."""
+    """Return (n, mean, M2) of samples in which values[…, i] occurs counts[…, i] times, or once where counts is true."""
     n = counts.sum(-1, dtype=STATISTICS_DTYPE)
     present = values.masked_fill(counts == 0, 0.0)
     mean = (present * counts).sum(-1) / n.clamp(min=1)
 
-    # Deviations are taken from the mean itself: Σ x² − n mean² would cancel for a mean far from 0.
+    # Subtract the mean first: Σ x² − n mean² would cancel for a mean far from 0.
     m2 = ((present - mean.unsqueeze(-1)).square() * counts).sum(-1)
     return torch.stack([n, mean, m2], dim=-1)
 
 
 def _extremes(values: Tensor, seen: Tensor) -> Tensor:
-    """(min, max) of rows of values, (S, B) → (S, 2), where they are seen."""
+    """Return (min, max) of rows of values, (S, B) → (S, 2), where `seen` is true."""
     if not values.shape[-1]:
         return no_extremes(values.device).expand(len(values), 2)
     ends = values.masked_fill(~seen, torch.inf).amin(-1), values.masked_fill(~seen, -torch.inf).amax(-1)

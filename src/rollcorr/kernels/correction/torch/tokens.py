@@ -1,11 +1,11 @@
 """One block of tokens: log-ratios, token-level weights and rejections, their rows, and the sums of each sequence.
 
-Arithmetic is float64, where it costs no memory traffic: log-ratios of 1e-7 keep their digits, k3 needs no series, and
-neither sums nor sums of squares need compensation. Masks are float64 too, 1 and 0: eager torch compares into numbers,
-multiplies by them and sums them at several times the speed of bool. What a mask hides is made finite before it is
-multiplied away, so nothing that stood there is seen.
+Arithmetic is float64, which costs no memory traffic here: log-ratios of 1e-7 keep their digits, k3 needs no series, and
+neither sums nor sums of squares need compensation. Masks are float64 too, 1 and 0: eager torch compares into floats,
+multiplies by them and sums them at several times the speed of bool. Masked values are made finite before the
+multiplication by 0, so they never reach a result.
 
-Spreads are taken around the block's own means: a fixed center would cancel what lies far from it, such as weights of
+Deviations are taken from the block's own mean: a fixed center would cancel for values far from it, such as weights of
 e⁻²⁰ described by their distance from 1.
 """
 
@@ -27,16 +27,16 @@ from rollcorr.kernels.correction.torch.table import Block, SequenceTable
 NEVER = -1000.0
 """Nats: stands for log π = −inf. Its exponential is 0 too, and sums of it stay finite."""
 
-FAR = 1e300  # beyond every bound: what a token of probability zero has in place of infinity
+FAR = 1e300  # beyond every bound: replaces infinity on a token of probability zero
 
 
 class TokenPass:
-    """What one block of tokens says.
+    """Results of one block of tokens.
 
     Attributes:
         table: the sums over each sequence.
-        rows: the rows of statistics that tokens alone decide.
-        weights: of tokens, 0 where nothing is counted; 1 where something is, if whole sequences are weighed.
+        rows: the rows of statistics that depend only on tokens.
+        weights: token-level weights, 0 on tokens that are not counted; without them, 1 on counted tokens.
         kept: 1 on the tokens that every token-level rejector keeps.
     """
 
@@ -54,7 +54,7 @@ class TokenPass:
         self.kept = self._reject()
 
     def _classify(self, pi: Tensor, mu: Tensor) -> None:
-        """Sort the tokens, and sum what is 0 where a token is masked or missing."""
+        """Classify the tokens, and sum the columns that are 0 on masked or missing tokens."""
         # log π + |log μ| is finite where both are, −inf for log π = −inf over a finite log μ, and inf or NaN otherwise.
         order = mu.abs().add_(pi)
         self._compared = _flags(torch.lt, order, torch.inf).mul_(self._valid)
@@ -62,7 +62,7 @@ class TokenPass:
         self._zero = self._compared - self._measured
         self._counted = self._valid if self._config.nonfinite == "neutral" else self._compared
 
-        # Probabilities are compared where log π is −inf too; a log-ratio needs both to be finite.
+        # Probabilities are also compared where log π is −inf; a log-ratio needs two finite log-probs.
         pi, mu = (x.nan_to_num(0.0, 0.0, NEVER).mul_(self._compared) for x in (pi, mu))
         difference = torch.exp(pi, out=order).sub_(mu.exp()).abs_()
         difference.nan_to_num_(nan=0.0, posinf=torch.inf)  # as in `core.divergence`: ∞ − ∞ of two densities
@@ -83,7 +83,7 @@ class TokenPass:
         self.table = SequenceTable((name, self._block.sum(values)) for name, values in columns.items())
 
     def _compare(self) -> None:
-        """How far apart the policies are, whatever is done about it."""
+        """Compute the mismatch of the policies, independent of the correction."""
         d, sums, (low, high) = self._d, self.rows.sums, log_band(0.9, 1.1)
         self._sample("log_ratio", d, self._measured)
         size = d.abs()
@@ -94,23 +94,23 @@ class TokenPass:
         capped = torch.clamp(d, max=SAFETY_BOUND, out=size)
         rho_1 = capped.clamp(min=-SAFETY_BOUND).expm1_()
         self._k3 = rho_1 - capped
-        self.table["k3"] = self._block.sum(self._k3).clamp_(min=0.0)  # rounding may leave −1e-17
+        self.table["k3"] = self._block.sum(self._k3).clamp_(min=0.0)  # rounding may return −1e-17
         rho_1 = rho_1.sub_(self._zero).view(-1)
         sums["chi2_token"] = torch.dot(rho_1, rho_1) + 2.0 * rho_1.sum()
 
-        # A maximum over a sequence follows from the range of d: the divergences are convex.
+        # The maximum over a sequence follows from the range of d: the divergences are convex.
         if any(criterion.scope == "seq_max" for criterion in self._config.criteria):
             unmeasured = 1.0 - self._measured
             self.table["log_ratio_max"] = self._block.max(torch.sub(d, unmeasured, alpha=FAR))
             self.table["negative_log_ratio_max"] = self._block.max(torch.sub(-d, unmeasured, alpha=FAR))
 
     def _weigh(self) -> Tensor:
-        """Token-level weights, 0 where nothing is counted."""
+        """Compute token-level weights, 0 on tokens that are not counted."""
         config, sums, counted, d = self._config, self.rows.sums, self._counted, self._d
         sums["saturated_low"] = self._count(torch.lt, d, -config.safety_bound)
         sums["saturated_high"] = self._count(torch.gt, d, config.safety_bound)
 
-        # How many are beyond a bound is counted before it acts.
+        # Count exceedances before the bounds are applied.
         band = exceedance_band(config)
         if band != (None, None):
             low, high = log_band(*band)
@@ -128,7 +128,7 @@ class TokenPass:
         return weight
 
     def _reject(self) -> Tensor:
-        """Token-level rejections, and what sequence-level ones need of every token. Returns what stays."""
+        """Return the tokens that token-level rejectors keep, and compute the sums for sequence-level rejectors."""
         config, valid, table = self._config, self._valid, self.table
         for kind in {c.kind: None for c in config.criteria if c.scope != "seq_max"}:
             if kind not in ("k1", "k3"):
@@ -137,7 +137,7 @@ class TokenPass:
             low, _ = log_band(config.rollout_token_veto_threshold, None)
             table["catastrophic"] = self._block.sum(_flags(torch.lt, self._log_ratio, low).mul_(self._counted))
 
-        # Every rejector looks at the response mask alone, and a token stays if none of them takes it.
+        # Every rejector reads only the response mask, and a token stays if no rejector removes it.
         rejectors = torch.zeros_like(valid)
         if config.nonfinite in ("reject_token", "raise"):
             rejectors = valid - self._compared
@@ -155,12 +155,12 @@ class TokenPass:
         return kept
 
     def _judge(self, criterion: Criterion) -> Tensor:
-        """The tokens that a token-level criterion rejects, and its rows."""
+        """Return the tokens that a token-level criterion rejects, and add its rows."""
         row, zero, (low, high) = f"rs/{criterion.name}", self._zero, accepted_band(criterion)
         values = self._k3 if criterion.kind == "k3" else ESTIMATES[criterion.kind](self._d)
         self._sample(row, values, self._measured)
 
-        # A band of k1 is on the ratio itself. Probability zero is below it, and beyond the one bound of a divergence.
+        # A k1 band is on the ratio itself. Probability zero is below it, and beyond the single bound of a divergence.
         judged = self._log_ratio if criterion.kind == "k1" else torch.add(values, zero, alpha=FAR)
         below = _flags(torch.lt, judged, low).mul_(self._counted)
         above = _flags(torch.gt, judged, high).mul_(self._counted)
@@ -168,11 +168,11 @@ class TokenPass:
         return below.add_(above)
 
     def _sample(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Describe values, 0 where the mask is 0, by moments and extremes."""
+        """Add moments and extremes of values, 0 where the mask is 0."""
         count = mask.sum()
         mean = values.sum() / count.clamp(min=1)
 
-        # Where the mask is 0 the mean stands: it is no extreme, and deviates by nothing.
+        # Replace values by the mean where the mask is 0: the mean is never an extreme, and its deviation is 0.
         filled = torch.addcmul(values, 1.0 - mask, mean, out=self._work)
         ends = torch.stack(filled.aminmax()) if filled.numel() else self._nothing
         self.rows.extremes[name] = torch.where(count > 0, ends, self._nothing)
@@ -180,7 +180,7 @@ class TokenPass:
         self.rows.moments[name] = torch.stack([count, mean, torch.dot(deviation, deviation)])
 
     def _count(self, compare: Compare, values: Tensor, limit: float, mask: Tensor | None = None) -> Tensor:
-        """How many values are so; where the mask is 1."""
+        """Return the number of values for which the comparison is true, where the mask is 1."""
         flags = compare(values, limit, out=self._work)
         return flags.sum() if mask is None else flags.mul_(mask).sum()
 
@@ -189,5 +189,5 @@ Compare = Callable[..., Tensor]
 
 
 def _flags(compare: Compare, values: Tensor, limit: float) -> Tensor:
-    """1.0 where the comparison holds, else 0.0."""
+    """Return 1.0 where the comparison is true, else 0.0."""
     return compare(values, limit, out=torch.empty(values.shape, dtype=torch.float64, device=values.device))

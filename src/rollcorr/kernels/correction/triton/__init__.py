@@ -1,15 +1,15 @@
 """The correction on the GPU in Triton: three launches, one read of the tokens, and no wait for the device.
 
-`read_tokens` reads the batch once and leaves a row of sums for each sequence, or for each share of a long one.
-`decide_sequences` weighs and rejects sequences and reduces their rows. `finish` merges what is left into the batch's
-statistics, and spreads decisions over tokens. Nothing adds in an order that depends on timing: no atomic is used, so
-equal inputs give equal bits.
+`read_tokens` reads the batch once and writes a row of sums for each sequence, or for each share of a long one.
+`decide_sequences` weighs and rejects sequences and reduces their rows. `finish` merges the results into the batch's
+statistics, and applies the decisions to tokens. No sum depends on timing: the kernels use no atomics, so equal inputs
+give equal bits.
 
-Why `decide_sequences` is a second copy of what `torch.decide` knows: on the table that `read_tokens` writes, torch's
-decisions are 104 launches with one criterion and 274 with all (counted on fake CUDA: tests/kernels/
-test_decision_copies.py). At 2.5 to 5 µs each that is 0.3 to 1.4 ms, whatever the batch; it moves 2 to 60 MB, which is
-at most 14 µs of an H200's memory. All three kernels are expected to take less than 0.1 ms for 8 M tokens. The copy
-would go if torch's decisions added less than a tenth to that: three launches.
+`decide_sequences` is a second copy of the decisions in `torch.decide`, for speed. On the table that `read_tokens`
+writes, torch needs 104 launches with one criterion and 274 with all (counted on fake CUDA: tests/kernels/
+test_decision_copies.py). At 2.5 to 5 µs each that is 0.3 to 1.4 ms for any batch; they move 2 to 60 MB, at most 14 µs
+of an H200's memory bandwidth. All three kernels are expected to need less than 0.1 ms for 8 M tokens. The copy could be
+deleted if torch's decisions added less than a tenth to that: three launches.
 
 Importing this package does not import Triton.
 """
@@ -34,7 +34,7 @@ OLDEST_TRITON = (3, 4)
 
 
 def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
-    """Why the Triton kernels cannot take this batch, or None when they can."""
+    """Return why the Triton kernels do not support this batch; `None` if they do."""
     named = batch.named
     if (hidden := why_no_address(**named)) is not None:
         return hidden
@@ -46,7 +46,7 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     if config.safety_bound > KERNEL_SAFETY_BOUND:
         return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{KERNEL_SAFETY_BOUND:g}"
 
-    # Not every bound on weights is known to them.
+    # The kernels do not support every bound on weights.
     weighs = config.rollout_is is not None
     if weighs and config.rollout_is_floor is not None:
         return f"rollout_is_floor is {config.rollout_is_floor:g}, and they raise no weights"
@@ -57,7 +57,7 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
 
 @lru_cache(maxsize=1)
 def status() -> str | None:
-    """Why the kernels cannot be used at all, or None when they can."""
+    """Return why the kernels cannot be used at all; `None` if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; it comes with torch for CUDA and ROCm: pip install 'rollcorr[triton]'"
     import triton
@@ -73,20 +73,20 @@ def status() -> str | None:
 def triton_correction(
     batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.dispatch.correction_kernel`; the mask may hold numbers.
+    """Implement `rollcorr.kernels.correction.dispatch.correction_kernel` in Triton; the mask may contain numbers.
 
     Weights are float32 functions of float32 log-ratios; sums are float32 over at most 128 tokens, and float64 beyond.
-    Log-ratios beyond ±1e16 count as that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
+    Log-ratios beyond ±1e16 are clamped to that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
 
     Args:
-        batch: what to correct; the mask may be of any dtype.
-        config: what to compute.
-        out: buffers for the weights and the loss mask.
-        splits: programs that share a sequence: a power of two, at most 64. None chooses by shape.
+        batch: the batch to correct; the mask may have any dtype.
+        config: configuration of the correction.
+        out: optional buffers for the weights and the loss mask.
+        splits: optional; number of programs per sequence: a power of two, at most 64. The default depends on the shape.
 
     Raises:
         ImportError: Triton, or a device for it, is missing.
-        ValueError: the batch is not one that the kernels take (`why_not`).
+        ValueError: `why_not` rejects the batch.
     """
     if (missing := status()) is not None:
         raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")
@@ -101,5 +101,5 @@ def triton_correction(
 
 
 def interpreted() -> bool:
-    """Whether the environment asks for Triton's interpreter, which runs kernels on the CPU."""
+    """Return whether the environment enables Triton's interpreter, which runs kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

@@ -1,7 +1,7 @@
-"""The last pass: sets of rows become one, and what was decided for sequences is spread over their tokens.
+"""The last pass merges sets of rows into one, and applies the decisions for sequences to their tokens.
 
-The first programs merge; each takes a few rows of every kind and adds the sets in order. The others spread; each takes
-the tokens that it had in the token pass.
+The first programs merge: each adds the sets in order, for a few rows of every kind. The next programs spread: each
+updates the tokens that it had in the token pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _merge(all_rows, merged, sets, PLAN: tl.constexpr):
         ends = exists & (row < len(PLAN.extremes))[None, :]
         low = tl.minimum(low, tl.min(tl.load(extreme, mask=ends, other=float("inf")), axis=0))
         high = tl.maximum(high, tl.max(tl.load(extreme + 1, mask=ends, other=float("-inf")), axis=0))
-    # A second pass sums the spreads around the mean of all sets, as Chan's update does.
+    # A second pass sums the deviations from the mean of all sets, as Chan's update does.
     mean = weighted / tl.maximum(n, 1.0)
     m2 = tl.zeros([ROWS], dtype=tl.float64)
     for start in range(0, sets, SETS):
@@ -61,7 +61,7 @@ def _spread(
     program, cu_seqlens, sequence_weight, alive, weights, loss_mask, T, splits,
     PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Give the tokens of one share their sequence's weight, and take those of a rejected sequence out of the mask."""
+    """Write a sequence's weight to the tokens of one share, and remove tokens of a rejected sequence from the mask."""
     start, end, begin, stop = share_of(program, cu_seqlens, T, splits, PACKED, ALIGN)
     keep = tl.load(alive + program // splits)
     if PLAN.level == "token" or PLAN.level == "none":
@@ -83,7 +83,7 @@ def finish(
     all_rows, merged, cu_seqlens, sequence_weight, alive, weights, loss_mask, sets, T, splits,
     PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """⌈sums / 16⌉ programs merge; then one for each sequence and split spreads, where there is something to spread."""
+    """Merge in ⌈sums / 16⌉ programs; then spread in one program per sequence and split, if any decision needs it."""
     MERGERS: tl.constexpr = (len(PLAN.sums) + ROWS - 1) // ROWS
     program = tl.program_id(0)
     if program < MERGERS:

@@ -43,7 +43,7 @@ ALIGNMENT = 16
 
 
 class Buffers(NamedTuple):
-    """What the three launches write. All but the outputs is a few numbers for each sequence."""
+    """Buffers that the three launches write. All but the outputs contain a few numbers per sequence."""
 
     weights: Tensor | None
     loss_mask: Tensor
@@ -59,13 +59,13 @@ class Buffers(NamedTuple):
 def launch_correction(
     batch: Batch, config: RolloutCorrectionConfig, *, out: Out | None = None, splits: int | None = None
 ) -> CorrectionOutput:
-    """As `rollcorr.kernels.correction.correction_kernel`, for a batch that holds at least one token.
+    """Implement `rollcorr.kernels.correction.correction_kernel` for a batch that contains at least one token.
 
     Args:
-        batch: what to correct.
-        config: what to compute.
-        out: buffers for weights and loss mask.
-        splits: programs for each sequence; a power of two, at most 64. None chooses by shape.
+        batch: the batch to correct.
+        config: configuration of the correction.
+        out: optional buffers for weights and loss mask.
+        splits: optional; number of programs per sequence: a power of two, at most 64. The default depends on the shape.
     """
     mask, sequences = batch.mask, sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
     splits = splits or choose_splits(mask.numel(), sequences)
@@ -77,26 +77,26 @@ def launch_correction(
 
 
 def choose_splits(tokens: int, sequences: int) -> int:
-    """Programs for each sequence: one for many sequences, more for few long ones. A power of two."""
+    """Return the number of programs per sequence: 1 for large B, more for few long sequences. A power of two."""
     shares = max(1, tokens // max(1, sequences) // (SHORTEST_SHARE * BLOCK.value))
     wanted = min(PROGRAMS // max(1, sequences), shares, MOST_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
 def lanes() -> int:
-    """Threads of a warp, each of which is a lane of the token pass: AMD's have 64."""
+    """Return the threads of a warp, each of which is a lane of the token pass: AMD's have 64."""
     return 32 if torch.version.hip is None else 64
 
 
 def sequences_for_each(splits: int) -> int:
-    """Sequences that one program of the sequence pass takes: 32 cells of a column, however they are split."""
+    """Return the number of sequences per program of the sequence pass: 32 cells of a column, for any split."""
     return max(1, 32 // splits)
 
 
 def make_buffers(
     mask: Tensor, sequences: int, splits: int, config: RolloutCorrectionConfig, out: Out | None = None
 ) -> Buffers:
-    """Memory for the outputs and for what passes between the launches."""
+    """Allocate the outputs and the intermediate results of the launches."""
     plan = plan_of(config)
     weights, loss_mask = outputs(mask, config, out)
     sets = -(-sequences // sequences_for_each(splits))
@@ -118,13 +118,13 @@ def make_buffers(
 
 
 def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrectionConfig) -> list[Launch]:
-    """The three launches, in order. Reads shapes only, so it also serves to compile without a GPU."""
+    """Return the three launches, in order. Reads only shapes, so it also serves to compile without a GPU."""
     plan, limits = plan_of(config), limits_of(config)
     train, rollout, mask = (_as_bytes(x.contiguous()) for x in batch.named.values())
     loss_mask, sequence_kept = _as_bytes(buffers.loss_mask), _as_bytes(buffers.sequence_kept)
     sequences, T = buffers.alive.numel(), mask.shape[-1]
     packed = batch.cu_seqlens is not None
-    # A pointer that a kernel does not use must still be one.
+    # A kernel needs a valid pointer even where it does not use it.
     shared = {
         "cu_seqlens": buffers.alive if batch.cu_seqlens is None else batch.cu_seqlens.contiguous(),
         "weights": buffers.sequence_weight if buffers.weights is None else buffers.weights,
@@ -133,11 +133,11 @@ def launches(batch: Batch, buffers: Buffers, splits: int, config: RolloutCorrect
         "splits": splits,
     }
 
-    # Ranges are tested at both ends of a row, at the last one where rows are aligned, or not at all.
+    # Ranges are tested at both ends of a row, only at the last end if rows are aligned, or not at all.
     align = ALIGNMENT if packed or T % ALIGNMENT else int(T % BLOCK.value > 0)
     layout = {"PLAN": plan, "PACKED": packed, "ALIGN": align, "LANES": lanes()}
 
-    # What the token pass fits into without a spill.
+    # The register limit at which the token pass does not spill.
     registers = RANGES_TESTED if align else REGISTERS
     if plan.token_criteria:
         registers = TOKEN_CRITERIA if plan.level == "token" else {}

@@ -1,4 +1,4 @@
-"""What the Triton kernels specialize on: a configuration as constants, and where each number is kept.
+"""Constants of the Triton kernels: a configuration at compile time, and the index of each number.
 
 Kernels address columns, rows and limits by name. Names become indices when a kernel is compiled.
 """
@@ -16,8 +16,8 @@ from rollcorr.core.weights import log_band
 from rollcorr.kernels.correction.call import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
-# Columns that every configuration has, those of token-level weights, and those of each kind of token criterion. The
-# token pass counts on neighbors.
+# Columns that every configuration has, columns of token-level weights, and columns of each kind of token criterion.
+# The token pass relies on their order.
 _COLUMNS = (
     *("valid", "measured", "zero", "outside", "capped_low", "capped_high"),
     *("log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"),
@@ -32,12 +32,12 @@ _KIND_COLUMNS = ("low", "high", "alone", "mean", "m2", "min", "max")
 
 @dataclass(frozen=True)
 class Slots:
-    """Names in order; `slots[name]` is the index of a name. Hashable: part of what a kernel is."""
+    """Names in order; `slots[name]` is the index of a name. Hashable, as a part of a kernel's cache key."""
 
     names: tuple[str, ...]
 
     def __getitem__(self, name: str) -> int:
-        """The index of a name; Triton hands it over wrapped in a `constexpr`."""
+        """Return the index of a name; Triton passes the name in a `constexpr` wrapper."""
         return self.names.index(getattr(name, "value", name))
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class CriterionPlan:
-    """A criterion, with the index of the first of its rows in each table; the others follow in `decide`'s order."""
+    """A criterion, with the index of its first row in each table; the next rows follow in `decide`'s order."""
 
     scope: str
     kind: str
@@ -60,7 +60,7 @@ class CriterionPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a configuration that changes the code of a kernel. Thresholds are not among it."""
+    """The parts of a configuration that change the code of a kernel; thresholds are excluded."""
 
     level: str  # "none", "token", "sequence", "geometric"
     mode: str  # "truncate", "icepop", "none"
@@ -82,20 +82,20 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Numbers in one set of rows: sums, moments of three, extremes of two."""
+        """Return the number of values in one set of rows: sums, moments of three, extremes of two."""
         return len(self.sums) + 3 * len(self.moments) + 2 * len(self.extremes)
 
     @property
     def spreads(self) -> bool:
-        """Whether anything decided for whole sequences reaches tokens."""
+        """Return whether any decision for a sequence changes its tokens."""
         return self.rejects_sequences or self.level in ("sequence", "geometric")
 
 
 @cache
 def abilities() -> Abilities:
-    """What the kernels compute. Their rows are those that the source of the sequence pass names."""
+    """Return the abilities of the kernels. Their rows are found by name in the source of the sequence pass."""
     source = Path(__file__).with_name("sequence_pass.py").read_text(encoding="utf-8")
-    # A criterion's rows have no names there: it writes all of them, in the order of the list.
+    # A criterion's rows are not named there: the kernel writes all of them, in the order of the list.
     written = re.findall(r'PLAN\.(sums|moments|extremes)\["(\w+)"\]', source)
     computed = {*written, *((row.kind, row.name) for row in CRITERION_ROWS)}
     return Abilities(missing_rows(computed), ("k1", "k2", "k3"), ("token", "seq_sum", "seq_mean", "seq_max"))
@@ -103,13 +103,13 @@ def abilities() -> Abilities:
 
 @lru_cache(maxsize=64)
 def plan_of(config: RolloutCorrectionConfig) -> Plan:
-    """The constants for a configuration."""
+    """Return the constants for a configuration."""
     names = empty_statistics(config, "meta").names
     sums, moments, extremes = Slots(names["sums"]), Slots(names["moments"]), Slots(names["extremes"])
     lower, upper = exceedance_band(config)
     normalize = config.batch_normalize_over if config.rollout_is_batch_normalize else "none"
     limits = Slots(tuple(_fixed_limits(config)))
-    # Every field is a compile-time constant: a kernel contains only the code of its configuration.
+    # Every field is a compile-time constant: a kernel contains only the code for its configuration.
     return Plan(
         level=config.rollout_is or "none",
         mode=config.is_mode,
@@ -136,7 +136,7 @@ def plan_of(config: RolloutCorrectionConfig) -> Plan:
 
 
 def limits_of(config: RolloutCorrectionConfig) -> tuple[float, ...]:
-    """The thresholds as the kernels compare them: log-ratios for ratios, and the hair that makes bounds inclusive."""
+    """Return the kernels' thresholds: log-ratios in place of ratios, with the tolerance that makes bounds inclusive."""
     of_criteria = (limit for criterion in config.criteria for limit in accepted_band(criterion))
     return (*_fixed_limits(config).values(), *of_criteria)
 
@@ -167,7 +167,7 @@ def _criterion_plan(c: Criterion, limit: int, sums: Slots, moments: Slots, extre
 
 
 def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
-    """What the token pass leaves for each sequence and split, float64."""
+    """Return the columns that the token pass writes for each sequence and split, float64."""
     of_weights = _WEIGHT_COLUMNS if config.rollout_is == "token" else ()
     token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
     of_rejection = ("kept", "rejected_once") if token_kinds else ()

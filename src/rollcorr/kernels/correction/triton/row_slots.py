@@ -1,7 +1,7 @@
-"""What the sequence pass reads of the table, and how it writes its rows.
+"""Reads of the table in the sequence pass, and writes of its rows.
 
-`cells` are the columns of the program's cells, (sequences, splits) each, and 0 where `there` says that none exists.
-A set of rows is the sums, then three numbers for each of the moments, then two for each of the extremes.
+`cells` are the columns of the program's cells, (sequences, splits) each, and 0 where `there` is false: no such cell.
+A set of rows contains the sums, then three numbers for each of the moments, then two for each of the extremes.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def column(cells, COLUMN: tl.constexpr):
-    """A column's sums over splits: one number for each sequence."""
+    """Return a column's sums over splits: one number for each sequence."""
     return tl.sum(cells[COLUMN], axis=1)
 
 
 @triton.jit
 def lowest(cells, there, COLUMN: tl.constexpr):
-    """A column's minimum over splits."""
+    """Return a column's minimum over splits."""
     return tl.min(tl.where(there, cells[COLUMN], INFINITY), axis=1)
 
 
 @triton.jit
 def highest(cells, there, COLUMN: tl.constexpr):
-    """A column's maximum over splits."""
+    """Return a column's maximum over splits."""
     return tl.max(tl.where(there, cells[COLUMN], -INFINITY), axis=1)
 
 
 @triton.jit
 def product_sum(cells, COUNT: tl.constexpr, MEAN: tl.constexpr):
-    """Each sequence's n · mean: the sum that a column of means stands for."""
+    """Return each sequence's n · mean, the sum behind a column of means."""
     return tl.sum(cells[COUNT] * cells[MEAN], axis=1)
 
 
 @triton.jit
 def put(rows, SLOT: tl.constexpr, values):
-    """A sum, over the program's sequences."""
+    """Write a sum over the program's sequences."""
     tl.store(rows + SLOT, tl.sum(values.to(tl.float64), axis=0))
 
 
 @triton.jit
 def put_moments(rows, SLOT: tl.constexpr, values, counts, PLAN: tl.constexpr):
-    """Moments of a sample in which values[i] occurs counts[i] times."""
+    """Write the moments of a sample in which values[i] occurs counts[i] times."""
     n = tl.sum(counts, axis=0)
     values = tl.where(counts > 0, values, 0.0)
     mean = tl.sum(counts * values, axis=0) / tl.maximum(n, 1.0)
@@ -55,7 +55,7 @@ def put_moments(rows, SLOT: tl.constexpr, values, counts, PLAN: tl.constexpr):
 
 @triton.jit
 def store_moments(rows, SLOT: tl.constexpr, n, mean, m2, PLAN: tl.constexpr):
-    """Three numbers that are ready."""
+    """Write moments that are already computed."""
     place = rows + len(PLAN.sums) + 3 * SLOT
     tl.store(place, n)
     tl.store(place + 1, mean)
@@ -66,7 +66,7 @@ def store_moments(rows, SLOT: tl.constexpr, n, mean, m2, PLAN: tl.constexpr):
 def put_token_moments(
     rows, SLOT: tl.constexpr, cells, COUNT: tl.constexpr, MEAN: tl.constexpr, sign, PLAN: tl.constexpr
 ):  # fmt: skip
-    """Moments of a sample of tokens, merged over splits and sequences; `sign` −1 is of the negated values."""
+    """Write the moments of a sample of tokens, merged over splits and sequences; `sign` −1 negates the values."""
     counts, means, m2s = cells[COUNT], cells[MEAN], cells[MEAN + 1]
     n = tl.sum(tl.sum(counts, axis=1), axis=0)
     mean = tl.sum(tl.sum(counts * means, axis=1), axis=0) / tl.maximum(n, 1.0)
@@ -77,7 +77,7 @@ def put_token_moments(
 
 @triton.jit
 def put_extremes(rows, SLOT: tl.constexpr, low, high, PLAN: tl.constexpr):
-    """The extremes of a sample: `low` has +inf, `high` −inf where a sequence takes no part."""
+    """Write the extremes of a sample: `low` is +inf and `high` −inf where a sequence takes no part."""
     place = rows + len(PLAN.sums) + 3 * len(PLAN.moments) + 2 * SLOT
     tl.store(place, tl.min(low, axis=0))
     tl.store(place + 1, tl.max(high, axis=0))
@@ -85,13 +85,13 @@ def put_extremes(rows, SLOT: tl.constexpr, low, high, PLAN: tl.constexpr):
 
 @triton.jit
 def put_range(rows, SLOT: tl.constexpr, values, mask, PLAN: tl.constexpr):
-    """The extremes of the values where mask is true."""
+    """Write the extremes of the values where mask is true."""
     put_extremes(rows, SLOT, tl.where(mask, values, INFINITY), tl.where(mask, values, -INFINITY), PLAN)
 
 
 @triton.jit
 def put_sample(rows, MOMENTS: tl.constexpr, EXTREMES: tl.constexpr, values, has_counted, PLAN: tl.constexpr):
-    """Describe a per-sequence value, where it is finite."""
+    """Write moments and extremes of a per-sequence value, over its finite values."""
     mask = has_counted & (tl.abs(values) < INFINITY)
     put_moments(rows, MOMENTS, values, mask.to(tl.float64), PLAN)
     put_range(rows, EXTREMES, values, mask, PLAN)

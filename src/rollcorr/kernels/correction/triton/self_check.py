@@ -1,12 +1,12 @@
-"""Whether the Triton kernels compute on a device what torch computes there: asked once, before `impl="auto"` uses them.
+"""Self-check of the Triton kernels on a device: compare them with torch before `impl="auto"` uses them.
 
-A compiler, a driver or a chip that nobody tested can make a kernel wrong without an error. So on first use a small
-fixed probe runs on both paths: every layout, dtype and kind of mask, every level of weights, all criteria, and NaN
-where nothing may be read.
+An untested compiler, driver or chip can break a kernel without an error. So on first use a small fixed probe runs in
+both implementations: every layout, dtype and kind of mask, every level of weights, all criteria, and NaN in places that
+must not be read.
 
-The verdict is kept from one process to the next: a small JSON file for each kind of machine, in
-`$XDG_CACHE_HOME/rollcorr/kernels`, by default `~/.cache/rollcorr/kernels`. A verdict that cannot be read is none, and
-one that cannot be written is made again by the next process: neither is an error.
+The verdict is cached across processes: a small JSON file per kind of machine, in
+`$XDG_CACHE_HOME/rollcorr/kernels`, by default `~/.cache/rollcorr/kernels`. An unreadable verdict counts as missing, and
+one that cannot be written is computed again by the next process: neither raises an error.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Verdict(NamedTuple):
     """Whether the kernels agree with torch on a machine.
 
     Attributes:
-        agrees: whether they do.
+        agrees: whether the kernels agree with torch.
         reason: what differs or failed; empty if they agree.
-        failed: whether they could not be run at all. That may pass, so the next process tries again.
+        failed: whether they raised an error. It may be transient, so the next process tries again.
     """
 
     agrees: bool
@@ -64,14 +64,14 @@ class Probe(NamedTuple):
     """One batch and one configuration.
 
     Attributes:
-        name: what it is, for the message.
-        options: of the configuration.
-        T: tokens of a row. The kernels know four layouts: packed, and rows of whole blocks, of a multiple of 16, of any
+        name: description for the message.
+        options: options of the configuration.
+        T: tokens of a row. The kernels have four layouts: packed, and rows of full blocks, of a multiple of 16, of any
             length.
         packed: whether the rows are packed into one.
         train, rollout: dtypes of the log-probs.
         mask: dtype of the mask.
-        splits: programs for each sequence.
+        splits: number of programs per sequence.
     """
 
     name: str
@@ -113,10 +113,10 @@ _lock = threading.Lock()
 
 
 def is_verified(device: torch.device) -> bool:
-    """Whether the kernels agree with torch on a device. Compiles, runs and waits the first time; then it is known."""
+    """Return whether the kernels agree with torch on a device. Compiles, runs and waits once; then uses the verdict."""
     verdict = _verdicts.get(device)
     if verdict is None:
-        # A graph records what runs on the device, and a probe would become part of it; a later call can ask.
+        # Stream capture records device work, so a probe would become part of the graph; a later call can run it.
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         verdict = _first_verdict(device)
@@ -124,19 +124,19 @@ def is_verified(device: torch.device) -> bool:
 
 
 def known_verdict(device: torch.device) -> Verdict | None:
-    """What is known without running anything: from this process, or from an earlier one."""
+    """Return the verdict of this or an earlier process, without running a kernel; `None` if unknown."""
     return _verdicts.get(device) or read_verdict(machine_of(device))
 
 
 def check_kernels(device: torch.device, kernel: Kernel = triton_correction) -> Verdict:
-    """Run every probe on both paths, the kernels twice.
+    """Run every probe with both implementations, and the kernels twice.
 
     Args:
-        device: where.
-        kernel: what to hold against torch.
+        device: the device to check.
+        kernel: the implementation to compare with torch.
 
     Returns:
-        The verdict, with the first difference in words, or the error that ended a probe.
+        The verdict, with a description of the first difference, or the error that ended a probe.
     """
     for probe in PROBES:
         try:
@@ -150,31 +150,31 @@ def check_kernels(device: torch.device, kernel: Kernel = triton_correction) -> V
 
 
 def probe_batch(probe: Probe, device: torch.device) -> Batch:
-    """The probe's tensors: the same numbers on every machine, with NaN and infinities on both sides of the mask."""
+    """Return the probe's tensors: equal on every machine, with NaN and infinities on both sides of the mask."""
     generator = torch.Generator(device="cpu").manual_seed(7)
     shape = SEQUENCES, probe.T
     rollout = -3.0 * torch.rand(shape, generator=generator, device="cpu")
     train = rollout + 0.3 * torch.randn(shape, generator=generator, device="cpu")
     mask = torch.rand(shape, generator=generator, device="cpu") < 0.8
 
-    # Accidents on response tokens: missing on either side, probability zero, and a sentinel.
+    # Special values on response tokens: missing on either side, probability zero, and a sentinel.
     accidents = ((0, 3, math.nan, -1.0), (1, 5, -math.inf, -1.0), (2, 7, -1.0, math.inf), (0, 9, -1.0, -math.inf))
     for row, token, log_pi, log_mu in (*accidents, (4, 11, -80.0, -1.0)):
         train[row, token], rollout[row, token], mask[row, token] = log_pi, log_mu, True
 
     # Two rows in which every token is ordinary, but some weights of the second are beyond their bounds. The token pass
-    # reads such blocks in ways of their own.
+    # has separate code for such blocks.
     mask[5:] = True
     train[5:] = rollout[5:] + (train[5:] - rollout[5:]).clamp(-0.4, 0.4)
     train[6, 50::100] = rollout[6, 50::100] + 1.2
 
-    # A sequence without a token; and what the mask leaves out is poison, which must not be read.
+    # One sequence is empty. Masked tokens have NaN and ∞, which must not be read.
     mask[3] = False
     train[~mask], rollout[~mask] = math.nan, math.inf
 
     cu_seqlens = None
     if probe.packed:
-        # Sequences begin where no vector load may, and one is empty.
+        # Sequences begin at unaligned offsets, and one is empty.
         lengths = torch.tensor([probe.T, 3, 0, probe.T - 40, 37, probe.T * (SEQUENCES - 2)], device="cpu")
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
         train, rollout, mask = train.flatten(), rollout.flatten(), mask.flatten()
@@ -187,7 +187,7 @@ def probe_batch(probe: Probe, device: torch.device) -> Batch:
 
 
 def _first_verdict(device: torch.device) -> Verdict:
-    """Read the verdict of an earlier process, or make one; say so once if it is against the kernels."""
+    """Return the verdict of an earlier process, or compute one; warn once if the kernels disagree."""
     with _lock:
         if device in _verdicts:
             return _verdicts[device]
@@ -195,7 +195,7 @@ def _first_verdict(device: torch.device) -> Verdict:
         verdict = read_verdict(machine)
         if verdict is None:
             with ExitStack() as stack:
-                # Allowed to wait, whatever the caller forbade.
+                # The check must wait, even if the caller forbids synchronization.
                 if device.type == "cuda":
                     stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
                     torch.cuda.set_sync_debug_mode(0)
@@ -214,7 +214,7 @@ def _first_verdict(device: torch.device) -> Verdict:
 
 
 def _difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | None:
-    """What the kernels compute otherwise than torch, in words; None if nothing."""
+    """Return a description of the first difference between the kernels and torch; `None` if they agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InertOptionWarning)
         config = RolloutCorrectionConfig(**probe.options)
@@ -239,7 +239,7 @@ def _difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | Non
     for name, value in by_torch.items():
         if repr(first[name]) != repr(second[name]):
             return f"two runs give different metrics: {name} is {first[name]!r} and {second[name]!r}"
-        # The reciprocal of a mean that may be next to nothing has no digits to compare.
+        # The reciprocal of a mean that may be close to 0 has no digits to compare.
         if name.endswith("max_viable_length"):
             continue
         if not math.isclose(first[name], value, rel_tol=METRICS_RTOL, abs_tol=METRICS_ATOL) and not (
@@ -250,7 +250,7 @@ def _difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | Non
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """What a verdict holds for: device, driver, and versions of torch, Triton and these kernels."""
+    """Return the scope of a verdict: device, driver, and versions of torch, Triton and these kernels."""
     machine = {
         "device": device.type,
         "torch": torch.__version__,
@@ -265,7 +265,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
 
 
 def read_verdict(machine: dict[str, str]) -> Verdict | None:
-    """What an earlier process found, or None: never asked, damaged, or of another machine."""
+    """Return the verdict of an earlier process; `None` if missing, damaged, or from another machine."""
     try:
         kept = json.loads(_path(machine).read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):
@@ -277,7 +277,7 @@ def read_verdict(machine: dict[str, str]) -> Verdict | None:
 
 
 def write_verdict(machine: dict[str, str], verdict: Verdict) -> None:
-    """Keep a verdict, without complaint where there is no place for it. One that breaks off is read as none."""
+    """Save a verdict, ignoring an unwritable folder. An incomplete file counts as missing."""
     if verdict.failed:
         return
     content = json.dumps({"machine": machine, "agrees": verdict.agrees, "reason": verdict.reason}, indent=2)
@@ -288,7 +288,7 @@ def write_verdict(machine: dict[str, str], verdict: Verdict) -> None:
 
 
 def _path(machine: dict[str, str]) -> Path:
-    """The file of a machine. RuntimeError: there is no home directory."""
+    """Return the file of a machine. Raises RuntimeError without a home directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
     name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
@@ -297,7 +297,7 @@ def _path(machine: dict[str, str]) -> Path:
 
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """A digest of the kernels' own files: between two versions a checkout changes, and its version does not."""
+    """Return a digest of the kernels' source: a checkout changes between two versions, but its version does not."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -305,7 +305,7 @@ def _source_digest() -> str:
 
 
 def _driver() -> str:
-    """The driver as its module reports it, else the version that torch was built for."""
+    """Return the driver as its module reports it, else the version that torch was built for."""
     for module in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
             return Path(module).read_text(encoding="utf-8").splitlines()[0].strip()

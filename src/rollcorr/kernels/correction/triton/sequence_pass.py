@@ -1,7 +1,7 @@
 """The sequence pass: from per-sequence columns to decisions for whole sequences, and to rows of statistics.
 
-A program takes a few sequences, adds their splits, and leaves one set of rows; `finish` merges the sets. Everything is
-float64. It follows `decide` row by row; that file says what each row means.
+A program reads a few sequences, adds their splits, and writes one set of rows; `finish` merges the sets. All arithmetic
+is float64. It follows `decide` row by row; that file explains the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CAP = tl.constexpr(SAFETY_BOUND)
 
 @triton.jit
 def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN: tl.constexpr):
-    """How far apart the policies are, whatever is done about it."""
+    """Write the rows that compare the policies, independent of the correction."""
     compared = measured + zero
     put(rows, PLAN.sums["tokens"], valid)
     put(rows, PLAN.sums["sequences"], valid > 0)
@@ -46,7 +46,7 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
     put(rows, PLAN.sums["chi2_token"], column(cells, PLAN.columns["chi2"]))
     put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
     put(rows, PLAN.sums["prob_diff_abs"], column(cells, PLAN.columns["difference"]))
-    # Extremes of a sequence without a compared token must lose against every other value.
+    # A sequence without a compared token must not affect the extremes.
     largest = highest(cells, there, PLAN.columns["difference_max"])
     put_extremes(
         rows,
@@ -65,7 +65,7 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
 
 @triton.jit
 def _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN: tl.constexpr):
-    """Perplexities of both policies, and what is made of sums over sequences."""
+    """Write perplexities of both policies, and the rows computed from sums over sequences."""
     count, seen = tl.maximum(measured, 1.0), measured > 0
     train_log, rollout_log, difference = -train / count, -rollout / count, -log_ratio / count
     put(rows, PLAN.sums["sequences_measured"], seen)
@@ -86,10 +86,10 @@ def _perplexities(rows, train, rollout, measured, log_ratio, product, has_counte
 
 @triton.jit
 def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
-    """A criterion's divergence for each sequence; a token criterion's averaged over the sequence."""
+    """Compute a criterion's divergence of each sequence; a token criterion's mean over the sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     if C.scope == "seq_max":
-        # k2 and k3 are convex with their minimum at 0, so their maximum lies at one end of the range of d.
+        # k2 and k3 are convex with their minimum at 0, so their maximum is at one end of the range of d.
         first, last = tl.where(measured > 0, low, 0.0), tl.where(measured > 0, high, 0.0)
         if C.kind == "k2":
             value = tl.maximum(first * first, last * last) * 0.5
@@ -125,7 +125,7 @@ def _criterion(
 
 @triton.jit
 def _token_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
-    """The rows of a token criterion's own values; returns the tokens it rejects in each sequence."""
+    """Write the rows of a token criterion's own values; return the number of rejected tokens per sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     N: tl.constexpr = PLAN.columns["measured"]
     above = column(cells, PLAN.columns[C.kind + "_high"])
@@ -150,7 +150,7 @@ def _reject(
     rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, tokens_kept, rejected_once,
     limits, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """Which sequences every sequence-level rejector keeps, and the rows of all rejectors."""
+    """Return which sequences every sequence-level rejector keeps, and write the rows of all rejectors."""
     touched = valid.to(tl.int32) * 0  # a bit for each criterion
     rejectors, touching = touched, touched
     for i in tl.static_range(len(PLAN.criteria)):
@@ -199,7 +199,7 @@ def _reject(
 
 @triton.jit
 def _sequence_weights(rows, level, counted, has_counted, limits, PLAN: tl.constexpr):
-    """Weights of whole sequences, and their rows. An empty sequence weighs 1."""
+    """Compute sequence-level weights, and write their rows. An empty sequence has weight 1."""
     bound = limits[PLAN.limits["safety_bound"]]
     low, high = limits[PLAN.limits["band_low"]], limits[PLAN.limits["band_high"]]
     finite = has_counted & (level > -INFINITY)
@@ -228,7 +228,7 @@ def _sequence_weights(rows, level, counted, has_counted, limits, PLAN: tl.conste
 
 @triton.jit
 def _token_weights(rows, cells, there, counted, zero, compared, low, high, limits, PLAN: tl.constexpr):
-    """The rows of token-level weights."""
+    """Write the rows of token-level weights."""
     bound = limits[PLAN.limits["safety_bound"]]
     N: tl.constexpr = PLAN.columns["counted"]
     RAW: tl.constexpr = PLAN.columns["raw_mean"]
@@ -246,7 +246,7 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
     put_token_moments(rows, PLAN.moments["weight"], cells, N, WEIGHT, 1.0, PLAN)
     put_token_moments(rows, PLAN.moments["weight_raw"], cells, N, RAW, 1.0, PLAN)
     put_token_moments(rows, PLAN.moments["unit_weight"], cells, N, WEIGHT, 1.0, PLAN)
-    # exp is monotone: its extremes lie at those of d; zero and neutral tokens join with 0 and 1.
+    # exp is monotone: its extremes are at the extremes of d; zero and neutral tokens add 0 and 1.
     seen = compared - zero > 0
     smallest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(low, -bound), bound)), INFINITY)
     largest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(high, -bound), bound)), -INFINITY)
@@ -270,14 +270,14 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
 def _weight_rows(
     rows, mean_weight, sequence_level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN: tl.constexpr
 ):
-    """The rows that weights of every level have."""
+    """Write the rows of weights that exist at every level."""
     has_counted = counted > 0
     put_sample(rows, PLAN.moments["sequence_weight"], PLAN.extremes["sequence_weight"], mean_weight, has_counted, PLAN)
     if PLAN.level != "token":
         finite = has_counted & (tl.abs(mean_weight) < INFINITY)
         put_moments(rows, PLAN.moments["unit_weight"], mean_weight, finite.to(tl.float64), PLAN)
 
-        # The log of the raw weight: after the safety bound, and still −inf at probability zero.
+        # The log of the raw weight: clamped by the safety bound, but still −inf at probability zero.
         bound = limits[PLAN.limits["safety_bound"]]
         bounded = tl.minimum(tl.maximum(sequence_level, -bound), bound)
         sequence_level = tl.where(sequence_level > -INFINITY, bounded, sequence_level)
@@ -289,7 +289,7 @@ def _weight_rows(
     kept_share = kept_weight / tl.maximum(tokens_kept, 1.0)
     put(rows, PLAN.sums["kept_weight"], kept_weight)
     put(rows, PLAN.sums["kept_sequence_weight"], kept_share)
-    # Σ w and how many, over valid and over kept units: tokens, or sequences that have one.
+    # Σ w and the number of units, valid or kept: tokens, or sequences with such a token.
     valid_weight = tl.where(has_counted, mean_weight, 0.0)
     if PLAN.level == "token":
         valid_weight, valid_units = counted * valid_weight, counted
@@ -307,13 +307,13 @@ def decide_sequences(
     table, all_rows, sequence_weight, alive, sequence_kept, policy_sums, limits, sequences,
     PLAN: tl.constexpr, SEQUENCES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program for `SEQUENCES` sequences; it leaves one set of rows, and what the last pass spreads over tokens."""
+    """Decide `SEQUENCES` sequences in each program: write one set of rows, and the decisions for the last pass."""
     sequence = tl.program_id(0) * SEQUENCES + tl.arange(0, SEQUENCES)
     exists = sequence < sequences
     cell = sequence[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
     there = exists[:, None] & (cell >= 0)
 
-    # Every column of the cells. All loads come before the first store, so all are on their way at once.
+    # Every column of the cells. All loads come before the first store, so they run concurrently.
     place = table + cell.to(tl.int64) * len(PLAN.columns)
     cells = ()
     for i in tl.static_range(len(PLAN.columns)):
@@ -364,7 +364,7 @@ def decide_sequences(
     tl.store(alive + sequence, kept.to(tl.uint8), mask=exists)
     tl.store(sequence_kept + sequence, ((kept & (tokens_kept > 0)) | (valid == 0)).to(tl.uint8), mask=exists)
 
-    # Four columns of `sequences` numbers, from which a loss tells rows apart. No load may come after a store.
+    # Four columns of `sequences` numbers, by which a loss identifies rows. No load may come after a store.
     tl.store(policy_sums + sequence, valid, mask=exists)
     tl.store(policy_sums + sequences + sequence, measured, mask=exists)
     tl.store(policy_sums + 2 * sequences + sequence, train, mask=exists)

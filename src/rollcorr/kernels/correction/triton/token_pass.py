@@ -1,16 +1,15 @@
-"""The token pass: one read of log-probs and mask; token-level weights and masks out, and columns for each sequence.
+"""The token pass: read log-probs and mask once; write token-level weights and masks, and columns per sequence.
 
 A program is one warp. It reads a share of one sequence, in blocks of 512 tokens: (groups, lanes, 4), where a lane is a
 thread. A lane adds in float32 over at most 128 tokens, then lanes are added in float64. Up to four counts share an
 integer, a byte for each.
 
-How a block is read is decided for all of it, by one reduction over the warp. In a *regular* block every token is valid,
-both log-probs are numbers of ordinary size, and no log-ratio is beyond ±2.75: nothing has to be selected or capped, and
-one polynomial gives eᵈ, eᵈ − 1 and k3. It is *quiet* where no weight is beyond its bounds either. Every other block is
-read in full, or only cleared where it has no valid token.
+One reduction over the warp selects the code for a block. In a *regular* block every token is valid, both log-probs are
+numbers of ordinary size, and no log-ratio is beyond ±2.75: no value needs a selection or a cap, and one polynomial
+computes eᵈ, eᵈ − 1 and k3. A regular block is *quiet* if no weight is beyond its bounds either. Every other block is
+read in full, or only cleared if it has no valid token.
 
-Loads test a range and nothing else, and values are selected afterwards: a load masked element by element would not be
-vectorised.
+Loads only test a range, and values are selected afterwards: a load masked element by element would not be vectorised.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ MOST_OF_LANE = tl.constexpr(128)  # tokens that a lane adds before lanes are add
 REACH = tl.constexpr(2.75)  # of d in a regular block
 ORDINARY = tl.constexpr(60.0)  # of |log μ| in a regular block
 CAP = tl.constexpr(SAFETY_BOUND)
-LARGEST = tl.constexpr(1e16)  # |d| beyond is read as this: its square still adds up in float32
-LARGEST_EXPONENT = tl.constexpr(60.0)  # of μ, beside ρ ≤ e^20
+LARGEST = tl.constexpr(1e16)  # limit of |d|, by clamping: its square still adds up in float32
+LARGEST_EXPONENT = tl.constexpr(60.0)  # of μ, in a product with ρ ≤ e^20
 KEPT = tl.constexpr(1)
 COUNTED = tl.constexpr(2)
 
 
 @triton.jit
 def share_of(program, cu_seqlens, T, splits, PACKED: tl.constexpr, ALIGN: tl.constexpr):
-    """A program's tokens: (first and last + 1 of its sequence, first and last + 1 of its share)."""
+    """Return a program's tokens: (first and last + 1 of its sequence, first and last + 1 of its share)."""
     row = program // splits
     if PACKED:
         start = tl.load(cu_seqlens + row).to(tl.int64)
@@ -64,17 +63,17 @@ def share_of(program, cu_seqlens, T, splits, PACKED: tl.constexpr, ALIGN: tl.con
 
 @triton.jit
 def within_block(distance):
-    """A distance in tokens as 32 bits: 0 and the block's end stand for whatever lies beyond, were it 2³¹ tokens off."""
+    """Convert a distance in tokens to 32 bits, clamped to 0 and the block's end: it may be 2³¹ tokens long."""
     return tl.minimum(tl.maximum(distance, 0), BLOCK).to(tl.int32)
 
 
 @triton.jit
 def tokens_at(at, start, end, GROUPS: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr):
-    """Offsets of tokens from the first, (groups, lanes, 4), at most a block, and which of them the sequence holds."""
+    """Return token offsets from the first, (groups, lanes, 4), at most a block, and which are in the sequence."""
     group = tl.arange(0, GROUPS)[:, None, None]
     local = group * (4 * LANES) + tl.arange(0, LANES)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    # Triton gives threads to the axes in the order of their contiguity. That of lanes is 1, like that of groups. Saying
-    # 2 puts it before them: each lane is one thread then, in every version and for every load.
+    # Triton assigns threads to the axes in the order of their contiguity. Lanes and groups both have contiguity 1. With
+    # a hint of 2 for lanes, each lane is one thread, in every version and for every load.
     local = tl.max_contiguous(local, [1, 2, 4])
     inside = local >= 0
     if ALIGN > 0:
@@ -86,13 +85,13 @@ def tokens_at(at, start, end, GROUPS: tl.constexpr, LANES: tl.constexpr, ALIGN: 
 
 @triton.jit
 def of_lane(x):
-    """A lane's number beside each of its tokens."""
+    """Broadcast a lane's number to each of its tokens."""
     return x[None, :, None]
 
 
 @triton.jit
 def _bytes(a, b, c, d):
-    """Four conditions as counts in the bytes of one integer, added over each lane."""
+    """Pack four conditions as counts in the bytes of one integer, added over each lane."""
     return lane_sum(a.to(tl.int32) + (b.to(tl.int32) << 8) + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24))
 
 
@@ -103,20 +102,20 @@ def _clamped(x, low, high):
 
 @triton.jit
 def _beyond(d, lost, low, high):
-    """Where d + lost is below and above a band that no hair widens. Near an end the difference is exact."""
+    """Return where d + lost is below and above a band without tolerance. Near an end the difference is exact."""
     return (d < low) | ((d == low) & (lost < 0.0)), (d > high) | ((d == high) & (lost > 0.0))
 
 
 @triton.jit
 def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr, REGULAR: tl.constexpr):
-    """Add a block to what is collected whatever is done about it; `rho_1` is ρ − 1, and `log_mu` has zeros' log μ.
+    """Add a block to the sums independent of the correction; `rho_1` is ρ − 1, `log_mu` has log μ also at π = 0.
 
-    Of a regular block also each lane's Σ (ρ − 1).
+    For a regular block also return each lane's Σ (ρ − 1).
     """
     total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
     shift, _, second, low, high = _described((shift, shift, second, low, high), d, measured, REGULAR)
 
-    # Σ d is exponentiated: it is exact but for the last digit of float64.
+    # exp is applied to Σ d: it is exact but for the last digit of float64.
     of_train, of_rollout = lane_sum(pi.to(tl.float64)), lane_sum(mu.to(tl.float64))
     k3_here = lane_sum(k3)
     sum_1 = k3_here
@@ -131,7 +130,7 @@ def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.cons
     total, train, rollout = total + total_here, train + of_train, rollout + of_rollout
     absolute, k3s = absolute + lane_sum(tl.abs(d)), k3s + k3_here
 
-    # |π − μ| = μ |ρ − 1|; where ρ is capped, μ is taken to be π e^−20.
+    # |π − μ| = μ |ρ − 1|; where ρ is capped, replace μ by π e^−20.
     if not REGULAR:
         log_mu = tl.minimum(log_mu, LARGEST_EXPONENT)
     gap = tl.exp(log_mu) * tl.abs(rho_1)
@@ -145,7 +144,7 @@ def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.cons
 
 @triton.jit
 def _applied_shift(shift, limits, PLAN: tl.constexpr):
-    """What weights are summed around, once bounded: the bounded shift of the raw ones."""
+    """Return the shift for sums of applied weights: the bounded shift of the raw weights."""
     if PLAN.mode == "truncate":
         shift = tl.minimum(shift, limits[PLAN.limits["ceiling"]])
     if PLAN.mode == "icepop":
@@ -156,14 +155,14 @@ def _applied_shift(shift, limits, PLAN: tl.constexpr):
 
 @triton.jit
 def _weigh(state, limits, counted, positive, d, rho, rho_1, PLAN: tl.constexpr, REGULAR: tl.constexpr):
-    """Token-level weights of a block, 0 where nothing is counted; which of them IcePop sets to 0; and their sums.
+    """Compute a block's token-level weights, 0 on tokens not counted; where IcePop sets them to 0; and their sums.
 
-    `rho` and `rho_1` are the weight before any bound but the safety bound, and that less 1.
+    `rho` is the weight before every bound except the safety bound; `rho_1` is `rho` − 1.
     """
     shift, raw_first, raw_second, first, second, low, high = state
     raw, raw_1 = tl.where(positive, rho, 0.0), tl.where(positive, rho_1, -1.0)
-    # Around a shift near 1, deviations are taken from w − 1, which has digits that w has not. The weights of a regular
-    # block are all near enough.
+    # With a shift near 1, deviations are taken from w − 1, which has more digits than w. The weights of a regular block
+    # are all near enough.
     if REGULAR:
         near = tl.full(shift.shape, 1, tl.int1)
     else:
@@ -196,7 +195,7 @@ def _weigh(state, limits, counted, positive, d, rho, rho_1, PLAN: tl.constexpr, 
 
 @triton.jit
 def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
-    """For every token criterion: which tokens are below and above its bounds. Unused ones are never true."""
+    """Return which tokens are below and above the bounds of each token criterion; false without such a criterion."""
     no_token = counted & (d != d)
     k1_low, k1_high, k2_high, k3_high = no_token, no_token, no_token, no_token
     positive = counted & ~zero
@@ -218,10 +217,10 @@ def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
 
 @triton.jit
 def _described(state, values, measured, REGULAR: tl.constexpr):
-    """Moments and extremes of a value of measured tokens, with a block added."""
+    """Add a block to the moments and extremes of a value of measured tokens."""
     shift, first, second, low, high = state
     high_here = lane_max(tl.where(measured, values, float("-inf")))
-    shift = tl.where(shift == float("-inf"), high_here, shift)  # a lane's first value: a common mean cancels nothing
+    shift = tl.where(shift == float("-inf"), high_here, shift)  # the first maximum: avoids large-mean cancellation
     if REGULAR:
         first, second = add_deviations(first, second, values - of_lane(shift))
         low = tl.minimum(low, lane_min(values))
@@ -238,7 +237,7 @@ def _described(state, values, measured, REGULAR: tl.constexpr):
 def _reject(
     state, limits, valid, measured, zero, counted, d, k3, weight, PLAN: tl.constexpr, REGULAR: tl.constexpr
 ):  # fmt: skip
-    """The tokens of a block that stay, and what the token criteria leave behind."""
+    """Return the tokens of a block that stay, and update the sums of the token criteria."""
     bounds, alone, keeps, k2s, k3s, kept_weight = state
     k1_low, k1_high, k2_high, k3_high = _kinds(limits, measured, zero, counted, d, k3, PLAN)
     rejectors = (k1_low | k1_high).to(tl.int32) + k2_high.to(tl.int32) + k3_high.to(tl.int32)
@@ -260,7 +259,7 @@ def _reject(
 
 @triton.jit
 def _weigh_regular(state, counts, limits, d, rho, rho_1, sum_1, PLAN: tl.constexpr, QUIET: tl.constexpr):
-    """Token-level weights of a regular block; `sum_1` is each lane's Σ (ρ − 1)."""
+    """Compute token-level weights of a regular block; `sum_1` is each lane's Σ (ρ − 1)."""
     shift, raw_first, raw_second, first, second, low, high = state
     OF_LANE: tl.constexpr = d.shape[0] * d.shape[2]
     shift = tl.where(shift == 0.0, sum_1 * (1.0 / OF_LANE) + 1.0, shift)
@@ -271,7 +270,7 @@ def _weigh_regular(state, counts, limits, d, rho, rho_1, sum_1, PLAN: tl.constex
         of_first, of_second = sum_1 - own * OF_LANE, lane_sum(deviation * deviation)
         raw_first, raw_second = raw_first + of_first, raw_second + of_second
         if PLAN.mode != "none":
-            weight = tl.minimum(rho, limits[PLAN.limits["ceiling"]])  # the hair beyond it that counts as inside
+            weight = tl.minimum(rho, limits[PLAN.limits["ceiling"]])  # rho may exceed the ceiling by the tolerance
             first, second = first + of_first, second + of_second
         if PLAN.mode == "icepop":
             low, high = tl.minimum(low, lane_min(weight)), tl.maximum(high, lane_max(weight))
@@ -287,7 +286,7 @@ def _weigh_regular(state, counts, limits, d, rho, rho_1, sum_1, PLAN: tl.constex
 
 @triton.jit
 def read_regular(counts, state, weigh, reject, limits, pi, mu, PLAN: tl.constexpr, QUIET: tl.constexpr):
-    """One regular block; returns what `read_block` does."""
+    """Read one regular block; return the same results as `read_block`."""
     yes, no = tl.full(pi.shape, 1, tl.int1), tl.full(pi.shape, 0, tl.int1)
     pi, mu = pi.to(tl.float32), mu.to(tl.float32)
     d = pi - mu
@@ -308,7 +307,7 @@ def read_regular(counts, state, weigh, reject, limits, pi, mu, PLAN: tl.constexp
 
 @triton.jit
 def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.constexpr):
-    """Any block: the lanes with it added, its weights, the tokens that are kept and those that are counted."""
+    """Read any block: return the updated lanes, its weights, and which tokens are kept and counted."""
     in_float64: tl.constexpr = pi.dtype == tl.float64 or mu.dtype == tl.float64
     if in_float64:
         exact = pi.to(tl.float64) - mu.to(tl.float64)
@@ -321,11 +320,11 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     zero = valid & (log_ratio == float("-inf")) & (raw_mu < float("inf"))
     compared = measured | zero
     counted = valid if PLAN.nonfinite == "neutral" else compared
-    # Selected once, what is not measured is 0 everywhere below: no NaN and no infinity is computed with.
+    # Replace unmeasured values by 0 once: no NaN and no infinity enters the arithmetic below.
     log_ratio = tl.where(measured, log_ratio, 0.0)
     pi, mu = tl.where(measured, pi, 0.0), tl.where(measured, raw_mu, 0.0)
     d = _clamped(log_ratio, -LARGEST, LARGEST)
-    # What rounding takes from d, up to 1e-6, is that much of e^d.
+    # The rounding error of d, up to 1e-6, is the relative error of e^d.
     if in_float64:
         lost = tl.where(measured, (exact - log_ratio.to(tl.float64)).to(tl.float32), 0.0)
     else:
@@ -371,9 +370,9 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
 
 @triton.jit
 def _how_regular(pi, mu, bits, shift, limits, PLAN: tl.constexpr):
-    """2 for a quiet block, 1 for another regular one, 0 for the rest. `shift` is what lanes sum weights around so far.
+    """Return 2 for a quiet block, 1 for a regular but not quiet one, else 0. `shift` is the lanes' shift of weights.
 
-    A NaN on either side is one in Σ |d|, which is not below a limit then.
+    A NaN on either side propagates to Σ |d|, and then fails the comparison.
     """
     mu = mu.to(tl.float32)
     d = pi.to(tl.float32) - mu
@@ -444,7 +443,7 @@ def _add_weights(cell, again, counts, state, limits, PLAN: tl.constexpr):
 
 @triton.jit
 def _add_rejections(cell, again, counts, state, PLAN: tl.constexpr):
-    """Add a chunk's lanes to the columns of token criteria; before `measured` is added to."""
+    """Add a chunk's lanes to the columns of token criteria. Call it before `measured` is updated."""
     bounds, alone, keeps, k2s, k3s, kept_weight = state
     add_lanes(cell, again, PLAN.columns["kept"], keeps)
     add_count(cell, again, PLAN.columns["rejected_once"], alone, 3)
@@ -468,7 +467,7 @@ def _add_rejections(cell, again, counts, state, PLAN: tl.constexpr):
 
 @triton.jit
 def _add_described(cell, again, FIRST: tl.constexpr, counts, state, PLAN: tl.constexpr):
-    """Four columns: mean, M2, min, max."""
+    """Add a chunk's lanes to four columns: mean, M2, min, max."""
     shift, first, second, low, high = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
@@ -479,7 +478,7 @@ def _add_described(cell, again, FIRST: tl.constexpr, counts, state, PLAN: tl.con
 
 @triton.jit
 def _store(weights, loss_mask, at, local, inside, weight, kept, counted, PLAN: tl.constexpr):
-    """Write a block's outputs. The mask holds two bits where sequences are still to be decided."""
+    """Write a block's outputs. The mask has two bits if sequences are still to be decided."""
     bits = kept.to(tl.uint8)
     if PLAN.level == "token":
         tl.store(weights + at + local, weight, mask=inside)
@@ -492,7 +491,7 @@ def _store(weights, loss_mask, at, local, inside, weight, kept, counted, PLAN: t
 def _load(
     train, rollout, mask, at, start, end, tokens, GROUPS: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Tokens from a position on: their offsets, which of them the sequence holds, log-probs and mask."""
+    """Load tokens from a position on: their offsets, which are in the sequence, log-probs and mask."""
     local, inside = tokens_at(at, start, end, GROUPS, LANES, ALIGN)
     readable = inside if ALIGN <= 1 else local < within_block(tokens - at)
     pi = tl.load(train + at + local, mask=readable, other=0.0)
@@ -505,9 +504,9 @@ def _read_in_full(
     counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at, after, start, end, tokens,
     PLAN: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A block that is not regular, from `at` to `after`, four tokens of a lane at a time.
+    """Read a block that is not regular, from `at` to `after`, four tokens of a lane at a time.
 
-    That keeps the number of registers low: what is rare should not keep programs from being resident.
+    That keeps the number of registers low: rare blocks should not reduce the number of resident programs.
     """
     for some in range(at, after, 4 * LANES):
         local, inside, pi, mu, bits = _load(train, rollout, mask, some, start, end, tokens, 1, LANES, ALIGN)
@@ -527,14 +526,14 @@ def read_tokens(
     train, rollout, mask, cu_seqlens, weights, loss_mask, table, limits, T, tokens, splits,
     PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program for each sequence and split."""
+    """Read the tokens of one sequence and split in each program."""
     program = tl.program_id(0).to(tl.int64)
     start, end, begin, stop = share_of(program, cu_seqlens, T, splits, PACKED, ALIGN)
     cell = table + program * len(PLAN.columns)
     CHUNK: tl.constexpr = LANES * MOST_OF_LANE
-    # Token criteria need registers of their own.
+    # Token criteria need additional registers.
     AT_ONCE: tl.constexpr = BLOCK // 2 if PLAN.token_criteria else BLOCK
-    # A difference of float64 log-probs has digits that no regular block keeps.
+    # A difference of float64 log-probs has digits that a regular block, in float32, would lose.
     WIDE: tl.constexpr = train.dtype.element_ty == tl.float64 or rollout.dtype.element_ty == tl.float64
     for chunk in range(begin, tl.maximum(stop, begin + 1), CHUNK):
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)

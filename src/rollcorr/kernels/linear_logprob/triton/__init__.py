@@ -1,8 +1,8 @@
-"""Log-probs from hidden states on the GPU: torch's matrix products, and Triton for what lies between them.
+"""Log-probs from hidden states on the GPU: torch's matrix products, with Triton kernels between them.
 
-Over the vocabulary one launch takes what a chunk of logits adds to each token's sums, and one turns it into the
-gradient. Over kept sets one launch makes the logits, one the hidden states' gradient, one the head's. Nothing waits for
-the device, and no atomic is used, so equal inputs give equal bits.
+Over the vocabulary one launch adds a chunk of logits to each token's sums, and one turns the chunk into the gradient.
+Over kept sets one launch computes the logits, one the hidden states' gradient, one the head's. No step waits for the
+device, and no atomic is used, so equal inputs give equal bits.
 
 Importing this package does not import Triton.
 """
@@ -17,11 +17,11 @@ from rollcorr.kernels.linear_logprob.problem import LinearLogProb, Problem
 
 
 def triton_log_prob(problem: Problem) -> LinearLogProb:
-    """As `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,). With `TRITON_INTERPRET=1` tensors may be on the CPU.
+    """Implement `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,); also on the CPU with `TRITON_INTERPRET=1`.
 
     Raises:
         ImportError: Triton, or a device for it, is missing.
-        ValueError: the tensors are not ones that the kernels take.
+        ValueError: the kernels do not support the tensors.
     """
     if (missing := status()) is not None:
         raise ImportError(f"impl='triton' cannot run here: {missing}; or use impl='auto' or 'torch'")

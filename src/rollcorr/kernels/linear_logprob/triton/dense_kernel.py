@@ -1,4 +1,4 @@
-"""What is done with a chunk of logits between two matrix products: one pass forward, one pass back."""
+"""Steps on a chunk of logits between two matrix products: one pass forward, one pass back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def absorb(
     logits, local_ids, temperature, slots, largest, total, target, weighted, columns,
     MEASURE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one row of a chunk into the row's running max z, Σ e, z_a and, where it has a slot, Σ e (z − max)."""
+    """Add one row of a chunk to the row's running max z, Σ e, z_a and, with a slot for entropy, Σ e (z − max)."""
     row = tl.program_id(0).to(tl.int64)
     tau = tl.load(temperature + row)
     sampled = tl.load(local_ids + row)
@@ -54,7 +54,7 @@ def to_gradient(
     logits, gradient, local_ids, temperature, log_total, of_sum, of_target, entropy, of_entropy, columns,
     MEASURED: tl.constexpr,
 ):  # fmt: skip
-    """One block of a row of logits → p · of_sum + [j = a] · of_target − p (log p + H) · of_entropy."""
+    """Replace one block of a row of logits by p · of_sum + [j = a] · of_target − p (log p + H) · of_entropy."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

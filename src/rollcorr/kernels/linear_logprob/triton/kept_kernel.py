@@ -1,4 +1,4 @@
-"""Kept sets: the logits of entries, the gradient of one token's hidden state, and that of one row of the head."""
+"""Kept sets: the logits of entries, and the gradients of one token's hidden state and of one row of the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = tl.constexpr(128)
 
 @triton.jit
 def dots(hidden, weight, ids, tokens, z, entries, d):
-    """z_e = h_{t(e)} · W_{id(e)} of a block of entries; neighbors share a token, so its state is in the cache."""
+    """Compute z_e = h_{t(e)} · W_{id(e)} of a block of entries; adjacent entries share a token: its state is cached."""
     wide: tl.constexpr = z.dtype.element_ty
     e = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     row = tl.load(ids + e, mask=e < entries, other=0)
@@ -28,7 +28,7 @@ def dots(hidden, weight, ids, tokens, z, entries, d):
 
 @triton.jit
 def add_up(weight, ids, offsets, changes, bags, d):
-    """Σ_e g_e W_{id(e)} of one token: `WIDTH` columns of the gradient in its hidden state."""
+    """Compute Σ_e g_e W_{id(e)} of one token: `WIDTH` columns of the gradient in its hidden state."""
     t = tl.program_id(0).to(tl.int64)
     wide: tl.constexpr = changes.dtype.element_ty
     begin = tl.load(offsets + t)
@@ -47,9 +47,9 @@ def add_up(weight, ids, offsets, changes, bags, d):
 
 @triton.jit
 def add_rows(sorted_rows, tokens, changes, hidden, gradient, places, d):
-    """Row v of the head's gradient += Σ_{e: row(e) = v} g_e h_{t(e)}: by the first place of those sorted by row.
+    """Add Σ_{e: row(e) = v} g_e h_{t(e)} to row v of the head's gradient, in the row's first program.
 
-    One program adds a row, in the order of the tokens, so equal inputs give equal bits.
+    One program adds each row, in the order of the tokens, so equal inputs give equal bits.
     """
     first = tl.program_id(0).to(tl.int64)
     row = tl.load(sorted_rows + first)

@@ -13,12 +13,12 @@ from rollcorr.kernels.linear_logprob.triton import dense_kernel, kept_kernel
 
 
 class TritonEpilogue(Epilogue):
-    """One launch for a chunk of logits, forward and back."""
+    """Triton epilogue: one launch for a chunk of logits, forward and back."""
 
     def absorb(
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, measured: Tensor | None, running: Running
     ) -> None:
-        """A program takes a row."""
+        """Launch one program per row."""
         slots = local_ids
         if running.weighted is not None:
             slots = torch.arange(len(logits), device=logits.device)
@@ -40,7 +40,7 @@ class TritonEpilogue(Epilogue):
     def to_gradient(
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, upstream: Upstream, dtype: torch.dtype
     ) -> Tensor:
-        """A program takes a block of a row."""
+        """Launch one program per block of a row."""
         gradient = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
         entropy = of_entropy = upstream.of_sum
         if upstream.entropies is not None:
@@ -64,10 +64,10 @@ class TritonEpilogue(Epilogue):
 
 
 class TritonProducts(RaggedProducts):
-    """One launch for each product."""
+    """Triton products: one launch for each product."""
 
     def dots(self, hidden: Tensor, weight: Tensor, entries: Entries) -> Tensor:
-        """A program takes a block of entries."""
+        """Launch one program per block of entries."""
         z = hidden.new_empty(entries.ids.shape, dtype=wide_type(hidden, weight))
         arguments = {
             "hidden": hidden.contiguous(),
@@ -82,7 +82,7 @@ class TritonProducts(RaggedProducts):
         return z
 
     def of_hidden(self, weight: Tensor, entries: Entries, gradient: Tensor) -> Tensor:
-        """A program takes some columns of a token."""
+        """Launch one program per token and block of columns."""
         tokens, d = entries.offsets.numel() - 1, weight.shape[1]
         bags = gradient.new_empty(tokens, d)
         arguments = {
@@ -97,7 +97,7 @@ class TritonProducts(RaggedProducts):
         return bags
 
     def add_to_head(self, total: Tensor, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
-        """A program takes some columns of a head row, or ends at once where an entry is not the first of its row."""
+        """Launch one program per entry and block of columns; it returns at once unless the entry is its row's first."""
         rows = entries.ids.masked_fill(gradient == 0, -1)
         order = rows.argsort(stable=True)
         arguments = {
@@ -115,7 +115,7 @@ class TritonProducts(RaggedProducts):
 
 
 def _each(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    """A temperature for each row, in the logits' type."""
+    """Return a temperature for each row, in the logits' type."""
     if isinstance(temperature, Tensor):
         return temperature.to(logits.dtype).contiguous()
     return logits.new_full((len(logits),), temperature)
