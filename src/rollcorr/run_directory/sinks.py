@@ -106,7 +106,7 @@ class JsonLines:
             raise disk_error(error, self._path, needed=len(text)) from error
 
     def flush(self) -> None:
-        """Flush every line to the disk."""
+        """Wait until every line is on the disk."""
         flush_to_disk(self._path)
 
     def close(self) -> None:
