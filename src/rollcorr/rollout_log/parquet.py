@@ -110,7 +110,7 @@ class ParquetSource(LogSource):
             _check_types(leaves, schema, path)
             groups = range(len(footer.rows)) if groups is None else groups
             plan = _Plan(path, pages, footer, leaves, self.limits)
-            # Row groups are read together until they make up half of what can be decoded at once.
+            # Join row groups until they reach half of the values that can be decoded at once.
             for run in _runs([plan.list_values(group) for group in groups], _BATCH_VALUES // 2):
                 piece = list(groups[run.start : run.stop])
                 size = plan.batch_rows(piece, rows)

@@ -228,7 +228,7 @@ class SkyrlDump:
 
 
 def _skyrl_state(content: object) -> tuple[dict[str, Any], object]:
-    """Return the tensors and the metadata of a batch. The state comes from `__setstate__` or the constructor."""
+    """Return the tensors and the metadata of a batch, from its state or from its last constructor argument."""
     match content:
         case Call(state={"batch_dict": dict() as batch, **others}):
             return batch, others.get("metadata")
