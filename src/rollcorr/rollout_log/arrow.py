@@ -1,4 +1,4 @@
-"""pyarrow, imported when it is first used: the rest of the library works without it."""
+"""Lazy import of pyarrow, an optional dependency of the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """A module that is imported at the first attribute."""
+        """Lazy module, imported at the first attribute access."""
 
         def __init__(self, module: str) -> None:
             self._module = module

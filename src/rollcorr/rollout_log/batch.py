@@ -22,12 +22,12 @@ LENGTH_FIX = "give every token column one value per response token, masked ones 
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """Rows of a rollout log, column by column. Made by `from_padded`, `from_packed`, `from_rows`, or a reader.
+    """Rows of a rollout log as columns, constructed by `from_padded`, `from_packed`, `from_rows`, or a reader.
 
     Attributes:
-        records: the columns that the batch has, with the types of the schema.
-        file: where the rows were read, for error messages.
-        first_row: position of the first row in that file, from 0.
+        records: the recorded columns, with the types of the schema.
+        file: path that the rows were read from, for error messages; optional.
+        first_row: position of the first row in that file, from 0; defaults to 0.
     """
 
     records: pa.RecordBatch
@@ -44,18 +44,19 @@ class RolloutBatch:
         kept: KeptSets | None = None,
         **columns: object,
     ) -> RolloutBatch:
-        """A batch from the padded tensors that a trainer has: right padding is cut off, holes in the mask are kept.
+        """Build a batch from a trainer's padded tensors: remove right padding, keep gaps in the mask.
 
         Args:
             response_mask: (B, T), non-zero on tokens that the policy sampled.
-            lengths: (B,) tokens of each response, masked ones included. None: each ends at its last sampled token,
-                so give it when a response ends in masked tokens (a tool's output, a row that is masked altogether).
+            lengths: (B,) tokens of each response, masked ones included. By default, each response ends at its last
+                sampled token. Give it if a response ends in masked tokens (a tool's output, a fully masked row).
             prompt_mask: (B, P), non-zero on the tokens of `prompt_ids` that are not padding.
-            kept: the keep-sampling-mask of the sampled tokens, row after row; gives `kept_ids` and `kept_offsets`.
-            **columns: any column of the schema; None leaves it out. Token columns: (B, T). One value per sequence:
-                (B,), or one value for all rows. `prompt_ids`: (B, P) with `prompt_mask`, or B sequences of ids.
-                `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one per sequence, (B, T), or B
-                lists of (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; the
+            kept: the keep-sampling-mask of the sampled tokens, row after row; the source of `kept_ids` and
+                `kept_offsets`.
+            **columns: any column of the schema; a column that is None is omitted. Token columns: (B, T). One value per
+                sequence: (B,), or one value for all rows. `prompt_ids`: (B, P) with `prompt_mask`, or B sequences of
+                ids. `kept_ids`, `kept_offsets`: B sequences. `policy_versions`: one version, one per sequence, (B, T),
+                or B lists of (start, length, version). `sampling`: a `SamplingSpec` or mapping, or B of them; the
                 engine, engine_version and policy_version of a spec fill those columns unless they are given.
 
         Raises:
@@ -68,7 +69,7 @@ class RolloutBatch:
             tensor([3, 2])
         """
         inside, sizes = build.inside_padding(response_mask, lengths)
-        # Without the padding, a padded batch is a packed one.
+        # After the padding is removed, a padded batch is packed.
         return cls(build.records(response_mask, columns, sizes, inside=inside, kept=kept, prompt_mask=prompt_mask))
 
     @classmethod
@@ -81,14 +82,14 @@ class RolloutBatch:
         kept: KeptSets | None = None,
         **columns: object,
     ) -> RolloutBatch:
-        """A batch from packed tensors.
+        """Build a batch from packed tensors.
 
         Args:
             response_mask: non-zero on sampled tokens, (N,).
             cu_seqlens: (B + 1,) token offsets.
             prompt_mask: as in `from_padded`.
             kept: the kept sets of the sampled tokens, as in `from_padded`.
-            **columns: columns of the schema: those of tokens (N,), the others one value for each sequence.
+            **columns: columns of the schema: (N,) for token columns, otherwise one value per sequence.
 
         Raises:
             ValueError: an unknown column, or shapes that differ.
@@ -98,18 +99,18 @@ class RolloutBatch:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]]) -> RolloutBatch:
-        """A batch from one mapping per row, with plain lists as in the JSONL form.
+        """Build a batch from one mapping per row, with plain lists as in the JSONL form.
 
         Raises:
             ValueError: an unknown column.
-            RolloutLogError: a value that does not fit its column; row and column are named.
+            RolloutLogError: a value does not fit its column; the error contains the row and the column.
         """
         check_columns(name for row in rows for name in row)
         return cls(build.records_of_rows(rows))
 
     @classmethod
     def from_arrow(cls, table: pa.Table | pa.RecordBatch) -> RolloutBatch:
-        """A batch from an Arrow table: known columns are cast to the schema, others are left out.
+        """Build a batch from an Arrow table: cast known columns to the schema, drop unknown columns.
 
         Raises:
             RolloutLogError: a column that cannot be cast.
@@ -126,11 +127,11 @@ class RolloutBatch:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns that the batch has, in schema order; some may be null throughout."""
+        """Names of the batch's columns, in schema order; a column may be null in every row."""
         return tuple(self.records.schema.names)
 
     def has(self, column: str) -> bool:
-        """Whether any row records the column.
+        """Return whether any row records the column.
 
         Raises:
             ValueError: the schema has no such column.
@@ -160,13 +161,16 @@ class RolloutBatch:
         return self.padded("response_mask")
 
     def packed(self, column: str) -> Tensor:
-        """A token column in the packed layout of `cu_seqlens`: (N,).
+        """Return a token column in the packed layout of `cu_seqlens`.
 
-        Rows that do not record it give NaN, or True in `response_mask`; `response_ids` must then be whole.
+        Every row must record `response_ids`.
+
+        Returns:
+            (N,). Rows that do not record the column contain NaN, or True in `response_mask`.
 
         Raises:
-            ValueError: it is no token column.
-            RolloutLogError: no row records it, or its length in a row is not that of the response.
+            ValueError: the column is no token column.
+            RolloutLogError: no row records it, or its length in a row differs from the response.
         """
         if COLUMNS.get(column) is None or COLUMNS[column].per != "token":
             raise ValueError(f"{column!r} is not one of the token columns {', '.join(TOKEN_COLUMNS)}; see ragged()")
@@ -174,7 +178,7 @@ class RolloutBatch:
         if column == "response_mask" and not self.has(column):
             return torch.ones(int(lengths.sum()), dtype=torch.bool, device="cpu")
 
-        # There is no id that could stand for a missing token, so `response_ids` may not miss a row.
+        # No id can represent a missing token, so every row must record `response_ids`.
         values, _, recorded = self._recorded(column)
         self.check_lengths(column, whole=column == "response_ids")
         if not recorded.all():
@@ -184,18 +188,21 @@ class RolloutBatch:
         return torch.from_numpy(values)
 
     def padded(self, column: str, *, length: int | None = None, fill: float = 0) -> Tensor:
-        """A token column, or `prompt_ids`, in the padded layout: (B, T), right-padded with `fill`.
+        """Return a token column, or `prompt_ids`, in the padded layout.
 
         Args:
             column: a token column, or `prompt_ids`.
-            length: T. None: the length of the longest row in the batch.
-            fill: the value at padding.
+            length: T; defaults to the length of the longest row in the batch.
+            fill: the value at padding; defaults to 0.
+
+        Returns:
+            (B, T), right-padded with `fill`.
 
         Raises:
             ValueError: `length` is shorter than a row, or the column is neither a token column nor `prompt_ids`.
             RolloutLogError: as `packed`; for `prompt_ids`, as `ragged`.
         """
-        # Prompts have lengths of their own; every other column has those of the responses.
+        # Prompts have their own lengths; every other column has the lengths of the responses.
         packed, lengths = self.ragged(column) if column == "prompt_ids" else (self.packed(column), self.lengths)
 
         longest = int(lengths.max()) if len(self) else 0
@@ -203,12 +210,15 @@ class RolloutBatch:
         if length < longest:
             raise ValueError(f"length {length} is shorter than the longest row, {longest} tokens")
 
-        # Read row by row, the places that are not padding take the packed values in their order.
+        # In row order, the entries that are not padding are the packed values.
         inside = torch.arange(length, device="cpu") < lengths[:, None]
         return packed.new_full(inside.shape, fill).masked_scatter_(inside, packed)
 
     def ragged(self, column: str) -> tuple[Tensor, Tensor]:
-        """Any list of numbers as (values of all rows, (B,) length of each row); a null row has length 0.
+        """Return a list column of numbers in ragged form.
+
+        Returns:
+            (values of all rows, (B,) length of each row); a null row has length 0.
 
         Raises:
             ValueError: the column is not a list of numbers.
@@ -221,7 +231,7 @@ class RolloutBatch:
         return torch.from_numpy(values), torch.from_numpy(sizes)
 
     def kept_sets(self) -> KeptSets:
-        """The keep-sampling-mask of all tokens, in the order of `packed`: what a trainer replays.
+        """Return the keep-sampling-mask of all tokens, in the order of `packed`, for the trainer to replay.
 
         Raises:
             RolloutLogError: a row does not record one set per token.
@@ -239,7 +249,7 @@ class RolloutBatch:
                 column="kept_offsets",
             )
 
-        # The offsets of each row start anew at 0. Those of all tokens together have one 0 alone, at the beginning.
+        # The offsets of each row start at 0. The joined offsets contain a single 0, at the beginning.
         before = torch.repeat_interleave(id_counts.cumsum(0) - id_counts, sizes)
         inner = torch.ones(len(offsets), dtype=torch.bool, device="cpu")
         inner[sizes.cumsum(0) - sizes] = False
@@ -249,11 +259,11 @@ class RolloutBatch:
         """Check that token columns have one value per token in each row that records them.
 
         Args:
-            *columns: token columns. Defaults to all.
-            whole: count rows that do not record a column as rows of length 0.
+            *columns: token columns; defaults to all.
+            whole: count rows that do not record a column as rows of length 0; defaults to False.
 
         Raises:
-            RolloutLogError: names the first row and column that do not.
+            RolloutLogError: a length differs; the error contains the first such row and column.
         """
         for column in columns or TOKEN_COLUMNS:
             if self.has(column):
@@ -262,11 +272,14 @@ class RolloutBatch:
                     raise self._error("length", title, LENGTH_FIX, row=int(wrong.argmax()), column=column)
 
     def wrong_lengths(self, column: str, *, whole: bool = False) -> tuple[np.ndarray, str]:
-        """Rows where a token column has another length than the response, (B,) bool, and what is wrong in the first.
+        """Find the rows where the length of a token column differs from the response.
 
         Args:
-            column: a column that the batch has.
-            whole: count rows that do not record it as rows of length 0.
+            column: a column of the batch.
+            whole: count rows that do not record it as rows of length 0; defaults to False.
+
+        Returns:
+            (B,) bool, True on these rows, and an error text for the first of them.
         """
         _, sizes, recorded = ragged(self.records.column(column))
         wrong = (recorded | whole) & (sizes != self.lengths.numpy())
@@ -274,11 +287,14 @@ class RolloutBatch:
         return wrong, f"{sizes[row]} values for a response of {int(self.lengths[row])} tokens"
 
     def values(self, column: str) -> Tensor:
-        """A column with one number per sequence, `reward`, `step` or `dimensions`: (B,). A missing reward is NaN.
+        """Return a column with one number per sequence: `reward`, `step` or `dimensions`.
+
+        Returns:
+            (B,). A missing reward is NaN.
 
         Raises:
-            ValueError: it is no such column.
-            RolloutLogError: no row records it, or a whole number is missing.
+            ValueError: the column is a different one.
+            RolloutLogError: no row records it, or an integer is missing.
         """
         if column not in ("reward", "step", "dimensions"):
             raise ValueError(f"{column!r} is not one number per sequence (reward, step, dimensions); see objects()")
@@ -291,15 +307,15 @@ class RolloutBatch:
         )
 
     def objects(self, column: str) -> list[Any]:
-        """Any column as Python objects, None where it is not recorded: text, sampling settings, version spans."""
+        """Return a column (text, sampling settings, version spans) as Python objects, `None` if not recorded."""
         return self._array(column).to_pylist()
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One dictionary per row, as in the JSONL form."""
+        """Return one dictionary per row, as in the JSONL form."""
         return self.records.to_pylist()
 
     def _array(self, column: str) -> pa.Array:
-        """A column that some row records; an empty batch need not have it."""
+        """Return a column that at least one row records; an empty batch may lack it."""
         if len(self) and not self.has(column):
             found = ", ".join(name for name in self.columns if self.has(name))
             raise self._error("missing", "not recorded", f"recorded are {found or 'no columns'}", column=column)

@@ -1,4 +1,4 @@
-"""From what a trainer holds (tensors, lists, settings) to the columns of the log."""
+"""Convert a trainer's tensors, lists and settings to the columns of the log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ IDENTITY = ("engine", "engine_version", "policy_version")
 
 
 def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tensor, np.ndarray]:
-    """Which entries of a padded batch are tokens of the response, (B, T) bool, and the (B,) count of each row.
+    """Compute the entries of a padded batch that belong to the response.
+
+    Returns:
+        (B, T) bool, True on tokens of the response, and the (B,) count of each row.
 
     Raises:
         ValueError: the mask is not (B, T), or `lengths` is out of range or cuts off a sampled token.
@@ -57,10 +60,10 @@ def inside_padding(response_mask: Tensor, lengths: Tensor | None) -> tuple[Tenso
 
 
 def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
-    """Length of each row of a packed batch: (B,) int64.
+    """Compute the length of each row of a packed batch: (B,) int64.
 
     Raises:
-        ValueError: the mask is not (N,) or contains labels, or `cu_seqlens` does not run from 0 to N without a fall.
+        ValueError: the mask is not (N,) or contains labels, or `cu_seqlens` decreases or does not run from 0 to N.
     """
     if response_mask.dim() != 1:
         raise ValueError(f"with cu_seqlens, response_mask must be (N,), got {tuple(response_mask.shape)}")
@@ -70,15 +73,18 @@ def packed_sizes(response_mask: Tensor, cu_seqlens: Tensor) -> np.ndarray:
 
 
 def _kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dict[str, list[Tensor]]:
-    """`kept_ids` and `kept_offsets`, one of each per row; nothing without sets.
+    """Compute `kept_ids` and `kept_offsets`, one of each per row.
 
     Args:
-        kept: the keep-sampling-mask of the sampled tokens, row after row.
-        mask: (N,) over the tokens of all responses, true on sampled ones; the others keep nothing.
+        kept: the keep-sampling-mask of the sampled tokens, row after row; optional.
+        mask: (N,) over the tokens of all responses, true on sampled ones; masked tokens have empty sets.
         sizes: tokens of each response, summing to N.
 
+    Returns:
+        Column name → values; an empty dictionary without `kept`.
+
     Raises:
-        ValueError: there are more or fewer sets than sampled tokens.
+        ValueError: the number of sets differs from the number of sampled tokens.
     """
     if kept is None:
         return {}
@@ -88,7 +94,7 @@ def _kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dic
             f"kept sets are of {len(kept)} tokens, response_mask has {sampled}; give one per sampled token"
         )
 
-    # The sets cover the sampled tokens. In the log every token has one; those of the others are empty.
+    # The sets cover the sampled tokens. In the log every token has a set; it is empty for masked tokens.
     whole = kept.to("cpu").padded(mask.cpu())
     ends = np.cumsum(sizes)
     offsets = [whole.offsets[first : last + 1] for first, last in zip(ends - sizes, ends, strict=True)]
@@ -107,15 +113,15 @@ def records(
     kept: KeptSets | None = None,
     prompt_mask: Tensor | None = None,
 ) -> pa.RecordBatch:
-    """Build the columns of one batch from those of `RolloutBatch.from_padded` or `from_packed`.
+    """Build the columns of one batch from the arguments of `RolloutBatch.from_padded` or `from_packed`.
 
     Args:
         response_mask: (B, T), or (N,) when packed.
-        columns: the others, by name.
+        columns: the remaining columns, by name.
         sizes: tokens of each response: (B,).
-        inside: the tokens of a padded batch, (B, T) bool. Defaults to all.
-        kept: the kept sets of the sampled tokens.
-        prompt_mask: the tokens of `prompt_ids` that are not padding.
+        inside: the tokens of a padded batch, (B, T) bool; defaults to all.
+        kept: the kept sets of the sampled tokens; optional.
+        prompt_mask: the tokens of `prompt_ids` that are not padding; optional.
 
     Raises:
         ValueError: an unknown column, or shapes that differ.
@@ -141,10 +147,10 @@ def records_of_rows(
     file: str | None = None,
     first_row: int = 0,
 ) -> pa.RecordBatch:
-    """The columns of one batch from one mapping per row; `columns`, or else those that any row names.
+    """Build the columns of one batch from one mapping per row. `columns` defaults to all columns in any row.
 
     Raises:
-        RolloutLogError: a value that does not fit its column.
+        RolloutLogError: a value does not fit its column.
     """
     found = columns or set().union(*rows) or COLUMNS
     arrays = {
@@ -182,12 +188,12 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
     kind = "one number, flag or text for each sequence, all of one type" if own else COLUMNS[name].type
     if kind == "string":
         values = [value if value is None else str(value) for value in values]
-    # Arrow would take true for 1.0. Types are compared in C, because a log has millions of values.
+    # Arrow would convert true to 1.0. Compare the types in C, because a log has millions of values.
     if "float" in kind:
         for row, value in enumerate(values):
             if bool in set(map(type, value if isinstance(value, list) else [value])):
                 raise log_error("type", NO_NUMBER, file=file, row=first_row + row, column=name)
-    # Arrow would cut 1.5 to the integer 1, and not take 1 for true: such types are found here, and cast with a check.
+    # Arrow would truncate 1.5 to the integer 1, and reject 1 as true: find such types here, and cast with a check.
     target = None if own or "int" in kind or "bool" in kind else arrow_type(name)
     try:
         array = pa.array(values, target)
@@ -201,7 +207,7 @@ def _objects_array(name: str, values: list[Any], *, file: str | None = None, fir
 
 
 def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
-    """Version spans of one row from its one version, from one per token, or from (start, length, version) triples."""
+    """Convert one version, one per token, or (start, length, version) triples to the version spans of a row."""
     if row is None:
         return None
     if isinstance(row, (int, np.integer)):
@@ -209,7 +215,7 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
     if not isinstance(row, (list, tuple)):
         raise ValueError(f"policy_versions takes versions or lists of (start, length, version), got {row!r}")
 
-    # One version per token becomes one span for each run of equal versions.
+    # Convert each run of equal versions to one span.
     names = ("start", "length", "version")
     if row and all(isinstance(version, int) for version in row):
         starts = [i for i in range(size) if i == 0 or row[i] != row[i - 1]]
@@ -232,7 +238,7 @@ def _with_settings(columns: Mapping[str, object], rows: int) -> dict[str, object
 
 
 def _settings(spec: object) -> dict[str, Any] | None:
-    """The fields of a sampling spec that the log keeps, and the identity of the engine."""
+    """Return the fields of a sampling spec that the log records, and the identity of the engine."""
     if spec is None:
         return None
     if isinstance(spec, Mapping):
@@ -242,7 +248,7 @@ def _settings(spec: object) -> dict[str, Any] | None:
     else:
         raise ValueError(f"sampling takes a SamplingSpec or a mapping, got {spec!r}")
 
-    # What a trainer does with its own logits is no setting of the rollout.
+    # The trainer's logits processing is no setting of the rollout.
     support = values.pop("support", "engine")
     if support != "engine":
         raise ValueError(f"sampling describes the rollout, whose support is the engine's; got support={support!r}")
@@ -258,12 +264,12 @@ def _numpy(values: object) -> np.ndarray:
 
 
 def routing_difference(rollout_experts: Tensor, train_experts: Tensor) -> Tensor:
-    """Share of the layers whose sets of experts differ: mean over layers of [K_rollout ≠ K_train], for each token.
+    """Compute the share of layers whose expert sets differ: mean over layers of [K_rollout ≠ K_train], per token.
 
     Args:
-        rollout_experts: ids of the experts that the sampler used, (…, L, K) integers: K in each of L layers, in any
-            order. A token with a negative id is one whose experts were not recorded.
-        train_experts: those of the trainer, same shape.
+        rollout_experts: ids of the sampler's experts, (…, L, K) integers: K in each of L layers, in any order. A
+            negative id means that the token's experts were not recorded.
+        train_experts: ids of the trainer's experts, same shape.
 
     Returns:
         (…,) float32, 0 to 1; NaN where experts were not recorded.

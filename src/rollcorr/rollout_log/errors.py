@@ -1,6 +1,6 @@
-"""What is raised for a rollout log that cannot be read as one, and how much a file may hold.
+"""Errors of invalid rollout logs, and the size limits of a file.
 
-A stranger's file of a kilobyte can stand for gigabytes, so each reader keeps to `FileLimits`.
+An untrusted file of a kilobyte can expand to gigabytes, so each reader enforces `FileLimits`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollcorr.rollout_log.arrow import pa
 
 
 class RolloutLogError(BadInputError):
-    """A rollout log that cannot be read as one. It carries `findings`, and its text is theirs, one per line."""
+    """Error for an invalid rollout log. It contains `findings`; its message has one line per finding."""
 
     def __init__(self, *findings: Finding) -> None:
         super().__init__(*findings)
@@ -37,17 +37,17 @@ def log_error(
     row: int | None = None,
     column: str | None = None,
 ) -> RolloutLogError:
-    """An error with one finding: what is wrong, how to fix it, and where, as far as that is known.
+    """Build an error with one finding: the problem, its fix and its place.
 
     Args:
         code: the finding's kind, for programs.
-        title: what is wrong, in a few words.
-        fix: what to change.
-        file: a path or text; kept as text.
-        row: counted from 0 within the file. None: the error is not about one row.
-        column: the column of the rollout log.
+        title: the problem, in a few words.
+        fix: the change to make; optional.
+        file: a path or text, stored as text; optional.
+        row: position in the file, from 0; optional.
+        column: the column of the rollout log; optional.
     """
-    # A finding may stand for many rows: it has the first one and their number. This one stands for one row, if any.
+    # A finding can cover several rows, with the first one and their number. This finding covers at most one row.
     return RolloutLogError(
         Finding(
             code=code,
@@ -64,10 +64,10 @@ def log_error(
 
 @dataclass(frozen=True, kw_only=True)
 class FileLimits:
-    """What a file may hold. Beyond a limit, reading stops with an error that names the value, the limit and the option.
+    """Size limits of a file. Above a limit, reading stops with an error that names the value, the limit and the option.
 
-    With the defaults, reading stays below 1 GB of memory whatever is in the file. They are far above what a training
-    writes. Raise one for a file that you trust.
+    With the default limits, reading stays below 1 GB of memory for any file. The defaults are far above the size of a
+    training's files. Raise a limit for a file that you trust.
 
     Attributes:
         rows: rows of a file.
@@ -76,7 +76,7 @@ class FileLimits:
         line_bytes: bytes of a line of JSON. How deep it may be nested is `rollcorr.config.documents.MAX_DEPTH`.
         page_bytes: bytes that the largest pages of a row group decompress to, over all columns that are read.
         footer_bytes: bytes of the footer of a Parquet file.
-        pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, where tensors lie beside it.
+        pickle_bytes: bytes of a pickle: of a `.pkl` file, or within a `.pt` file, which stores tensors separately.
         pickle_objects: numbers in the lists of a pickle. A list or an object counts 7, a text 1 and 1 per 8 bytes.
     """
 
@@ -97,10 +97,10 @@ class FileLimits:
 
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> FileLimits:
-        """Limits from texts such as `row_tokens=5000000`; the others keep their defaults.
+        """Parse limits from texts such as `row_tokens=5000000`; each missing limit keeps its default.
 
         Raises:
-            ValueError: a text is not of this form, or no limit has that name.
+            ValueError: a text has a different form, or a limit is unknown.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         given: dict[str, Any] = {}
@@ -119,13 +119,13 @@ class FileLimits:
             file: its path, for the message.
 
         Raises:
-            RolloutLogError: there are too many.
+            RolloutLogError: there are more rows than the limit.
         """
         if count > self.rows:
             raise limit_error("rows", f"{count:,} rows", self.rows, file=file)
 
     def check_row_lengths(self, records: pa.RecordBatch, *, file: object, first_row: int) -> None:
-        """Check how many values each list of a batch has.
+        """Check the number of values in each list of a batch.
 
         Args:
             records: the batch.
@@ -133,7 +133,7 @@ class FileLimits:
             first_row: position of the first row in the file.
 
         Raises:
-            RolloutLogError: one has too many; row and column are named.
+            RolloutLogError: a list is longer than the limit; the error contains the row and the column.
         """
         for column, array in zip(records.schema.names, records.columns, strict=True):
             if len(array) and pa.types.is_list(array.type):
@@ -141,7 +141,7 @@ class FileLimits:
                 self.check_lengths(lengths, column, file=file, first_row=first_row)
 
     def check_lengths(self, lengths: np.ndarray, column: str, *, file: object, first_row: int) -> None:
-        """Check how many values the lists of a column have.
+        """Check the number of values in each list of a column.
 
         Args:
             lengths: values of each row.
@@ -150,7 +150,7 @@ class FileLimits:
             first_row: position of the first row in the file.
 
         Raises:
-            RolloutLogError: one has too many; row and column are named.
+            RolloutLogError: a list is longer than the limit; the error contains the row and the column.
         """
         name = "row_kept_ids" if column == "kept_ids" else "row_tokens"
         row = int(lengths.argmax())
@@ -168,7 +168,7 @@ class FileLimits:
 def limit_error(
     name: str, found: str, limit: int, *, file: object, row: int | None = None, column: str | None = None
 ) -> RolloutLogError:
-    """The error for something that exceeds the limit of this name."""
+    """Build the error for a value that exceeds a limit."""
     return log_error(
         "limit",
         f"{found}; the limit is {limit:,}",

@@ -1,8 +1,8 @@
-"""What other frameworks call the columns of the rollout log, and what the files that they dump hold: one table.
+"""Table of other frameworks: their names for the columns of the rollout log, and the contents of their dumps.
 
-`FRAMEWORKS` has, for each framework, the version that was read, its tensors in a training step, and its dumps. The
-readers of foreign files, the hints in errors and the table in docs/guides/rollout_log.md are made from it. What a file
-of the user's own calls a column is told with `--columns`.
+`FRAMEWORKS` contains, for each framework, the version that was read, its tensors in a training step, and its dumps. The
+readers of foreign files, the hints in errors and the table in docs/guides/rollout_log.md use it. For a user's own file,
+`--columns` maps its names.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """One kind of file that a framework writes.
+    """Kind of file that a framework writes.
 
     Attributes:
-        name: what it is called here.
-        files: where it lies, with the framework's own placeholders.
-        setting: what makes the framework write it.
+        name: short name of the dump.
+        files: its path, with the framework's own placeholders.
+        setting: the setting that makes the framework write it.
         form: the file format.
-        recognized_by: names that every row of such a file has, and that together no other known file has.
-        fields: column of the log → name in the file. What is not here is not taken from it.
-        lacks: what a check of the mismatch needs and the file does not hold; empty where nothing is missing.
-        instead: what to do about that.
-        recorded_with: column of the log → what makes the framework record it, where that is not always so.
-        layout: how the values of a row lie, and what is done to them.
+        recognized_by: names in every row of such a file; together they occur in no other known file.
+        fields: column of the log → name in the file. Columns that are not listed are not read from it.
+        lacks: data that a check of the mismatch needs and that the file lacks; empty if it is complete.
+        instead: the fix for `lacks`.
+        recorded_with: column of the log → setting that makes the framework record it, if it does not always do so.
+        layout: layout of the values of a row, and their conversion.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Dump:
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What a framework calls the columns of the log.
+    """Framework with its names for the columns of the log.
 
     Attributes:
-        name: as the framework writes it.
+        name: the framework's own spelling.
         version: the release or commit that was read.
         tensors: column of the log → name of the tensor in a training step.
         dumps: the files that it writes.
@@ -276,9 +276,9 @@ SKYRL = Framework(
 )
 
 FRAMEWORKS: tuple[Framework, ...] = (VERL, TRL, PRIME_RL, SLIME, SKYRL)
-"""The frameworks whose dumps are known."""
+"""The frameworks with known dumps."""
 
-# Further spellings that are met in files of users' own.
+# Further spellings in users' own files.
 _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout_log_prob": ("rollout_logprob", "sampling_logprobs", "sampler_logprobs", "behavior_logprobs"),
     "old_log_prob": ("old_logprobs", "old_logprob", "prox_logp", "proximal_logprobs", "train_log_probs"),
@@ -289,7 +289,7 @@ _OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def recognize(names: Collection[str], *, form: str) -> tuple[Framework, Dump] | None:
-    """The framework and dump that a file with these names comes from; None where it is none of the table."""
+    """Return the framework and dump of a file with these names, or `None` if the file is unknown."""
     known = [(framework, dump) for framework in FRAMEWORKS for dump in framework.dumps if dump.form == form]
     return next((found for found in known if found[1].recognized_by.issubset(names)), None)
 
@@ -299,10 +299,13 @@ _SHOWN_FIELDS = 30
 
 
 def parse_column_names(texts: Iterable[str]) -> dict[str, str]:
-    """Column of the log → name in the file, from texts such as `rollout_log_prob=rollout_logprobs,old_log_prob=lp`.
+    """Parse texts such as `rollout_log_prob=rollout_logprobs,old_log_prob=lp`.
+
+    Returns:
+        Column of the log → name in the file.
 
     Raises:
-        ValueError: a text is not of this form, the left side is no column, or a name is given twice.
+        ValueError: a text has a different form, the left side is no column, or a name is given twice.
     """
     names: dict[str, str] = {}
     for text in (part.strip() for joined in texts for part in joined.split(",")):
@@ -319,7 +322,7 @@ def parse_column_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def columns_of_fields(fields: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Field of a file → column of the log. A field that has another column's values is not read under its own name."""
+    """Map each field of a file to a column of the log. A field that `names` maps is not read under its own name."""
     columns = {field: column for column, field in names.items()}
     ours = (field for field in fields if field in COLUMNS or field.startswith(OWN_PREFIX))
     own = {field: field for field in ours if field not in columns and field not in names}
@@ -327,13 +330,13 @@ def columns_of_fields(fields: Iterable[str], names: Mapping[str, str]) -> dict[s
 
 
 def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSource, *, so: str = "") -> RolloutLogError:
-    """The error for a file that records none of some columns: what it is, what it has, and what to write instead.
+    """Build the error for a file without any of the required columns. It contains the file's columns and the fix.
 
     Args:
-        columns: one of them is needed.
+        columns: the columns, of which at least one is required.
         batch: the first rows of the file.
-        source: what reads it.
-        so: what follows, in a few words.
+        source: the reader of the file.
+        so: the consequence, in a few words; defaults to an empty text.
     """
     file = batch.file or ""
     fields = source.fields(Path(file))
@@ -349,7 +352,7 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
                 fix = dump.recorded_with.get(column, "")
                 return log_error("missing", f"{dump.fields[column]} is not recorded in {whose}{so}", fix=fix, file=file)
 
-    # A log of this library has every column, and null in those that are not recorded.
+    # A log of this library contains every column, with null if it is not recorded.
     recorded = [field for field in fields if field not in COLUMNS or (field in batch.columns and batch.has(field))]
     recorded = [field for field in recorded if field != "schema_version"]
     near = near_names(columns, [field for field in recorded if field not in source.names.values()])
@@ -369,11 +372,11 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
 
 
 def near_names(columns: Sequence[str], fields: Sequence[str]) -> dict[str, str]:
-    """Column of the log → field that seems to hold it, for the columns that are missed and those that others name."""
+    """Map columns of the log to similar fields: the missing columns, and the columns that a framework names."""
     free = [field for field in fields if field not in COLUMNS]
     found: dict[str, str] = {}
     for column in (*columns, *(name for name in COLUMNS if name not in columns)):
-        # One of the columns that are missed is enough.
+        # One match for the missing columns is enough.
         if column in fields or (column in columns and any(other in found for other in columns)):
             continue
         tensors = [framework.tensors[column] for framework in FRAMEWORKS if column in framework.tensors]

@@ -1,7 +1,7 @@
-"""Pickles of strangers, and files of `torch.save`, as plain data: nothing that a pickle names is imported or called.
+"""Load untrusted pickles, and files of `torch.save`, without importing or executing code.
 
-A pickle is a program. `load_pickle` follows it only as far as data goes: numbers, texts, bytes, lists, tuples and
-dictionaries. A name becomes a `Name`, a call of something becomes a `Call`, and what would change an object is dropped.
+A pickle is a program. `load_pickle` builds only data: numbers, texts, bytes, lists, tuples and dictionaries. A name
+becomes a `Name`, a call becomes a `Call`, and operations that would modify an object are dropped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, limit_error
 
 
 class DamagedPickleError(ValueError):
-    """A pickle that breaks off, or that is none."""
+    """Error for a truncated or invalid pickle."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A class or function that a pickle names."""
+    """Name of a class or function in a pickle."""
 
     module: str
     name: str
@@ -36,31 +36,31 @@ class Name:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a pickle expects to be elsewhere: torch keeps the storages of tensors beside it."""
+    """Persistent id of an object outside the pickle: torch stores the storages of tensors separately."""
 
     key: object
 
 
 @dataclass(eq=False)
 class Call:
-    """An object that a pickle would make: by calling `function` with `arguments`, and then setting its `state`."""
+    """Object that a pickle would construct: call `function` with `arguments`, then set its `state`."""
 
     function: object
     arguments: object
     state: object = None
 
     def _drop(self, *items: object) -> None:
-        """Drop items of a list or dictionary of a class of its own; nobody asks for them."""
+        """Drop items of an object that subclasses a list or dictionary: no reader uses them."""
 
     append = extend = add = __setitem__ = _drop
 
 
 def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
-    """The content of a pickle, as plain data.
+    """Load a pickle as plain data.
 
     Raises:
-        DamagedPickleError: it breaks off, or it is none.
-        RolloutLogError: it has more objects than the limit.
+        DamagedPickleError: the pickle is truncated or invalid.
+        RolloutLogError: the pickle contains more objects than the limit.
     """
     reader = _InertUnpickler(io.BytesIO(data))
     reader.left, reader.limit, reader.file = limits.pickle_objects, limits.pickle_objects, file
@@ -71,12 +71,12 @@ def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
     except _DAMAGE as error:
         raise DamagedPickleError(f"{type(error).__name__}: {in_one_line(error, characters=200)}") from error
     finally:
-        # An error that is kept would keep what was read, through its traceback.
+        # A stored error would keep the loaded data alive through its traceback.
         for held in ("stack", "metastack", "memo"):
             getattr(reader, held, []).clear()
 
 
-# What the reading of bytes that are no pickle comes to.
+# Exceptions of the unpickler for invalid bytes.
 _DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
@@ -90,7 +90,7 @@ _DAMAGE = (
     struct.error,
 )
 
-# Opcodes that need something outside the pickle, that reserve memory before they read, or that nobody writes any more.
+# Opcodes that need objects outside the pickle, that allocate memory before they read, or that are obsolete.
 _REFUSED = b"".join(
     (
         pickle.EXT1,
@@ -102,7 +102,7 @@ _REFUSED = b"".join(
         pickle.BYTEARRAY8,
     )
 )
-# What an object takes, in units of a number in a list (40 bytes). An entry of the memo counts too.
+# Memory of an object, in units of a number in a list (40 bytes). An entry of the memo also counts.
 _CONTAINER, _MEMO = 4, 3
 _TEXT_BYTES = 8
 _COSTS = {
@@ -116,7 +116,7 @@ _COSTS = {
 
 
 class _InertUnpickler(pickle._Unpickler):
-    """The unpickler of the standard library in Python, with every step that does something replaced."""
+    """Pure-Python unpickler of the standard library, with every operation that runs code replaced."""
 
     left: int
     limit: int
@@ -139,7 +139,7 @@ class _InertUnpickler(pickle._Unpickler):
         self._reduce()
 
     def charge(self, cost: int) -> None:
-        """Count what an object takes."""
+        """Count the memory of an object, and raise above the limit."""
         self.left -= cost
         if self.left < 0:
             raise limit_error(
@@ -148,7 +148,7 @@ class _InertUnpickler(pickle._Unpickler):
 
     def _text(self, size_form: str = "<I") -> None:
         (size,) = struct.unpack(size_form, self.read(struct.calcsize(size_form)))
-        # One wide character makes four bytes of each, so a text is charged before it is decoded.
+        # One wide character makes every character four bytes long, so charge a text before decoding it.
         self.charge(size // _TEXT_BYTES)
         self.stack.append(str(self.read(size), "utf-8", "surrogatepass"))
 
@@ -199,16 +199,16 @@ _DTYPES: Mapping[str, str] = {
 
 
 class TorchArchive:
-    """A file of `torch.save`: its `content` as plain data, in which a tensor is a `Call` until `array` reads it.
+    """File of `torch.save` with its `content` as plain data. `array` converts a `Call` to the values of its tensor.
 
     Args:
         file: a path, or the bytes in a file object.
         name: the file, for messages.
-        limits: what a file may hold.
+        limits: the size limits of a file.
 
     Raises:
-        DamagedPickleError: it is no such file.
-        RolloutLogError: the pickle in it exceeds a limit.
+        DamagedPickleError: the file has a different format.
+        RolloutLogError: its pickle exceeds a limit.
     """
 
     def __init__(self, file: Path | BinaryIO, *, name: object, limits: FileLimits) -> None:
@@ -218,7 +218,7 @@ class TorchArchive:
         except zipfile.BadZipFile as error:
             raise DamagedPickleError(f"not a file of torch.save: {error}") from error
 
-        # torch never compresses; a compressed entry could stand for gigabytes.
+        # torch never compresses; a compressed entry could expand to gigabytes.
         entries = {entry.filename: entry for entry in self._zip.infolist()}
         pickles = [entry for path, entry in entries.items() if path.endswith("/data.pkl")]
         if len(pickles) != 1 or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
@@ -228,11 +228,13 @@ class TorchArchive:
         self.content = load_pickle(self._read(pickles[0].filename), limits=limits, file=name)
 
     def array(self, tensor: object, *, limit: str = "row_tokens") -> np.ndarray | None:
-        """The values of a tensor of this file; None where the object is none. `limit` names what bounds their number.
+        """Return the values of a tensor of this file, or `None` for any other object.
+
+        `limit` is the attribute of `FileLimits` that bounds their number; defaults to `row_tokens`.
 
         Raises:
             DamagedPickleError: the tensor does not fit its storage, or is not contiguous.
-            RolloutLogError: it has more values than a row may have.
+            RolloutLogError: the tensor has more values than the limit.
         """
         if not isinstance(tensor, Call) or tensor.function != Name("torch._utils", "_rebuild_tensor_v2"):
             return None
@@ -269,7 +271,7 @@ class TorchArchive:
         wanted = entry.file_size if count is None else count
         try:
             with self._zip.open(entry) as stream:
-                # A part of a storage is read without its checksum, a whole one with it.
+                # zipfile verifies the checksum of a complete storage, but not of a part.
                 if first:
                     stream.seek(first)
                 data = stream.read(wanted)
@@ -281,10 +283,10 @@ class TorchArchive:
 
 
 def decode(data: bytes, dtype: str) -> np.ndarray:
-    """Numbers from bytes; bfloat16 becomes float32.
+    """Decode bytes as numbers; bfloat16 becomes float32.
 
     Raises:
-        ValueError: the bytes are no whole number of values.
+        ValueError: the length of the bytes is no multiple of a value's size.
     """
     if dtype == "bfloat16":
         wide = np.frombuffer(data, "<u2").astype("<u4") << np.uint32(16)
@@ -293,17 +295,17 @@ def decode(data: bytes, dtype: str) -> np.ndarray:
 
 
 def check_pickle_bytes(size: int, *, file: object, limits: FileLimits) -> None:
-    """Check the bytes of a pickle before it is read.
+    """Check the size of a pickle before it is read.
 
     Raises:
-        RolloutLogError: there are too many.
+        RolloutLogError: the size exceeds the limit.
     """
     if size > limits.pickle_bytes:
         raise limit_error("pickle_bytes", f"a pickle of {size:,} bytes", limits.pickle_bytes, file=file)
 
 
 def unreadable(error: DamagedPickleError, path: Path) -> Exception:
-    """The error for a file that is damaged."""
+    """Build the error for a damaged file."""
     return log_error(
         "unreadable",
         str(error),

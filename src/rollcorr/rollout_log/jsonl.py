@@ -1,7 +1,7 @@
-"""The JSONL form: one JSON object per row, with the names of the schema.
+"""JSONL format: one JSON object per row, with the names of the schema.
 
-NaN is null, ±inf is ±1e999 (a number too large for a double, which every reader takes as infinite), and floats are
-written with the digits that give back the same float32. Each object carries `schema_version`.
+NaN is null, ±inf is ±1e999 (larger than any double, so every reader parses it as infinite), and floats are written with
+enough digits to restore the same float32. Each object contains `schema_version`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rollcorr.rollout_log.schema import SCHEMA_VERSION, check_version
 from rollcorr.rollout_log.source import LogSource, check_lists
 
 VERSION_FIELD = "schema_version"
-# More blank lines than rows and so many are no log: gzip packs a million of them into a kilobyte.
+# Blank lines that a log may have in addition to one per row: gzip packs a million of them into a kilobyte.
 _BLANK_LINES = 1000
-# Bytes of text that take as much memory as an empty list or object, when both are Python objects.
+# Bytes of text with the memory of an empty list or object, when both are Python objects.
 _OPENING_BYTES = 32
 
 
 class JsonlSource(LogSource):
-    """Files of JSON lines, plain or compressed: this library's, the dumps in `FRAMEWORKS`, and others by their names.
+    """Source for JSONL files, plain or compressed: this library's, the dumps in `FRAMEWORKS`, and any with `names`.
 
     A subclass reads any other dump by overriding `row`.
 
     Args:
-        limits: what a file may hold.
-        names: column of the log → its name in the file.
+        limits: the size limits of a file; defaults to `FileLimits()`.
+        names: column of the log → its name in the file; optional.
 
     Raises:
         ValueError: a name is no column of the log.
@@ -44,7 +44,7 @@ class JsonlSource(LogSource):
     endings: tuple[str, ...] = (".jsonl", ".jsonl.gz")
 
     def row(self, value: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
-        """The columns that one JSON object stands for; fields that are no columns are passed over.
+        """Convert one JSON object to columns of the log; fields that are no columns are skipped.
 
         Args:
             value: the object of one line.
@@ -57,7 +57,7 @@ class JsonlSource(LogSource):
         if self.names:
             return {column: value[field] for field, column in columns_of_fields(value, self.names).items()}
 
-        # This library's version is text. Only rows without one can be another framework's.
+        # This library's version is text. Only rows without one can come from a different framework.
         version = value.get(VERSION_FIELD)
         known = None if isinstance(version, str) else recognize(value, form="JSONL")
         if known is None:
@@ -69,7 +69,7 @@ class JsonlSource(LogSource):
         return {column: value.get(field) for column, field in dump.fields.items()}
 
     def fields(self, path: Path) -> tuple[str, ...]:
-        """The names in the first row of a file."""
+        """Return the names in the first row of a file."""
         for number, line in _lines(path, self.limits):
             return tuple(_parse(line, path, row=0, number=number))
         return ()
@@ -78,20 +78,20 @@ class JsonlSource(LogSource):
         return sum(1 for _ in _lines(path, self.limits))
 
     def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
-        """Each row, and about how many bytes of text take as much memory as its line when it is parsed."""
+        """Yield each row, and the approximate memory of its parsed line, in bytes of text."""
         for row, (number, line) in enumerate(_lines(path, self.limits)):
             value = _parse(line, path, row=row, number=number)
             yield self.row(value, file=str(path), row=row), len(line) + _OPENING_BYTES * openings(line)
 
 
 def prime_rl_row(record: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
-    """A sequence of prime-rl's token export: prompt and response in one, every list as long as `token_ids`.
+    """Convert a sequence of prime-rl's token export: prompt and response in one, every list as long as `token_ids`.
 
-    `loss_mask` is true on the trained tokens. Where weights of loss components are recorded, a token was sampled by the
-    policy if its weight of rl, or of ref_kl, is not 0. The others, distilled from another model, have no log-prob.
+    `loss_mask` is true on the trained tokens. If weights of loss components are recorded, a token was sampled by the
+    policy if its weight of rl, or of ref_kl, is not 0. Tokens distilled from a different model have no log-prob.
 
     Raises:
-        RolloutLogError: another schema, lists of different lengths, or a value of another type.
+        RolloutLogError: an unknown schema, lists of different lengths, or a value of the wrong type.
     """
     if record.get("schema_version") != 1:
         raise log_error(
@@ -131,7 +131,7 @@ def prime_rl_row(record: Mapping[str, Any], *, file: str, row: int) -> Mapping[s
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:
-    """Each row of a batch as one line of JSON, without columns that the batch lacks."""
+    """Yield each row of a batch as one line of JSON, without columns that the batch lacks."""
     head = f'"{VERSION_FIELD}": "{SCHEMA_VERSION}"'
     columns = [name for name in batch.columns if batch.has(name)]
     texts = [_json_texts(batch.records.column(name)) for name in columns]
@@ -141,7 +141,7 @@ def to_lines(batch: RolloutBatch) -> Iterator[str]:
 
 
 def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, each with its number, which counts all of them."""
+    """Yield the lines that are not blank, each with its line number."""
     number = rows = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -190,7 +190,7 @@ def _parse(line: bytes, path: Path, *, row: int, number: int) -> dict[str, Any]:
 
 
 def _json_texts(array: pa.Array) -> list[str]:
-    """JSON of each value of a column; the replacements touch numbers only, so text and settings are left alone."""
+    """Return the JSON of each value of a column. Replace NaN and infinity only in columns of numbers."""
     texts = [json.dumps(value, ensure_ascii=False) for value in array.to_pylist()]
     numbers = array.type.value_type if pa.types.is_list(array.type) else array.type
     if pa.types.is_floating(numbers):

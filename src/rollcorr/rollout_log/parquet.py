@@ -1,4 +1,4 @@
-"""The Parquet form: row groups that are streamed, and counted from the footer alone."""
+"""Parquet format: stream row groups, and count rows from the footer."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from rollcorr.rollout_log.parquet_pages import Chunk, DamagedParquetError, Foote
 from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, check_version, conform, own_fields
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 
-# Bytes that a column reads ahead. Without it, or with Arrow's own pre-buffering, a whole row group of any size is held.
+# Bytes that a column reads ahead. Without it, or with Arrow's pre-buffering, a complete row group is in memory.
 _READ_BUFFER = 1 << 16
-# Ids of kept sets that take about as much memory as a token with its log-probs, when both are looked at.
+# Ids of kept sets with about the memory of one token and its log-probs, when both are read.
 _KEPT_IDS_PER_TOKEN = 8
-# Values of all columns together that are read at once. Arrow takes up to 14 bytes for each while it decodes.
+# Values of all columns together that are read at once. Arrow needs up to 14 bytes for each while it decodes.
 _BATCH_VALUES = 1 << 24
 # Bytes of text that the rows read at once may have, if each repeats the largest page of texts.
 _BATCH_TEXT = 1 << 26
-# Columns of the file that the columns of the schema may consist of. This library's files have 39.
+# Most leaf columns of the file that the columns of the schema may consist of. This library's files have 39.
 _MOST_LEAVES = 256
 _WIDEST_VALUE = 16
 _Leaves = list[tuple[int, Any, str]]
 
 
 class ParquetSource(LogSource):
-    """Parquet files: this library's, and those of others, by the names of the schema or by names of their own.
+    """Source for Parquet files: this library's, and foreign files with the schema's names or with `names`.
 
     Args:
-        limits: what a file may hold.
-        names: column of the log → its name in the file.
+        limits: the size limits of a file; defaults to `FileLimits()`.
+        names: column of the log → its name in the file; optional.
 
     Raises:
         ValueError: a name is no column of the log.
@@ -47,11 +47,11 @@ class ParquetSource(LogSource):
     endings: tuple[str, ...] = (".parquet",)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """As many row groups as make up `tokens`, one at least; from the footer.
+        """Yield shards of consecutive row groups with at least `tokens` tokens, computed from the footer.
 
         Args:
             path: the file.
-            tokens: least tokens of a piece, where a file can be cut.
+            tokens: least tokens of a shard; the last one may have fewer.
         """
         with self._open(path) as (file, _, footer):
             leaves = _leaves(file, columns_of_fields(file.schema_arrow.names, self.names))
@@ -74,13 +74,13 @@ class ParquetSource(LogSource):
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
-        """The rows of a file, or of a shard of it, whose row groups say how many rows make too many tokens.
+        """Yield the rows of a file, or of a shard, in batches. A shard's row groups bound the tokens of a batch.
 
         Args:
             path: the file.
-            columns: which to read; None is all of the schema.
-            limits: how much a batch may hold.
-            shard: the part that is wanted. None: the whole file.
+            columns: the columns to read, or `None` for all columns of the schema.
+            limits: the size limits of a batch.
+            shard: the part to read; defaults to the complete file.
 
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.
@@ -110,7 +110,7 @@ class ParquetSource(LogSource):
             _check_types(leaves, schema, path)
             groups = range(len(footer.rows)) if groups is None else groups
             plan = _Plan(path, pages, footer, leaves, self.limits)
-            # Row groups are read together until they make up half of what can be decoded at once.
+            # Join row groups until they reach half of the values that can be decoded at once.
             for run in _runs([plan.list_values(group) for group in groups], _BATCH_VALUES // 2):
                 piece = list(groups[run.start : run.stop])
                 size = plan.batch_rows(piece, rows)
@@ -122,14 +122,17 @@ class ParquetSource(LogSource):
                     first_row += len(records)
 
     def fields(self, path: Path) -> tuple[str, ...]:
-        """The names of the columns of a file."""
+        """Return the names of a file's columns."""
         with self._open(path) as (file, _, _):
             return tuple(file.schema_arrow.names)
 
     @contextmanager
     def _open(self, path: Path) -> Iterator[tuple[pq.ParquetFile, BinaryIO, Footer]]:
-        """A Parquet file of a version that can be read: open, as bytes, and its footer. Errors name the file."""
-        # Arrow would take a dot for a field of a structure, and the pages of that are not checked.
+        """Context manager that yields a Parquet file, its bytes, and its footer. It checks the schema version.
+
+        Every error names the file.
+        """
+        # Arrow would parse a dot as a field of a structure, whose pages are not checked.
         for column, field in self.names.items():
             if "." in field:
                 raise log_error(
@@ -168,11 +171,11 @@ class ParquetSource(LogSource):
 
 
 def _leaves(file: pq.ParquetFile, columns: Mapping[str, str]) -> _Leaves:
-    """What a file's columns consist of: position in a row group, form, and column of the log.
+    """Return the leaf columns of a file: position in a row group, Parquet type, and column of the log.
 
     Args:
         file: an open file.
-        columns: those that are looked at: name in the file → column of the log.
+        columns: the columns to include: name in the file → column of the log.
     """
     forms = [(index, file.schema.column(index)) for index in range(len(file.schema))]
     tops = [(index, form, form.path.split(".")[0]) for index, form in forms]
@@ -180,10 +183,10 @@ def _leaves(file: pq.ParquetFile, columns: Mapping[str, str]) -> _Leaves:
 
 
 def _check_types(leaves: _Leaves, schema: pa.Schema, path: Path) -> None:
-    """Check that each column has a form that a column of the schema can have.
+    """Check that each leaf column has a type that the schema can represent.
 
     Raises:
-        RolloutLogError: one has not.
+        RolloutLogError: a type does not fit.
     """
     if len(leaves) > _MOST_LEAVES:
         raise log_error(
@@ -204,14 +207,14 @@ def _check_types(leaves: _Leaves, schema: pa.Schema, path: Path) -> None:
 
 
 def _tokens(chunks: Sequence[Chunk], leaves: _Leaves) -> int:
-    """Tokens of a row group, or what its kept sets cost in tokens. Empty and null lists count as 1."""
+    """Compute the tokens of a row group, or the equivalent of its kept sets. Empty and null lists count as 1."""
     values = {column: chunks[index].values for index, _, column in leaves}
     tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
     return max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)
 
 
 def _runs(sizes: Sequence[int], least: int) -> Iterator[range]:
-    """Consecutive positions of sizes that make up `least` together, one position at least."""
+    """Yield runs of consecutive positions whose sizes sum to at least `least`; the last run may have less."""
     start = held = 0
     for position, size in enumerate(sizes, 1):
         held += size
@@ -221,18 +224,18 @@ def _runs(sizes: Sequence[int], least: int) -> Iterator[range]:
 
 
 class _Plan:
-    """How many rows of a file may be read at once, from the headers of its pages."""
+    """Plan of the number of rows to read at once, from the headers of a file's pages."""
 
     def __init__(self, path: Path, pages: BinaryIO, footer: Footer, leaves: _Leaves, limits: FileLimits) -> None:
         self._path, self._pages, self._footer, self._leaves, self._limits = path, pages, footer, leaves, limits
 
     def list_values(self, group: int) -> int:
-        """Values of all lists of a row group."""
+        """Compute the number of values in all lists of a row group."""
         chunks = self._footer.groups[group]
         return sum(chunks[index].values for index, leaf, _ in self._leaves if leaf.max_repetition_level)
 
     def batch_rows(self, piece: Sequence[int], rows: int) -> int:
-        """Most rows of a batch of these row groups: `rows`, or fewer where they are long.
+        """Compute the most rows of a batch of these row groups: `rows`, or fewer if rows are long.
 
         Raises:
             RolloutLogError: a row, or a page, exceeds its limit.
@@ -241,14 +244,18 @@ class _Plan:
         largest_text = max(self._check_pages(group) for group in piece)
         rows = max(1, min(rows, _BATCH_TEXT // max(largest_text, 1)))
 
-        # Where all rows together can be decoded at once, their lengths need not be known before.
+        # If all rows can be decoded at once, their lengths are not needed.
         if sum(self.list_values(group) for group in piece) > _BATCH_VALUES:
             for group in piece:
                 rows = self._rows_that_fit(group, rows)
         return rows
 
     def _check_pages(self, group: int) -> int:
-        """Check the pages of a row group; returns the bytes of the largest texts that a row of it may have."""
+        """Check the pages of a row group.
+
+        Returns:
+            Bytes of the largest texts that one of its rows may have.
+        """
         chunks, rows = self._footer.groups[group], self._footer.rows[group]
         largest: dict[int, int] = {}
         for index, leaf, column in self._leaves:
@@ -267,10 +274,10 @@ class _Plan:
         return sum(largest[index] for index, leaf, _ in self._leaves if leaf.physical_type == "BYTE_ARRAY")
 
     def _rows_that_fit(self, group: int, rows: int) -> int:
-        """At most `rows`, so many that no batch of a row group has too many values.
+        """Compute the largest batch size up to `rows` at which each batch of a row group fits the limit on values.
 
         Raises:
-            RolloutLogError: a row has too many of them.
+            RolloutLogError: a row exceeds the limit.
         """
         chunks, group_rows = self._footer.groups[group], self._footer.rows[group]
         if not group_rows:

@@ -1,12 +1,12 @@
-"""What the pages of a Parquet file decode to, found out before Arrow decodes them.
+"""Check the sizes of Parquet pages before Arrow decodes them.
 
-A row group says how many values it has, but nothing makes it tell the truth. Each page has a header with its number of
-values and its size when decompressed. Arrow believes these, so they decide how much memory it takes. They are read here
-first: a few bytes per page. What a page cannot show is how its values are divided among rows. Only where a row group is
-so large that this matters, the repetition levels are decoded too; runs of equal levels are never written out.
+A row group contains its number of values, but a damaged or malicious file may state a false number. Each page has a
+header with its number of values and its decompressed size. Arrow trusts the headers and allocates memory accordingly.
+So this module reads them first: a few bytes per page. A page header does not contain the number of values per row. For
+large row groups, the repetition levels are therefore decoded as well; runs of equal levels are never expanded.
 
-The format: https://github.com/apache/parquet-format (page headers in Thrift's compact protocol, levels as hybrids of
-runs and packed bits).
+Format: https://github.com/apache/parquet-format (page headers in Thrift's compact protocol, levels as hybrids of runs
+and packed bits).
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ MAGIC = (b"PAR1", b"PARE")
 DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2 = range(4)
 RLE = 3
 MOST_CHUNKS = 1 << 19
-"""Column chunks of a file. A chunk takes three bytes of a footer at least, and 700 when Arrow has read it."""
+"""Most column chunks of a file. A chunk needs at least three bytes in a footer, and 700 in Arrow's memory."""
 UNCOMPRESSED = 0
 CODECS = {1: "snappy", 2: "gzip", 4: "brotli", 5: "lz4_raw", 6: "zstd", 7: "lz4_raw"}
 
 _FLAGS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
 _FIXED_SIZES = {**dict.fromkeys(_FLAGS, 0), _BYTE: 1, _DOUBLE: 8}
-"""Types of Thrift's compact protocol, and bytes of a value. A flag is in the type."""
+"""Types of Thrift's compact protocol, and bytes of a value. The type of a flag contains its value."""
 _I32, _I64, _LIST = 5, 6, 9
 _HEADER_BYTES = (1 << 9, 1 << 16, 1 << 20)
-"""How much is read to find a page's header: statistics may make it long, but hardly ever do."""
+"""Bytes to read for a page's header, in the order of attempts: statistics rarely make it long."""
 
 
 class DamagedParquetError(ValueError):
-    """The bytes contradict each other, or the format."""
+    """Error for bytes that contradict each other or the format."""
 
 
 class Chunk(NamedTuple):
-    """The values of one column in one row group.
+    """Column chunk: the values of one column in one row group.
 
     Attributes:
-        codec: how its pages are compressed, a key of `CODECS` or UNCOMPRESSED.
-        values: how many, as the footer says; null ones and empty lists included.
-        start: where its first page begins in the file.
-        end: where its last page ends.
+        codec: compression of its pages, a key of `CODECS` or UNCOMPRESSED.
+        values: number of values in the footer; null values and empty lists included.
+        start: offset of its first page in the file, bytes.
+        end: offset of the end of its last page, bytes.
     """
 
     codec: int
@@ -59,13 +59,13 @@ class Chunk(NamedTuple):
 
 
 class Footer(NamedTuple):
-    """What a footer says about the row groups.
+    """Row groups in a footer.
 
-    pyarrow's own view of a column chunk ends the whole process where the chunk's statistics contradict the schema: an
-    exception of C++ that nothing catches. So the footer is read here.
+    pyarrow's view of a column chunk aborts the process if the chunk's statistics contradict the schema, with an
+    uncaught C++ exception. So this module parses the footer itself.
 
     Attributes:
-        leaves: columns that hold values.
+        leaves: number of leaf columns, which contain the values.
         rows: rows of each row group.
         groups: the chunks of each row group, one for each leaf.
     """
@@ -76,16 +76,16 @@ class Footer(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page of a column chunk, from its header.
+    """Header of a page of a column chunk.
 
     Attributes:
         kind: DATA_PAGE, DICTIONARY_PAGE or DATA_PAGE_V2.
-        values: how many, null ones and empty lists included.
+        values: number of values, null values and empty lists included.
         stored: bytes in the file, after the header.
         size: bytes when decompressed.
-        body: where its bytes start in the file.
-        levels: bytes of its repetition levels, which are not compressed; version 2 alone.
-        level_encoding: how the repetition levels are written.
+        body: offset of its content in the file, bytes.
+        levels: bytes of its repetition levels, which are not compressed; only in version 2.
+        level_encoding: encoding of the repetition levels.
     """
 
     kind: int
@@ -99,17 +99,17 @@ class Page(NamedTuple):
 
 @lru_cache(maxsize=2)
 def read_footer(path: str, size: int, changed: int, limits: FileLimits) -> Footer:
-    """Read the footer of a Parquet file: once for all of its shards, as long as the file does not change.
+    """Read the footer of a Parquet file. The result is cached for all shards until the file changes.
 
     Args:
         path: the file.
-        size: its bytes.
-        changed: when it was changed.
-        limits: bounds the bytes of the footer.
+        size: size of the file, bytes.
+        changed: time of its last change, ns.
+        limits: limits with the bytes of the footer.
 
     Raises:
         RolloutLogError: the footer is longer than its limit.
-        DamagedParquetError: it contradicts itself, or there is none.
+        DamagedParquetError: the footer is missing or contradicts itself.
     """
     with Path(path).open("rb", buffering=0) as file:
         tail = _read(file, max(size - 8, 0), 8)
@@ -140,7 +140,7 @@ def _parse_footer(thrift: _Thrift) -> Footer:
         return tuple(_parse_chunk(thrift) for _ in range(count))
 
     for number, kind in thrift.fields():
-        if (number, kind) == (2, _LIST):  # the schema; a column that holds others says how many
+        if (number, kind) == (2, _LIST):  # the schema; a nested column has its number of children
             elements = (thrift.struct({(5, _I32): _Thrift.integer}) for _ in range(thrift.list_header()[1]))
             leaves = sum(element.get(5, 0) == 0 for element in elements)
         elif (number, kind) == (4, _LIST):
@@ -166,7 +166,7 @@ def _parse_chunk(thrift: _Thrift) -> Chunk:
 
 
 def pages_of(file: BinaryIO, chunk: Chunk) -> Iterator[Page]:
-    """The pages of a column chunk that Arrow would read, in order.
+    """Yield the pages of a column chunk that Arrow would read, in order.
 
     Raises:
         DamagedParquetError: the headers contradict each other or the chunk.
@@ -187,10 +187,10 @@ def pages_of(file: BinaryIO, chunk: Chunk) -> Iterator[Page]:
 
 
 def row_starts(file: BinaryIO, chunk: Chunk, *, rows: int) -> np.ndarray:
-    """Where each row of a column of lists begins, counted in values: (rows,) int64.
+    """Compute the index of the first value of each row of a list column: (rows,) int64.
 
     Raises:
-        DamagedParquetError: the levels cannot be decoded, or are not those of so many rows.
+        DamagedParquetError: the levels cannot be decoded, or contain a different number of rows.
     """
     parts: list[np.ndarray] = []
     before = found = 0
@@ -210,13 +210,13 @@ def row_starts(file: BinaryIO, chunk: Chunk, *, rows: int) -> np.ndarray:
 
 
 def _read(file: BinaryIO, position: int, size: int) -> bytes:
-    """Bytes of a file; fewer at its end."""
+    """Read bytes of a file; fewer at its end."""
     file.seek(position)
     return file.read(size)
 
 
 def _read_header(file: BinaryIO, position: int) -> Page:
-    """The header of the page at a position."""
+    """Read the header of the page at a position."""
     for size in _HEADER_BYTES:
         thrift = _Thrift(_read(file, position, size))
         with suppress(IndexError):
@@ -228,7 +228,7 @@ def _parse_header(thrift: _Thrift, position: int) -> Page:
     header = thrift.struct(_PAGE_HEADER)
     kind, size, stored = (header.get(number, -1) for number in (1, 2, 3))
 
-    # Each kind of page has a header of its own, which begins with the number of values.
+    # Each kind of page has its own header, which begins with the number of values.
     details = header.get(5 + max(kind, 0), {})
     values, levels = details.get(1, 0), details.get(6, 0)
     if kind not in (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or min(size, stored, values, levels) < 0:
@@ -239,7 +239,7 @@ def _parse_header(thrift: _Thrift, position: int) -> Page:
 
 
 def _repetition_levels(file: BinaryIO, chunk: Chunk, page: Page) -> bytes:
-    """The encoded repetition levels of a page."""
+    """Return the encoded repetition levels of a page."""
     body = _read(file, page.body, page.stored)
     if len(body) < page.stored:
         raise DamagedParquetError(f"the page at byte {page.body} is cut off")
@@ -258,7 +258,10 @@ def _repetition_levels(file: BinaryIO, chunk: Chunk, page: Page) -> bytes:
 
 
 def _zeros(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
-    """Where levels of one bit are zero, run by run. A run of ones costs the same at any length; zeros are `most`."""
+    """Yield the positions of zeros in one-bit levels, run by run.
+
+    A run of ones has a constant cost; a run of zeros yields at most `most` + 1 positions.
+    """
     thrift = _Thrift(levels)
     first = 0
     while first < count:
@@ -283,7 +286,7 @@ def _zeros(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
 
 
 class _Thrift:
-    """Thrift's compact protocol. Reading past the end is an IndexError.
+    """Parser of Thrift's compact protocol. Reading past the end raises IndexError.
 
     Args:
         content: the bytes.
@@ -299,7 +302,7 @@ class _Thrift:
         return value
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         start = self.position
         self.position += count
         if self.position > len(self._content):
@@ -316,21 +319,21 @@ class _Thrift:
         raise DamagedParquetError("an integer of more than 64 bits")
 
     def integer(self) -> int:
-        """A signed integer of any width."""
+        """Parse a signed integer of any width."""
         value = self.varint()
         return (value >> 1) ^ -(value & 1)
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Number and type of each field of a struct. The caller reads or skips its value before it goes on."""
+        """Yield the number and type of each field of a struct. The caller reads or skips each value."""
         number = 0
         while head := self.byte():
             number = number + (head >> 4) if head >> 4 else self.integer()
-            if not 0 <= number < 1 << 15:  # Arrow keeps 16 bits, and would take it for another field
+            if not 0 <= number < 1 << 15:  # Arrow keeps 16 bits, and would read a different field
                 raise DamagedParquetError(f"a field of the number {number}")
             yield number, head & 15
 
     def struct(self, wanted: _Fields) -> dict[int, Any]:
-        """Return the wanted fields of a struct by number; skip the others, and those of another type."""
+        """Return the wanted fields of a struct by number; skip fields with other numbers or types."""
         found: dict[int, Any] = {}
         for number, kind in self.fields():
             read = wanted.get((number, kind))
@@ -341,13 +344,13 @@ class _Thrift:
         return found
 
     def list_header(self) -> tuple[int, int]:
-        """Type and number of the elements of a list."""
+        """Return the type and the number of the elements of a list."""
         head = self.byte()
         count = head >> 4
         return head & 15, self.varint() if count == 15 else count
 
     def skip(self, kind: int) -> None:
-        """Pass over a value."""
+        """Skip a value."""
         if kind in _INTEGERS:
             self.varint()
         elif kind in _FIXED_SIZES or kind == _BINARY:
@@ -355,7 +358,7 @@ class _Thrift:
         elif kind in _LISTS:
             element, count = self.list_header()
             for _ in range(count):
-                # In a list, a flag takes a byte.
+                # In a list, a flag is one byte.
                 self.skip(_BYTE if element in _FLAGS else element)
         elif kind == _STRUCT:
             self.struct({})
@@ -364,7 +367,7 @@ class _Thrift:
 
 
 _Fields = Mapping[tuple[int, int], Callable[[_Thrift], Any]]
-"""(Number, type) of a field → how to read its value."""
+"""(Number, type) of a field → function that reads its value."""
 
 
 def _integers(*fields: tuple[int, int]) -> _Fields:

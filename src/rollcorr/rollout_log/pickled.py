@@ -1,4 +1,4 @@
-"""Dumps that are pickles: slime's `.pt` files and SkyRL's `.pkl` files. They are read as data and never run."""
+"""Read pickled dumps, slime's `.pt` files and SkyRL's `.pkl` files, without executing code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rollcorr.rollout_log.source import LogSource, check_lists
 
 
 class PickledSource(LogSource):
-    """Dumps of slime (`torch.save`) and SkyRL (`pickle`). A file is one shard.
+    """Source for dumps of slime (`torch.save`) and SkyRL (`pickle`). A file is one shard.
 
     Args:
-        limits: what a file may hold.
-        names: must be empty: what these files call their columns is known.
+        limits: the size limits of a file; defaults to `FileLimits()`.
+        names: must be empty, because the names in these files are known; optional.
     """
 
     endings: tuple[str, ...] = (".pt", ".pkl")
@@ -41,7 +41,7 @@ class PickledSource(LogSource):
         return self._open(path).rows
 
     def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
-        """Each row and about how many tokens it has: most have four lists of them."""
+        """Yield each row and its approximate number of tokens: most rows have four lists of tokens."""
         dump = self._open(path)
         for index in range(dump.rows):
             try:
@@ -51,7 +51,7 @@ class PickledSource(LogSource):
             yield row, sum(len(value) for value in row.values() if isinstance(value, (list, np.ndarray))) // 4
 
     def fields(self, path: Path) -> tuple[str, ...]:
-        """The names that the rows of a file have."""
+        """Return the names in the rows of a file."""
         return self._open(path).fields
 
     def _open(self, path: Path) -> SlimeDump | SkyrlDump:
@@ -69,7 +69,7 @@ class PickledSource(LogSource):
             raise unreadable(error, path) from error
 
 
-# Counting, looking at the first row and reading are three calls. The file is loaded once for all of them.
+# Counting, looking at the first row and reading are three calls. Cache the file to load it once.
 @lru_cache(maxsize=1)
 def _load(path: Path, size: int, changed: int, limits: FileLimits) -> SlimeDump | SkyrlDump:
     if path.suffix == ".pt":
@@ -79,7 +79,7 @@ def _load(path: Path, size: int, changed: int, limits: FileLimits) -> SlimeDump 
 
 
 class SlimeDump:
-    """`{"rollout_id": …, "samples": [{…}, …]}`, written by `torch.save`; of the rollout or of the training step."""
+    """Dump `{"rollout_id": …, "samples": [{…}, …]}` of `torch.save`, from the rollout or from the training step."""
 
     def __init__(self, path: Path, *, limits: FileLimits) -> None:
         self._path = str(path)
@@ -99,9 +99,9 @@ class SlimeDump:
         self._names: Mapping[str, str] = {} if known is None else known[1].fields
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """A sample: `tokens` are prompt and response, every other list is as long as the response.
+        """Return a sample: `tokens` are prompt and response, every other list is as long as the response.
 
-        Of the whole file it takes the number of the rollout, and the raw reward.
+        The rollout number and the raw reward come from the file's top level.
 
         Raises:
             RolloutLogError: a list does not have the length of the response.
@@ -130,13 +130,13 @@ class SlimeDump:
         found |= {"prompt_ids": tokens[:start], "response_ids": tokens[start:], "step": self._content.get("rollout_id")}
         found["reward"] = self._raw_reward(sample["rollout_position"]) if of_training else sample["reward"]
         for column in ("step", "sequence_id", "group_id", "reward"):
-            # What is no number, as a reward that is a dictionary, is not recorded.
+            # A reward that is no number, for example a dictionary, is not recorded.
             if type(found.get(column)) not in (int, float):
                 found[column] = None
         return found
 
     def _raw_reward(self, position: object) -> object:
-        """The rewards before normalization are one list for the whole batch, in the order of the rollout."""
+        """Return a reward before normalization, from the batch's list in the order of the rollout."""
         rewards = self._value(self._content.get("raw_reward"), "raw_reward")
         if not isinstance(rewards, list) or type(position) is not int or not 0 <= position < len(rewards):
             return None
@@ -153,11 +153,11 @@ class SlimeDump:
 
 
 _WHOLE = {"sequences", "attention_mask"}
-"""Tensors of prompt and response; the others are of the response alone."""
+"""Tensors over prompt and response; all remaining tensors cover only the response."""
 
 
 class SkyrlDump:
-    """A `TrainingInputBatch`: the state that its `__getstate__` wrote, tensors as bytes with shape and dtype."""
+    """Dump of a `TrainingInputBatch`: the state from its `__getstate__`, tensors as bytes with shape and dtype."""
 
     def __init__(self, path: Path, content: object, *, limits: FileLimits) -> None:
         self._path = str(path)
@@ -174,7 +174,7 @@ class SkyrlDump:
         self._check_shapes(known[1])
         self._of_response = self._tensors.keys() - _WHOLE
 
-        # Rows that fill up the batch repeat the first one.
+        # Padding rows of the batch repeat its first row.
         padding = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
         rows = len(self._tensors["sequences"])
         self.rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
@@ -183,10 +183,10 @@ class SkyrlDump:
         self._step = int(step.group(1)) if step else None
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """One row of the batch.
+        """Return one row of the batch.
 
-        The response is the last tokens that `attention_mask` marks, as many as `response_mask` has. The other tensors
-        hold the response where `response_mask` is 1, padded on the left.
+        The response is the last tokens of `attention_mask`; its length is the number of ones in `response_mask`. The
+        other tensors contain the response at the ones of `response_mask`, padded on the left.
 
         Raises:
             RolloutLogError: the response is not in one piece, or longer than the sequence.
@@ -228,7 +228,7 @@ class SkyrlDump:
 
 
 def _skyrl_state(content: object) -> tuple[dict[str, Any], object]:
-    """The tensors and the metadata of a batch, from the state that its class got in one of two ways."""
+    """Return the tensors and the metadata of a batch, from its state or from its last constructor argument."""
     match content:
         case Call(state={"batch_dict": dict() as batch, **others}):
             return batch, others.get("metadata")
@@ -242,8 +242,8 @@ def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -
         case None:
             return None
         case bytes(stored) | {"format": "torch", "data": bytes(stored)}:
-            # Types that numpy lacks, and every tensor before release 0.3, are files of torch.save of their own. A
-            # tensor of a whole batch is bounded by the pickle that it lies in.
+            # Types that numpy lacks, and every tensor before release 0.3, are nested files of torch.save. The size of
+            # the enclosing pickle bounds the tensor of a batch.
             whole = FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
             archive = TorchArchive(BytesIO(stored), name=file, limits=whole)
             return archive.array(archive.content)

@@ -1,6 +1,6 @@
-"""Reading rollout logs: files in a fixed order, batch by batch, with memory bounded by a batch.
+"""Read rollout logs: files in a fixed order, batch by batch, with memory bounded by a batch.
 
-`SOURCES` is the table of the formats that are told by a file's ending. `source=` reads any other.
+`SOURCES` contains the formats that are recognized by a file's ending. `source=` reads any other format.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def path_texts(paths: Paths) -> list[str]:
-    """One path, or several, as texts."""
+    """Convert one or several paths to texts."""
     return [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
 
 
 OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
-"""The formats of this library."""
+"""Formats of this library."""
 SOURCES: tuple[LogSource, ...] = (*OWN_SOURCES, PickledSource())
-"""These, and those that only others write."""
+"""Formats of this library and of foreign dumps."""
 _NO_ROLLOUTS = (
     "this run kept no rollouts: it has metrics, and no log-probs of tokens",
     "let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or name rollout logs",
 )
 SHARD_TOKENS = 1 << 20
-"""Tokens that a shard has at least, unless its file ends: less work than that is not worth handing out."""
+"""Default minimum of tokens in a shard, unless its file ends: smaller shards cost more overhead than they save."""
 
 
 def read_rollout_log(
@@ -50,17 +50,20 @@ def read_rollout_log(
     file_limits: FileLimits | None = None,
     column_names: Mapping[str, str] | None = None,
 ) -> Iterator[RolloutBatch]:
-    """The rows of one or many logs, batch by batch; a batch never spans two files.
+    """Read the rows of logs in batches; a batch never spans two files.
 
     Args:
-        paths: files, directories or glob patterns (`**` too), one or a sequence. Paths keep their order; the files of a
-            directory or pattern come in natural order (step_9 before step_10).
-        columns: the columns to read; None is all. `response_mask` is always read along with a token column.
-        batch_size: most rows of a batch: what is in memory at once.
-        source: the format of the files. None tells it by their endings.
-        file_limits: what a file may hold; None for the defaults. A `source` has its own.
-        column_names: column of the log → its name in the files, where they are somebody else's. The dumps in
-            `FRAMEWORKS` need none. A `source` has its own.
+        paths: files, directories or glob patterns (also `**`), one or a sequence. Paths keep their order; the files of
+            a directory or pattern are in natural order (step_9 before step_10).
+        columns: the columns to read; defaults to all. A token column always adds `response_mask`.
+        batch_size: most rows of a batch, which bounds the memory; defaults to 256.
+        source: the format of the files; defaults to the format of their endings.
+        file_limits: size limits of a file; defaults to `FileLimits()`. A `source` has its own.
+        column_names: column of the log → its name in foreign files; optional. The dumps in `FRAMEWORKS` do not need
+            it. A `source` has its own.
+
+    Returns:
+        An iterator over the batches.
 
     Raises:
         ValueError: an unknown column, one name for two columns, or a batch size below 1.
@@ -69,7 +72,7 @@ def read_rollout_log(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     wanted, limits = None if columns is None else with_mask(columns), BatchLimits(rows=batch_size)
-    # The files are found now, not at the first batch, so a wrong path fails where it was written.
+    # Find the files now, not at the first batch, so that an invalid path fails in the caller's line.
     files = log_files(paths, source=source)
     sources = _sources(source, file_limits, column_names)
     return (batch for file in files for batch in source_of(file, sources).read(file, columns=wanted, limits=limits))
@@ -83,19 +86,19 @@ def log_shards(
     file_limits: FileLimits | None = None,
     column_names: Mapping[str, str] | None = None,
 ) -> list[Shard]:
-    """The shards of one or many logs, in the order of their rows: pieces that can be read apart.
+    """Return the shards of logs, in the order of their rows. Each shard can be read independently.
 
-    Where the cuts are depends on the log alone, never on who reads it. So sums over shards, merged in their order, are
-    the same for any number of readers. A shard of a Parquet file is as many row groups as make up `tokens`, one at
-    least, known from the footers. Any other file is one shard. A shard never spans two files, and files without rows
-    have none. A shard takes the `file_limits` and the `column_names` along.
+    The cuts depend only on the log, not on the readers. So sums over shards, merged in their order, are the same for
+    any number of readers. A shard of a Parquet file contains consecutive row groups with at least `tokens` tokens in
+    total, computed from the footers. Any other file is one shard. A shard never spans two files, and files without
+    rows have no shard. A shard contains the `file_limits` and the `column_names`.
 
     Args:
         paths: files, directories or patterns.
-        tokens: least tokens of a shard of a Parquet file.
-        source: how they are read. None: by the ending of each file.
-        file_limits: what a file may claim before it is refused. None: the defaults.
-        column_names: our name of a column → the file's.
+        tokens: least tokens of a shard of a Parquet file; defaults to `SHARD_TOKENS`.
+        source: the format of the files; defaults to the format of each file's ending.
+        file_limits: size limits of a file; defaults to `FileLimits()`.
+        column_names: column of the log → its name in the files; optional.
 
     Raises:
         RolloutLogError: no log there, or a file that is damaged or has a newer schema.
@@ -113,14 +116,17 @@ def log_shards(
 def read_shard(
     shard: Shard, *, columns: Iterable[str] | None, batch_size: int = 256, batch_tokens: int = BatchLimits.tokens
 ) -> Iterator[RolloutBatch]:
-    """The rows of a shard, batch by batch.
+    """Read the rows of a shard in batches.
 
     Args:
         shard: from `log_shards`.
-        columns: the columns to read; `response_mask` is always read along with a token column. None reads all.
-        batch_size: most rows of a batch.
-        batch_tokens: about how many tokens a batch may have; one row at least, and the rows of a JSONL file are
-            bounded by their text instead.
+        columns: the columns to read, or `None` for all. A token column always adds `response_mask`.
+        batch_size: most rows of a batch; defaults to 256.
+        batch_tokens: approximate most tokens of a batch, which contains at least one row. For a JSONL file, the bytes
+            of text are bounded instead. Defaults to `BatchLimits.tokens`.
+
+    Returns:
+        An iterator over the batches.
 
     Raises:
         ValueError: an unknown column.
@@ -135,11 +141,11 @@ def read_shard(
 
 
 def count_rows(paths: Paths, *, source: LogSource | None = None) -> int:
-    """Rows of one or many logs: from the footer of Parquet files, by counting lines in JSONL.
+    """Count the rows of logs: from the footer of Parquet files, by counting lines in JSONL.
 
     Args:
         paths: files, directories or patterns.
-        source: how they are read. None: by the ending of each file.
+        source: the format of the files; defaults to the format of each file's ending.
 
     Raises:
         RolloutLogError: as `read_rollout_log`.
@@ -148,19 +154,19 @@ def count_rows(paths: Paths, *, source: LogSource | None = None) -> int:
 
 
 def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
-    """The files of one or many logs, in the order they are read.
+    """Return the files of logs, in reading order.
 
-    Paths keep their order; the files of a directory or pattern come in natural order (step_9 before step_10). A
-    directory gives the files with the endings of its source, by default .parquet, .jsonl and .jsonl.gz, or, if it is a
-    run, those of its `rollouts` folder. Pickles (.pt, .pkl) beside such files are passed over: they are checkpoints.
-    So are hidden files, among them the unfinished ones of a writer.
+    Paths keep their order; the files of a directory or pattern are in natural order (step_9 before step_10). In a
+    directory, select the files with the endings of its source, by default .parquet, .jsonl and .jsonl.gz. In a run
+    directory, select them in its `rollouts` folder. Skip pickles (.pt, .pkl) in a folder with such files: they are
+    checkpoints. Skip hidden files, which include the unfinished files of a writer.
 
     Args:
         paths: files, directories or patterns.
-        source: how they are read. None: by the ending of each file.
+        source: the format of the files; defaults to the format of each file's ending.
 
     Raises:
-        RolloutLogError: nothing is there, or a file has another ending.
+        RolloutLogError: no log exists there, or a file has an unknown ending.
     """
     sources = SOURCES if source is None else (source,)
     found: dict[Path, None] = {}
@@ -183,17 +189,17 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
 def _sources(
     source: LogSource | None, file_limits: FileLimits | None, column_names: Mapping[str, str] | None
 ) -> tuple[LogSource, ...]:
-    """The formats with some limits, and with others' names of columns; or one source, which has its own."""
+    """Return the given source, or every format with these limits and column names."""
     if source is not None:
         return (source,)
     return tuple(kind(file_limits, column_names) for kind in (ParquetSource, JsonlSource, PickledSource))
 
 
 def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
-    """The source that reads files with the ending of this one.
+    """Return the source for the ending of a file.
 
     Raises:
-        RolloutLogError: none does.
+        RolloutLogError: the ending is unknown.
     """
     for source in sources:
         if path.name.endswith(source.endings):
@@ -214,7 +220,7 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
 
     if path.is_dir():
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
-        # The metrics of a run have the ending of a log, and are none.
+        # The metrics file of a run has the ending of a log, but is no log.
         candidates = [file for file in folder.iterdir() if file != RunDirectory(path).metrics]
     else:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]

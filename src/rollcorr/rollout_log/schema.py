@@ -1,10 +1,10 @@
-"""The columns of the rollout log: one table with names, types, units and meanings, and its version.
+"""Schema of the rollout log: one table with names, types, units and meanings of its columns, and its version.
 
-One row is one sequence. Token columns hold one value per response token. A row with `dimensions` is one picture: its
+One row is one sequence. Token columns contain one value per response token. A row with `dimensions` is one picture: its
 tokens are the denoising steps that were sampled with noise, and its log-probs are averages over the D dimensions.
 
-Every column may be null or absent ("not recorded"); `validate_rollout_log` says what a purpose needs. A minor version
-adds columns; a major version changes the meaning of one, and readers refuse a newer one.
+Every column may be null or absent ("not recorded"); `validate_rollout_log` checks the columns that a purpose needs. A
+minor version adds columns. A major version changes the meaning of a column, and readers reject a newer one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the log.
+    """Column of the log.
 
     Attributes:
-        name: the field's name, as everywhere in the library.
+        name: the field's name in the library.
         type: Arrow type.
         unit: unit of a value, or "–" for identifiers and flags.
-        per: one value per "sequence", one per response "token", or a "list" of its own length.
-        meaning: one line; what null means, where it is not simply "not recorded".
+        per: one value per "sequence", one per response "token", or a "list" with its own length.
+        meaning: one line; it includes the meaning of null if that differs from "not recorded".
     """
 
     name: str
@@ -94,14 +94,14 @@ _COLUMNS = (
 )
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
 OWN_PREFIX = "x_"
-"""Columns with such names are the user's own: a number, a flag or a text for each sequence. The library keeps them."""
+"""Prefix of the user's own columns: a number, a flag or a text for each sequence. The library keeps them."""
 NO_NUMBER = "true or false in place of a number"
 TOKEN_COLUMNS = tuple(column.name for column in _COLUMNS if column.per == "token")
 
 
 @cache
 def arrow_type(column: str) -> pa.DataType:
-    """The Arrow type of a column of the log."""
+    """Return the Arrow type of a column of the log."""
     primitive = {
         "bool": pa.bool_(),
         "int32": pa.int32(),
@@ -119,7 +119,7 @@ def arrow_type(column: str) -> pa.DataType:
 
 
 def arrow_schema() -> pa.Schema:
-    """Every column, with the schema version and the units as file metadata."""
+    """Return the schema of all columns, with the schema version and the units as file metadata."""
     units = json.dumps({name: column.unit for name, column in COLUMNS.items()}, ensure_ascii=False)
     return pa.schema(
         [(name, arrow_type(name)) for name in COLUMNS], metadata={VERSION_KEY: SCHEMA_VERSION, UNITS_KEY: units}
@@ -127,18 +127,18 @@ def arrow_schema() -> pa.Schema:
 
 
 def own_columns(names: Iterable[str]) -> list[str]:
-    """The user's own columns among these, in the order of their names."""
+    """Return the user's own columns among these names, sorted."""
     return sorted({name for name in names if name.startswith(OWN_PREFIX)})
 
 
 def is_own_type(type_: pa.DataType) -> bool:
-    """Whether a column of the user's own may have this Arrow type: numbers, flags or texts."""
+    """Return whether a user's own column may have this Arrow type: numbers, flags or texts."""
     kinds = ("integer", "floating", "boolean", "string", "large_string", "null")
     return any(getattr(pa.types, f"is_{kind}")(type_) for kind in kinds)
 
 
 def own_fields(schema: pa.Schema) -> list[str]:
-    """The user's own columns of a file or batch; what has such a name and another type is not one of them."""
+    """Return the user's own columns of a file or batch: their name and their type must both fit."""
     return [name for name in own_columns(schema.names) if is_own_type(schema.field(name).type)]
 
 
@@ -146,7 +146,7 @@ def check_columns(names: Iterable[str]) -> None:
     """Check that each name is a column of the log, or one of the user's own.
 
     Raises:
-        ValueError: names the first that is not, and the nearest that is.
+        ValueError: a name is unknown; the message contains it and the nearest known name.
     """
     for name in names:
         if name not in COLUMNS and not name.startswith(OWN_PREFIX):
@@ -156,7 +156,7 @@ def check_columns(names: Iterable[str]) -> None:
 
 
 def check_column_names(names: Mapping[str, str]) -> None:
-    """Check that other names of columns make sense.
+    """Check a mapping from columns of the log to fields of a file.
 
     Raises:
         ValueError: an unknown column, or one field for two columns.
@@ -171,7 +171,7 @@ def check_column_names(names: Mapping[str, str]) -> None:
 
 
 def with_mask(columns: Iterable[str]) -> list[str]:
-    """Columns of the log, with `response_mask` beside any token column.
+    """Add `response_mask` to names that contain a token column.
 
     Raises:
         ValueError: an unknown column.
@@ -182,10 +182,10 @@ def with_mask(columns: Iterable[str]) -> list[str]:
 
 
 def check_version(version: object, *, file: str, row: int | None = None) -> None:
-    """Check that this release can read a schema version; None (a file made by others) passes.
+    """Check that this release can read a schema version. A foreign file has version `None`, which passes.
 
     Raises:
-        RolloutLogError: a newer major version, or no version at all.
+        RolloutLogError: a newer major version, or an invalid version.
     """
     if version is None:
         return
@@ -204,9 +204,9 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
 
 
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
-    """Bring columns that others wrote to the types of the schema; columns that are not in it are left out.
+    """Convert the columns of a foreign file to the types of the schema; drop columns that it does not contain.
 
-    The user's own columns stay as they are.
+    The user's own columns are unchanged.
 
     float64 and float16 become float32, large or fixed-size lists become lists, integers become text in identifiers and
     flags in masks, and null inside a list of floats becomes NaN.
@@ -236,7 +236,7 @@ def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row
             "type", f"step is {array[row]}, and the first one is 0 or 1", file=file, row=first_row + row, column=column
         )
 
-    # Only lists of floats may miss single values, as NaN. Spans are lists of structures, whose fields may miss none.
+    # Only lists of floats may miss single values, as NaN. Spans are lists of structures without missing fields.
     if pa.types.is_list(target):
         values = array.flatten()
         nested = [values, *(values.flatten() if pa.types.is_struct(values.type) else [])]
@@ -256,13 +256,17 @@ def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row
 
 
 def ragged(array: pa.Array) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """A list column as (values of all rows, length of each row, whether it is recorded); a null row has length 0."""
+    """Split a list column.
+
+    Returns:
+        (values of all rows, length of each row, whether the row is recorded); a null row has length 0.
+    """
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     return array.flatten(), lengths, array.is_valid().to_numpy(zero_copy_only=False)
 
 
 def list_array(values: pa.Array, lengths: np.ndarray, *, valid: np.ndarray | None = None) -> pa.Array:
-    """A list column from the values of all rows and the length of each; rows that are not `valid` become null.
+    """Build a list column from the values of all rows and the length of each; rows that are not `valid` become null.
 
     Raises:
         ValueError: the batch is too large for 32-bit offsets.
@@ -281,7 +285,7 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
         values, lengths, valid = ragged(array)
         return list_array(_fill(_convert(values, target.value_type)), lengths, valid=valid)
 
-    # Fields that a foreign structure lacks are null; those that the schema lacks are left out.
+    # Fields that a foreign structure lacks become null; fields that the schema lacks are dropped.
     if pa.types.is_struct(target) and pa.types.is_struct(array.type):
         fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
         parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
@@ -297,7 +301,7 @@ def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def first_failure(values: Sequence[Any], convert: Callable[[Any], object]) -> int:
-    """The first value that Arrow cannot convert; 0 where each alone can be converted."""
+    """Return the index of the first value that Arrow cannot convert, or 0 if each single value can be converted."""
     for row, value in enumerate(values):
         try:
             convert(value)

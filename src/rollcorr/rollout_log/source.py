@@ -1,9 +1,9 @@
-"""What a file format must offer so that its rows can be read as a rollout log.
+"""Base class of file formats that can be read as a rollout log.
 
-Parquet, JSONL and the pickles of other frameworks are three sources (`rollcorr.rollout_log.reader.SOURCES`). They know
-the dumps in `rollcorr.rollout_log.frameworks`. Any other dump is one more class: pass it as `source=` to
-`read_rollout_log` or `log_shards`. A dump of JSON lines only needs a subclass of `JsonlSource` whose `row` renames the
-fields.
+Parquet, JSONL and the pickles of other frameworks are three sources (`rollcorr.rollout_log.reader.SOURCES`). They
+recognize the dumps in `rollcorr.rollout_log.frameworks`. For any other dump, write a class and pass it as `source=` to
+`read_rollout_log` or `log_shards`. For a dump of JSON lines, a subclass of `JsonlSource` whose `row` renames the fields
+is enough.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rollcorr.rollout_log.schema import COLUMNS, check_column_names, own_columns
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """What ends a batch, whichever comes first. It bounds the memory of a reader, however long the rows are.
+    """Size limits of a batch, which bound a reader's memory for rows of any length. The first limit reached applies.
 
     Attributes:
         rows: most rows.
-        tokens: about how many tokens, one row at least; where a shard knows how long its rows are.
-        text_bytes: bytes of text, where rows are text; as Python objects they take about twice as much.
+        tokens: approximate most tokens, for shards with known row lengths; a batch contains at least one row.
+        text_bytes: most bytes of text, for rows of text; as Python objects they need about twice as much.
     """
 
     rows: int = 256
@@ -38,17 +38,17 @@ class BatchLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Consecutive rows of one file.
+    """Shard: consecutive rows of one file.
 
     Attributes:
         file: the file, as it was given.
-        source: what reads it.
-        rows: how many rows.
-        first_row: position of the first one in the file.
-        before: rows of the whole log before it, over all files.
-        row_groups: the row groups of a Parquet file, from the first up to but without the second; None elsewhere.
-        row_tokens: tokens of a row, or what its kept sets cost in tokens if that is more: the mean of the row group
-            where it is largest. 0 where the source does not know.
+        source: the source that reads it.
+        rows: number of rows.
+        first_row: position of the first row in the file; defaults to 0.
+        before: rows of the log before this shard, over all files; defaults to 0.
+        row_groups: half-open range of row groups, for a Parquet file; optional.
+        row_tokens: mean tokens of a row, or the equivalent of its kept sets if that is more, in the row group with the
+            largest mean. Defaults to 0, for a source without row lengths.
     """
 
     file: str
@@ -61,24 +61,24 @@ class Shard:
 
 
 class LogSource:
-    """A file format. Its state are the limits of its files, and others' names of columns; it can be pickled.
+    """Base class of a file format. Its state is the limits of its files and their column names; it can be pickled.
 
-    Here a file is one shard, and a subclass says what its rows are. A format that can be read in parts overrides
+    By default a file is one shard, and a subclass implements `_rows`. A format that can be read in parts overrides
     `shards` and `read`.
 
     Args:
-        limits: what a file may hold.
-        names: column of the log → its name in the file.
+        limits: the size limits of a file; defaults to `FileLimits()`.
+        names: column of the log → its name in the file; optional.
 
     Attributes:
-        endings: how the names of its files end.
+        endings: endings of its file names.
 
     Raises:
         ValueError: a name is no column of the log.
     """
 
     endings: tuple[str, ...]
-    _most_size = "text_bytes"  # of `BatchLimits`: what the size of a row counts
+    _most_size = "text_bytes"  # attribute of `BatchLimits` that bounds the sizes from `_rows`
 
     def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
         self.limits = limits or FileLimits()
@@ -86,11 +86,11 @@ class LogSource:
         check_column_names(self.names)
 
     def shards(self, path: Path, *, tokens: int) -> Iterator[Shard]:
-        """Cut a file where it can be read apart, into pieces of about `tokens` tokens at least; none without rows.
+        """Yield the shards of a file, with about `tokens` tokens or more each. A file without rows has no shard.
 
         Args:
             path: the file.
-            tokens: least tokens of a piece.
+            tokens: least tokens of a shard.
 
         Raises:
             RolloutLogError: the file is damaged or has a newer schema.
@@ -102,13 +102,13 @@ class LogSource:
     def read(
         self, path: Path, *, columns: Sequence[str] | None, limits: BatchLimits, shard: Shard | None = None
     ) -> Iterator[RolloutBatch]:
-        """The rows of a file, or of one of its shards, batch by batch; `columns` None is all of the schema.
+        """Yield the rows of a file, or of one of its shards, in batches.
 
         Args:
             path: the file.
-            columns: which to read; None is all of the schema.
-            limits: how much a batch may hold.
-            shard: the part that is wanted. None: the whole file.
+            columns: the columns to read, or `None` for all columns of the schema.
+            limits: the size limits of a batch.
+            shard: the part to read; defaults to the complete file.
 
         Raises:
             RolloutLogError: the file is damaged, or a value does not fit its column.
@@ -125,15 +125,15 @@ class LogSource:
             yield self._batch(held, path, columns=columns, first_row=first_row)
 
     def fields(self, path: Path) -> tuple[str, ...]:
-        """The names in the first row of a file, where that can be told."""
+        """Return the names in the first row of a file, or an empty tuple if the format does not support it."""
         return ()
 
     def _count(self, path: Path) -> int:
-        """Rows of a file."""
+        """Return the number of rows of a file."""
         return sum(1 for _ in self._rows(path))
 
     def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
-        """Each row of a file, and its size."""
+        """Yield each row of a file, and its size."""
         raise NotImplementedError(f"{type(self).__name__} says neither how to read a file nor what its rows are")
 
     def _batch(
@@ -147,15 +147,15 @@ class LogSource:
 
 
 def check_lists(lists: Mapping[str, Any], *, file: str, row: int) -> None:
-    """Check the lists of one row of a dump: the first says how long they are.
+    """Check that the lists of one row of a dump have equal lengths.
 
     Args:
-        lists: by their names in the file.
-        file: for messages.
-        row: for messages.
+        lists: name in the file → list; the first one defines the length.
+        file: path, for messages.
+        row: position of the row, for messages.
 
     Raises:
-        RolloutLogError: one is no list, or has another length.
+        RolloutLogError: a value is no list, or has a different length.
     """
     for name, values in lists.items():
         if not isinstance(values, (list, np.ndarray)):

@@ -1,4 +1,4 @@
-"""Is a rollout log what it says? Every check is a whole-column operation; findings name file, row and column."""
+"""Validate rollout logs. Every check is vectorized over a column; findings contain file, row and column."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rollcorr.rollout_log.schema import TOKEN_COLUMNS, arrow_type, check_columns
 
 CHECK_COLUMNS: tuple[tuple[str, ...], ...] = (("rollout_log_prob",), ("old_log_prob", "log_prob"))
 LOG_PROB_COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob")
-ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is taken for a placeholder
-CERTAIN = -1e-3  # a log-prob above this is of a token that leaves no doubt
-ZERO_TOKENS = 8  # rows with fewer sampled tokens are not judged by their zeros
+ZERO_SHARE = 0.5  # of a row's sampled tokens; a row with more exact zeros is considered a placeholder
+CERTAIN = -1e-3  # log-prob above which a token counts as certain
+ZERO_TOKENS = 8  # rows with fewer sampled tokens are not checked for zeros
 
 RowFindings = Iterator[tuple[np.ndarray, Finding]]
-"""Which rows of a batch show a finding, and the finding as the first of them shows it."""
+"""Rows of a batch with a finding, as a mask, and the finding with the text for the first of them."""
 
 _KEPT_REASON = "a ratio replayed over these sets is not that of what was sampled"
 _MISSING_FIX = "store NaN (null in JSONL) for what is missing"
@@ -33,14 +33,14 @@ _MISSING_FIX = "store NaN (null in JSONL) for what is missing"
 
 @dataclass(frozen=True)
 class ValidationReport(HasFindings):
-    """What `validate_rollout_log` found.
+    """Result of `validate_rollout_log`.
 
     Attributes:
         files: the files read, in order.
-        rows: rows in the files that could be read.
+        rows: number of rows in the readable files.
         recorded: columns that at least one row of any file records.
         findings: by file, one for each kind and column, with its first row and the number of rows. An error means that
-            the log cannot be trusted; what a warning says may be as intended.
+            the log cannot be trusted; the subject of a warning may be intended.
     """
 
     files: tuple[str, ...]
@@ -49,10 +49,10 @@ class ValidationReport(HasFindings):
     findings: tuple[Finding, ...]
 
     def raise_errors(self) -> None:
-        """Raise what is an error; warnings pass.
+        """Raise the errors of the report, but not its warnings.
 
         Raises:
-            RolloutLogError: with every error found.
+            RolloutLogError: the report contains errors; the exception contains all of them.
         """
         if self.errors:
             raise RolloutLogError(*self.errors)
@@ -65,7 +65,7 @@ def validate_rollout_log(
     batch_size: int = 256,
     file_limits: FileLimits | None = None,
 ) -> ValidationReport:
-    """Read logs from end to end and collect what is wrong, without raising for it.
+    """Read logs completely and collect their findings, without raising for them.
 
     Errors: a damaged file, a newer schema, a type that cannot be read, token columns of unequal length, negative ids,
     version spans that do not tile the response, kept sets that do not fit it, a required column that no row records.
@@ -74,14 +74,17 @@ def validate_rollout_log(
 
     Args:
         paths: as in `read_rollout_log`.
-        required: groups of columns; of each group one must be recorded in each file. The default is what measuring
-            the mismatch needs. `()` asks for nothing.
-        batch_size: most rows in memory at once.
-        file_limits: what a file may hold; None for the defaults.
+        required: groups of columns; each file must record at least one column of each group. The default is the
+            columns for measuring the mismatch. `()` requires no columns.
+        batch_size: most rows in memory at once; defaults to 256.
+        file_limits: size limits of a file; defaults to `FileLimits()`.
+
+    Returns:
+        The report with all findings.
 
     Raises:
         ValueError: `required` names an unknown column.
-        RolloutLogError: there is no log at `paths`.
+        RolloutLogError: no log exists at `paths`.
     """
     check_columns(name for group in required for name in group)
     files = log_files(paths)
@@ -99,7 +102,7 @@ def validate_rollout_log(
                 found = merge_findings([*found, *validate_batch(batch)])
             found = (*found, *_missing(file, required, recorded, rows))
         except RolloutLogError as error:
-            # A damaged file does not hide what is wrong with the next one.
+            # A damaged file does not stop the validation of the next file.
             found = merge_findings([*found, *error.findings])
         findings += found
         everywhere |= recorded
@@ -108,7 +111,7 @@ def validate_rollout_log(
 
 
 def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
-    """The findings of `validate_rollout_log` in one batch, whichever columns it has."""
+    """Return the findings of `validate_rollout_log` in one batch with any columns."""
     if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
         return ()
     wrong_lengths = list(_lengths(batch))
@@ -124,7 +127,7 @@ def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
 
 
 def _in_rows(rows: np.ndarray, check: Callable[[RolloutBatch], RowFindings], batch: RolloutBatch) -> RowFindings:
-    """The findings of a check that looks at some rows only."""
+    """Run a check on the selected rows of a batch, and yield its findings."""
     if rows.any():
         for bad, finding in check(_part(batch, rows)):
             whole = np.zeros(len(batch), bool)
@@ -137,7 +140,7 @@ def _part(batch: RolloutBatch, rows: np.ndarray) -> RolloutBatch:
 
 
 def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str], rows: int) -> Iterator[Finding]:
-    """A file without rows, or without a column that is required."""
+    """Check that a file has rows and the required columns."""
     if not rows:
         yield Finding(code="empty", title="no rows", file=str(file))
         return
@@ -155,7 +158,7 @@ def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str], 
 
 
 def _lengths(batch: RolloutBatch) -> RowFindings:
-    """Each token column has as many values as the response has tokens."""
+    """Check that each token column has one value per token of the response."""
     for name in TOKEN_COLUMNS:
         if batch.has(name):
             bad, title = batch.wrong_lengths(name)
@@ -163,7 +166,7 @@ def _lengths(batch: RolloutBatch) -> RowFindings:
 
 
 def _ids(batch: RolloutBatch) -> RowFindings:
-    """Token ids are not negative."""
+    """Check that token ids are not negative."""
     for name in ("prompt_ids", "response_ids", "kept_ids"):
         if batch.has(name):
             ids, sizes, _ = _values(batch, name)
@@ -173,14 +176,14 @@ def _ids(batch: RolloutBatch) -> RowFindings:
 
 
 def _spans(batch: RolloutBatch) -> RowFindings:
-    """Version spans follow each other from the first token to the last."""
+    """Check that version spans tile the response from the first token to the last."""
     if not batch.has("policy_versions"):
         return
     spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
     start, length = (np.asarray(spans.field(name)).astype(np.int64) for name in ("start", "length"))
     row_of = _rows(sizes)
 
-    # Each span starts where the one before it ended, and is not empty. Together they are as long as the response.
+    # Each span starts at the end of the previous one, and is not empty. Their lengths sum to the response's length.
     first = np.diff(row_of, prepend=-1) != 0
     expected = np.where(first, 0, np.concatenate([[0], (start + length)[:-1]]))
     broken = np.bincount(row_of[(start != expected) | (length <= 0)], minlength=len(batch)) > 0
@@ -193,7 +196,7 @@ def _spans(batch: RolloutBatch) -> RowFindings:
 
 
 def _kept_sets(batch: RolloutBatch) -> RowFindings:
-    """Kept sets can be told apart, no id is twice in one, and sampled ids are members."""
+    """Check that offsets of kept sets are valid, that the ids of a set are distinct, and that it has the sampled id."""
     yield from _kept_offsets(batch)
     usable = _usable_sets(batch)
     yield from _in_rows(usable, _kept_twice, batch)
@@ -202,7 +205,7 @@ def _kept_sets(batch: RolloutBatch) -> RowFindings:
 
 
 def _kept_offsets(batch: RolloutBatch) -> RowFindings:
-    """Kept offsets rise from 0 to the number of kept ids, one entry more than tokens."""
+    """Check that kept offsets increase from 0 to the number of kept ids, with one entry more than tokens."""
     _, ids_sizes, ids_recorded = _values(batch, "kept_ids")
     offset, sizes, recorded = _values(batch, "kept_offsets")
     lengths = batch.lengths.numpy()
@@ -217,7 +220,7 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
     fix = "record one entry more than tokens; the last one is the number of kept ids"
     yield wrong, _error("kept_length", "kept_offsets", title, fix, _KEPT_REASON)
 
-    # The offsets of other rows have no ends that could be compared.
+    # Only the offsets of these rows have a first and a last entry to compare.
     usable = recorded & ~one_sided & ~wrong
     row_of, ends = _rows(sizes), np.cumsum(sizes)
     falls = (np.diff(offset) < 0) & (row_of[1:] == row_of[:-1])
@@ -228,21 +231,21 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
 
 
 def _usable_sets(batch: RolloutBatch) -> np.ndarray:
-    """Rows with one kept set per token."""
+    """Return the rows with one kept set per token: (B,) bool."""
     return _values(batch, "kept_offsets")[2] & ~np.any([bad for bad, _ in _kept_offsets(batch)], axis=0)
 
 
 def _sets(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
-    """The kept ids of a batch whose rows are all usable, and the token of each."""
+    """Return the kept ids of a batch whose rows are all usable, and the token index of each id."""
     kept = batch.kept_sets()
     return kept.ids.numpy(), _rows(kept.offsets.diff())
 
 
 def _kept_twice(batch: RolloutBatch) -> RowFindings:
-    """No id is twice in the kept set of a token, where its probability would count twice."""
+    """Check that no id occurs twice in the kept set of a token, because its probability would count twice."""
     ids, token = _sets(batch)
 
-    # Sorted by token and then by id, equal ids of one token are neighbors.
+    # After sorting by token and then by id, equal ids of one token are adjacent.
     order = np.lexsort((ids, token))
     again = (ids[order][1:] == ids[order][:-1]) & (token[order][1:] == token[order][:-1])
     finding = _error("kept_twice", "kept_ids", "ids twice in one set", "record each id once", _KEPT_REASON)
@@ -250,7 +253,7 @@ def _kept_twice(batch: RolloutBatch) -> RowFindings:
 
 
 def _membership(batch: RolloutBatch) -> RowFindings:
-    """Sampled ids are in the kept set of their token."""
+    """Check that the kept set of each token contains the sampled id."""
     ids, token = _sets(batch)
     responses, sampled = _sampled(batch, "response_ids")
     hits = token[ids == responses[token]]
@@ -290,12 +293,12 @@ _ZEROS = Finding(
 
 
 def _log_probs(batch: RolloutBatch) -> RowFindings:
-    """Log-probs of sampled tokens look like log-probs. Those of denoising steps are densities, and may be positive."""
+    """Check that log-probs of sampled tokens are valid. For denoising steps they are densities, and may be positive."""
     densities = batch.has("dimensions")
     largest = np.finfo(np.float32).max if densities else MOST_ROUNDED_UP
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
-            # Where the extremes of all tokens are log-probs, all of them are. NaN is no extreme that passes.
+            # If the minimum and the maximum of all tokens are valid, so are all tokens. NaN fails both comparisons.
             every, _, _ = _values(batch, name)
             if not len(every) or (every.min() > JSON_MINUS_INFINITY and every.max() <= largest):
                 continue
@@ -310,16 +313,16 @@ def _log_probs(batch: RolloutBatch) -> RowFindings:
 
 
 def _zeros(batch: RolloutBatch) -> RowFindings:
-    """Log-probs of exactly 0 are no more than half of a row.
+    """Check that at most half of a row's log-probs are exactly 0.
 
-    Tokens that a truncation left without a choice are not judged, nor those that another column calls certain too: a
-    number that was filled in does not agree with one that was computed.
+    Skip tokens for which truncation kept a single id. Also skip tokens that are certain in a second log-prob column,
+    because a placeholder would not agree with a computed value.
     """
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             every, _, _ = _values(batch, name)
             if np.count_nonzero(every == 0) <= ZERO_SHARE * ZERO_TOKENS:
-                continue  # too few for any row
+                continue  # fewer zeros than any row needs
             value, sampled = _sampled(batch, name)
             others = [other for other in LOG_PROB_COLUMNS if other != name and batch.has(other)]
             certain_elsewhere = np.any([batch.packed(other).numpy() > CERTAIN for other in others], axis=0)
@@ -337,7 +340,10 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
 
 
 def _without_choice(batch: RolloutBatch) -> np.ndarray:
-    """Tokens, packed, that may have probability 1: their kept set has one id, or is not recorded under a truncation."""
+    """Return the tokens that may have probability 1, packed: (N,) bool.
+
+    Their kept set contains one id, or is not recorded although the settings truncate.
+    """
     lengths = batch.lengths.numpy()
     settings = batch.objects("sampling") if batch.has("sampling") else [{}] * len(batch)
     truncated = [bool(row) and row.get("logprobs") == "processed" and _truncates(row) for row in settings]
@@ -358,12 +364,15 @@ def _error(code: str, column: str, title: str, fix: str, reason: str = "") -> Fi
 
 
 def _where(batch: RolloutBatch, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
-    """Rows with a bad value, and the finding with the count in the first of them and in all.
+    """Compute the rows with a bad value, and add the counts to the finding.
 
     Args:
         batch: rows of a log.
         row_of: the row of each bad value.
-        finding: what is wrong with them.
+        finding: the finding of these values.
+
+    Returns:
+        (B,) bool, and the finding with the count in the first such row and in all rows.
     """
     counts = np.bincount(row_of, minlength=len(batch))
     here = f"{counts[(counts > 0).argmax()]} in this row"
@@ -372,18 +381,18 @@ def _where(batch: RolloutBatch, row_of: np.ndarray, finding: Finding) -> tuple[n
 
 
 def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """A token column, packed, and the tokens where it is recorded and the mask is true: both (N,)."""
+    """Return a token column, packed, and the tokens where it is recorded and the mask is true: both (N,)."""
     recorded = np.repeat(_values(batch, column)[2], batch.lengths.numpy())
     return batch.packed(column).numpy(), recorded & batch.packed("response_mask").numpy()
 
 
 def _values(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`ragged` of a list of numbers that the batch may lack, as arrays."""
+    """Return `ragged` of a list of numbers as arrays; the batch may lack the column."""
     array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
     values, sizes, recorded = ragged(array)
     return values.to_numpy(zero_copy_only=False), sizes, recorded
 
 
 def _rows(sizes: np.ndarray | Tensor) -> np.ndarray:
-    """The row of each value, from the number of values of each row."""
+    """Compute the row of each value from the number of values of each row."""
     return np.repeat(np.arange(len(sizes)), sizes)

@@ -1,4 +1,4 @@
-"""Writing rollout logs: row groups into a hidden file that takes its name only when it is whole."""
+"""Write rollout logs atomically: row groups go to a hidden file, which is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rollcorr.rollout_log.schema import COLUMNS, arrow_schema, own_columns
 
 
 class RolloutLogWriter:
-    """A rollout log being written: `with RolloutLogWriter("step_000003.parquet") as log: log.write(batch)`.
+    """Writer of a rollout log: `with RolloutLogWriter("step_000003.parquet") as log: log.write(batch)`.
 
-    Rows go to a hidden file beside the target, which takes the target's name on `close`, synced to the disk. So the
-    target is a whole file or is not there: after SIGKILL or a power cut the hidden `.NAME.tmp-PID-…` file is left and
-    readers pass it over. Both files have mode 0600, because rollouts contain prompts. An exception in the `with` body,
-    Ctrl-C among them, still closes the log with every batch that `write` had taken; with none, no file is made. Any
-    number of writers may work in one directory.
+    Rows go to a hidden file in the target's folder. `close` flushes it to the disk and renames it to the target. So the
+    target is complete or missing: after SIGKILL or a power cut, the hidden `.NAME.tmp-PID-…` file remains, and readers
+    skip it. Both files have mode 0600, because rollouts contain prompts. After an exception in the `with` body, also
+    Ctrl-C, the log is closed with every batch that `write` accepted. If it accepted no batch, no file is made. Any
+    number of writers may use one directory.
 
     Args:
         path: .parquet, .jsonl or .jsonl.gz. Missing directories are made.
-        overwrite: replace a file of that name on `close`; without it one is an error, now and at `close`.
-        row_group_rows: most rows of a Parquet row group; a batch is always at least one.
+        overwrite: replace an existing file on `close`. By default, an existing file is an error, now and at `close`.
+        row_group_rows: most rows of a Parquet row group; defaults to 1024. Each batch starts a new row group.
 
     Raises:
         FileExistsError: the file exists and `overwrite` is false.
-        RolloutLogError: the path has another ending.
+        RolloutLogError: the path has an unknown ending.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False, row_group_rows: int = 1024) -> None:
         self.path = Path(path)
         self.rows = 0
         self._overwrite = overwrite
-        source_of(self.path, OWN_SOURCES)  # another ending is an error, before anything is made
+        source_of(self.path, OWN_SOURCES)  # reject an unknown ending before making files
         if self.path.exists() and not overwrite:
             raise FileExistsError(f"{self.path} exists; choose another name or pass overwrite=True")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +54,11 @@ class RolloutLogWriter:
             self._sink = _JsonlSink(self._hidden, compress=self.path.suffix == ".gz")
 
     def write(self, batch: RolloutBatch) -> None:
-        """Append the rows of a batch; they are in the log whole or not at all.
+        """Append the rows of a batch atomically.
 
         Raises:
-            RolloutLogError: a token column is not as long as its response, or a column of the user's own is new in
-                this batch, or of another type.
+            RolloutLogError: the length of a token column differs from the response, or a user's own column is new in
+                this batch or has a different type.
             OSError: the disk failed; the log is dropped.
             ValueError: the writer is closed.
         """
@@ -69,18 +69,18 @@ class RolloutLogWriter:
             return
         try:
             self._sink.write(batch)
-        except RolloutLogError:  # nothing was written
+        except RolloutLogError:  # no row was written
             raise
-        except Exception:  # the disk failed: what is on it cannot be finished
+        except Exception:  # the disk failed: the file cannot be completed
             self.discard()
             raise
         self.rows += len(batch)
 
     def close(self) -> None:
-        """Finish the file and give it its name. Closing again does nothing.
+        """Complete the file and rename it to the target. A second call has no effect.
 
         Raises:
-            FileExistsError: a file of that name has appeared meanwhile; the rows stay in the file that is named.
+            FileExistsError: the target was created meanwhile; the rows stay in the file that the message names.
             OSError: the disk failed; the log is dropped.
         """
         if self._sink is None:
@@ -91,7 +91,7 @@ class RolloutLogWriter:
                 os.fsync(file.fileno())
             if self._overwrite:
                 os.replace(self._hidden, self.path)
-        except OSError:  # what could not be finished would only fill the disk
+        except OSError:  # an incomplete file would only fill the disk
             self.discard()
             raise
         self._sink = None
@@ -99,7 +99,7 @@ class RolloutLogWriter:
             _rename_new(self._hidden, self.path)
 
     def discard(self) -> None:
-        """Drop everything written; no file is left."""
+        """Drop all rows and delete the file."""
         if self._sink is not None:
             with contextlib.suppress(OSError, ValueError):  # it may be closed
                 self._sink.close()
@@ -130,25 +130,28 @@ def convert_log(
     required: Sequence[str] = (),
     on_rows: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Write the rows of one or many logs as one file of the form that its ending says; returns the number of rows.
+    """Convert logs to one file in the format of its ending.
 
-    Nothing is left when the source cannot be read to its end, after Ctrl-C too.
+    No file remains if the source cannot be read completely, also after Ctrl-C.
 
     Args:
-        source: as in `read_rollout_log`; the dumps in `FRAMEWORKS` as well.
+        source: as in `read_rollout_log`; also the dumps in `FRAMEWORKS`.
         target: .parquet, .jsonl or .jsonl.gz.
-        batch_size: most rows in memory at once.
-        overwrite: replace the target.
-        file_limits: what a file may hold; None for the defaults.
-        column_names: column of the log → its name in the files.
-        required: columns that each file must record.
-        on_rows: called with the rows since the last call, and the rows of the whole source.
+        batch_size: most rows in memory at once; defaults to 256.
+        overwrite: replace the target; defaults to False.
+        file_limits: size limits of a file; defaults to `FileLimits()`.
+        column_names: column of the log → its name in the files; optional.
+        required: columns that each file must record; defaults to an empty tuple.
+        on_rows: callback with the rows since the last call, and the rows of the complete source; optional.
+
+    Returns:
+        Number of rows.
 
     Raises:
         FileExistsError: the target exists and `overwrite` is false.
         RolloutLogError: as `read_rollout_log`, or a file does not record a required column in its first batch.
     """
-    # Before the source is read: a target of another form, or one that exists, is an error that costs nothing.
+    # Check the target first: reject an unknown format or an existing file before reading the source.
     writer = RolloutLogWriter(target, overwrite=overwrite)
     try:
         shards = log_shards(source, file_limits=file_limits, column_names=column_names)
@@ -176,7 +179,7 @@ class _ParquetSink:
         self._writer: pq.ParquetWriter | None = None
 
     def _opened(self, own: list[pa.Field]) -> pq.ParquetWriter:
-        """The file, which is made with the first batch; that one says which columns of the user's own there are."""
+        """Return the writer. The first batch creates it, and defines the user's own columns."""
         if self._writer is not None:
             for field in own:
                 known = self._schema.field(field.name).type if field.name in self._schema.names else "no such column"
@@ -190,9 +193,9 @@ class _ParquetSink:
             return self._writer
         for field in own:
             self._schema = self._schema.append(field)
-        # Token columns hardly repeat: a dictionary costs time, and could merge bit patterns of NaN.
+        # Values of token columns rarely repeat: a dictionary costs time, and could merge bit patterns of NaN.
         flat = [column.name for column in COLUMNS.values() if column.type in ("int64", "string")]
-        open(self._path, "xb", opener=_open_private).close()  # Arrow would let the umask decide who reads it
+        open(self._path, "xb", opener=_open_private).close()  # Arrow would use the umask's permissions
         self._writer = pq.ParquetWriter(
             self._path,
             self._schema,
@@ -200,7 +203,7 @@ class _ParquetSink:
             compression_level=1,
             use_dictionary=flat,
             write_statistics=flat,
-            # Without a checksum, a flipped bit in a log-prob is another log-prob.
+            # Without a checksum, a flipped bit in a log-prob would not be detected.
             write_page_checksum=True,
         )
         return self._writer
@@ -232,17 +235,17 @@ class _JsonlSink:
         self._whole = self._file.tell()
 
     def close(self) -> None:
-        self._file.truncate(self._whole)  # an interrupt may have left part of a batch
+        self._file.truncate(self._whole)  # drop the partial batch of an interrupted write
         self._file.close()
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a file that only its owner reads: rollouts contain prompts."""
+    """Open a file that only its owner can read, because rollouts contain prompts."""
     return os.open(path, flags, 0o600)
 
 
 def _rename_new(source: Path, target: Path) -> None:
-    """Rename unless the target exists: a hard link cannot replace a file, so two writers cannot both succeed."""
+    """Rename a file unless the target exists. A hard link cannot replace a file, so only one writer succeeds."""
     try:
         os.link(source, target)
     except OSError:  # the name is taken, or the file system has no hard links

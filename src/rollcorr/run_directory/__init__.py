@@ -1,10 +1,10 @@
 """What a run leaves behind, written and read: configuration, metrics, checkpoints, events.
 
-    directory      the names of everything in a run's directory
-    run_lock       one process at a time
-    sinks          where the metrics of a step go: metrics.jsonl, TensorBoard, the console, your own
-    metrics_file   reading metrics.jsonl, also while a run writes it; forgetting steps that a resumed run computes again
-    stored_run     reading a run
+    directory      the paths of a run directory
+    run_lock       the lock that admits one process at a time
+    sinks          outputs for step metrics: metrics.jsonl, TensorBoard, the console, your own
+    metrics_file   read metrics.jsonl, also while a run writes it; drop steps that a resumed run computes again
+    stored_run     read a run
 
     tracker_sinks      sinks of Weights & Biases, MLflow, Trackio, and the standard output; `Sinks` guards them all
 

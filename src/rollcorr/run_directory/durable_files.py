@@ -1,6 +1,6 @@
-"""Files and folders that are whole after a crash: written beside their place, flushed to the disk, then renamed.
+"""Atomic, crash-safe writes of files and folders: write a temporary path, flush it to the disk, then rename it.
 
-A rename replaces a file at once or not at all. Without the flush, the name may reach the disk before the content.
+A rename is atomic. Without the flush, the name may reach the disk before the content.
 """
 
 from __future__ import annotations
@@ -14,47 +14,48 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
-"""Ending of a file or folder that is being written; a killed process may leave one, and the next start removes it."""
+"""Suffix of a file or folder that is being written. If a process is killed, the next start removes it."""
 
 SET_ASIDE_SUFFIX = ".set-aside"
-"""Ending of a folder that makes room for a new one of its name; the next start puts it back if that one never came."""
+"""Suffix of an old folder during its replacement. The next start restores it if the replacement is missing."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a disk, a quota or a file-size limit that is used up."""
+"""Error numbers of a full disk, an exhausted quota or a file-size limit."""
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file or folder is written before it gets its name: hidden, in the same folder."""
+    """Return the temporary path of a file or folder: hidden, in the same folder."""
     return path.with_name(f".{path.name}{PARTIAL_SUFFIX}")
 
 
 @contextmanager
 def atomic_write(target: Path, *, needed: int = 0) -> Iterator[Path]:
-    """Write a file or a folder atomically: at any moment of a crash, `target` is the old one or the new one.
+    """Context manager for an atomic write: after a crash, `target` is the old version or the new version.
 
-    For a folder this also needs `remove_leftovers` at the next start, which puts an old folder back.
+    For a folder, call `remove_leftovers` at the next start, which restores an old folder.
 
     Args:
         target: the file or folder.
-        needed: bytes of its content, as far as they are known, for the error.
+        needed: known bytes of its content, for the error message; defaults to 0.
 
     Yields:
-        A hidden path beside the target, to write the file or make the folder there. After the `with` block it is
-        flushed to the disk and renamed; after an exception it is removed.
+        A hidden path in the target's folder, where the caller writes the file or makes the folder. After the `with`
+        block it is flushed to the disk and renamed; after an exception it is removed.
 
     Raises:
-        OSError: the disk is full or cannot be written, whatever error a library made of it; the old one stays.
+        OSError: the disk is full or cannot be written, also if a library raised a different error for it; the old
+            version stays.
     """
     partial = partial_path(target)
     set_aside = target.with_name(f".{target.name}{SET_ASIDE_SUFFIX}")
-    if partial.is_dir():  # a killed process left it
+    if partial.is_dir():  # from a killed process
         shutil.rmtree(partial, ignore_errors=True)
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):
             flush_to_disk(path)
 
-        # No rename replaces a folder that is not empty, so the old one steps aside first.
+        # A rename cannot replace a folder that is not empty, so rename the old one first.
         if target.is_dir():
             target.rename(set_aside)
         partial.replace(target)
@@ -72,10 +73,10 @@ def atomic_write(target: Path, *, needed: int = 0) -> Iterator[Path]:
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Replace a file: after a crash it holds the old text or the new one, never a part.
+    """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        OSError: the disk is full or cannot be written; the old file is as it was.
+        OSError: the disk is full or cannot be written; the old file is unchanged.
     """
     content = text.encode()
     with atomic_write(path, needed=len(content)) as partial:
@@ -83,7 +84,7 @@ def write_text_durably(path: Path, text: str) -> None:
 
 
 def make_folder_durably(path: Path) -> None:
-    """Make a folder and those above it; their names are on the disk when this returns."""
+    """Make a folder and its parents, and flush their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -91,7 +92,7 @@ def make_folder_durably(path: Path) -> None:
 
 
 def delete_folder_durably(path: Path) -> None:
-    """Delete a folder. It loses its name first, so that a crash leaves no folder that misses some of its files."""
+    """Delete a folder. Rename it first, so that a crash never leaves an incomplete folder under its name."""
     doomed = partial_path(path)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -100,7 +101,7 @@ def delete_folder_durably(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process was writing or deleting in a folder, and put back what it had set aside."""
+    """Remove the temporary paths of a killed process in a folder, and restore the folders that it set aside."""
     for set_aside in folder.glob(f".*{SET_ASIDE_SUFFIX}"):
         _restore_or_delete(set_aside)
     for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
@@ -108,7 +109,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _restore_or_delete(set_aside: Path) -> None:
-    """Put back a folder that was set aside, or delete it if its successor has arrived."""
+    """Restore a folder that was set aside, or delete it if its replacement exists."""
     target = set_aside.with_name(set_aside.name.removeprefix(".").removesuffix(SET_ASIDE_SUFFIX))
     if target.exists():
         shutil.rmtree(set_aside, ignore_errors=True)
@@ -126,7 +127,7 @@ def _remove(path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk.
+    """Flush a file, or the directory entries of a folder, to the disk.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -139,30 +140,30 @@ def flush_to_disk(path: Path) -> None:
 
 
 def disk_failure(error: BaseException) -> OSError | None:
-    """The error of the disk behind an error of a library; None if there is none."""
+    """Return the disk error that caused a library's error, or None."""
     if isinstance(error, OSError):
         return error if error.errno is not None else None
 
-    # What is written in Rust, as safetensors and tokenizers are, tells the number in words.
+    # Rust libraries (safetensors, tokenizers) put the error number in the message.
     number = re.search(r"\(os error (\d+)\)", str(error))
     if number is not None:
         return OSError(int(number[1]), os.strerror(int(number[1])))
 
-    # torch closes its archive after a failed write, and reports that it is cut; the first error is behind that one.
+    # After a failed write, torch closes its archive and reports that it is truncated; the context is the first error.
     behind = error.__context__ if isinstance(error, RuntimeError) else None
     return behind if isinstance(behind, OSError) and behind.errno is not None else None
 
 
 def disk_error(error: OSError, path: Path, *, needed: int) -> OSError:
-    """An error of the disk as one sentence that names the file, the bytes needed and the bytes free.
+    """Build a disk error whose message contains the file, the bytes needed and the bytes free.
 
     Args:
-        error: what the disk reported.
+        error: the original error.
         path: the file that could not be written.
-        needed: bytes that the whole write needs, as far as they are known.
+        needed: known bytes of the complete write.
 
     Returns:
-        An OSError with the same number, to be raised.
+        An OSError with the same error number; the caller raises it.
     """
     place = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(place).free

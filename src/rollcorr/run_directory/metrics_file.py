@@ -1,7 +1,7 @@
-"""Reading `metrics.jsonl`, line by line and within limits: a run may have any number of steps.
+"""Read `metrics.jsonl` line by line and within limits: a run may have any number of steps.
 
-A whole line that cannot be used is passed over with a remark, because the remaining lines are still valid. A
-last line without an end was cut off by a crash, or is being written.
+A complete but invalid line is skipped with a remark, because the remaining lines are still valid. A last line without
+a newline was cut off by a crash, or is being written.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rollcorr.run_directory.durable_files import atomic_write, partial_path
 logger = logging.getLogger("rollcorr.run_directory")
 
 MAX_LINE_BYTES = 1 << 20
-"""Bytes of one line of metrics.jsonl: a run writes a few thousand."""
+"""Maximum bytes of one line of metrics.jsonl: a run writes a few thousand."""
 MAX_MEMORY = 1 << 28
-"""Bytes of memory for the steps of a run: about 200,000 steps with 100 metrics."""
+"""Maximum bytes of memory for the steps of a run: about 200,000 steps with 100 metrics."""
 
 
 class MetricsLine(NamedTuple):
     """A line of a metrics.jsonl.
 
     Attributes:
-        number: from 1 on.
-        text: with its end, if it has one.
-        metrics: the step; empty where the line cannot be used.
-        fault: why it cannot be used; empty if it can.
+        number: line number, from 1.
+        text: the line, with its newline if present.
+        metrics: metrics of the step; empty if the line is invalid.
+        fault: reason why the line is invalid; empty if it is valid.
     """
 
     number: int
@@ -46,16 +46,16 @@ class MetricsLine(NamedTuple):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether it has no end: a line and its end are written at once."""
+        """Return whether the newline is missing: a line and its newline are written in one call."""
         return not self.text.endswith(b"\n")
 
 
 class StoredStep(Mapping[str, Any]):
-    """The metrics of a step, with its numbers in an array: a ninth of the memory of a dictionary.
+    """Metrics of a step with its numbers in an array: a ninth of the memory of a dictionary.
 
     Args:
-        places: name → place in `numbers`; steps with the same names share it.
-        numbers: one for each name.
+        places: name → index in `numbers`; steps with the same names share it.
+        numbers: one number per name.
         objects: the values that are not floating-point numbers, by name.
     """
 
@@ -64,7 +64,7 @@ class StoredStep(Mapping[str, Any]):
     def __init__(self, places: Mapping[str, int], numbers: array[float], objects: Mapping[str, Any]) -> None:
         self._places, self._numbers, self._objects = places, numbers, objects
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - what JSON holds
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - any JSON value
         return self._objects[name] if name in self._objects else self._numbers[self._places[name]]
 
     def __iter__(self) -> Iterator[str]:
@@ -74,15 +74,15 @@ class StoredStep(Mapping[str, Any]):
         return len(self._places)
 
     def items(self) -> ItemsView[str, Any]:
-        """Names and values, as a dictionary has them."""
+        """Return names and values as a dictionary view."""
         return {**dict(zip(self._places, self._numbers, strict=True)), **self._objects}.items()
 
 
 class StepStore:
-    """Makes `StoredStep`s that share their names, and counts their memory.
+    """Factory of `StoredStep`s that share their names. It also counts their memory.
 
     Attributes:
-        bytes: of all steps so far, estimated.
+        bytes: estimated memory of all steps so far.
     """
 
     def __init__(self) -> None:
@@ -91,11 +91,11 @@ class StepStore:
         self._places: dict[tuple[str, ...], dict[str, int]] = {}
 
     def add(self, metrics: Mapping[str, Any], *, text_bytes: int = 0) -> StoredStep:
-        """Return the step as it is kept.
+        """Convert a step to its compact form, and compute its memory.
 
         Args:
             metrics: name → value.
-            text_bytes: of its line, which bounds what lists and texts in it can take.
+            text_bytes: size of the line, which bounds the memory of its lists and texts; defaults to 0.
         """
         names = tuple(metrics)
         places = self._places.get(names)
@@ -112,7 +112,7 @@ class StepStore:
 
 
 def metrics_lines(path: Path) -> Iterator[MetricsLine]:
-    """The lines of a metrics.jsonl that are not blank, one at a time.
+    """Yield the lines of a metrics.jsonl that are not blank.
 
     Raises:
         BadInputError: the file cannot be read, or a line is longer than `MAX_LINE_BYTES`.
@@ -150,9 +150,12 @@ def read_line(number: int, text: bytes) -> MetricsLine:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`. A cut-off last line, which a killed run leaves, is skipped.
+    """Return the steps of a `metrics.jsonl`. Skip a last line that a killed run cut off.
 
-    A broken line is skipped with an entry in the log. `read_run` needs a ninth of the memory.
+    A broken line is skipped and logged. `read_run` needs a ninth of the memory.
+
+    Returns:
+        The metrics of each line by name, in the order of the file.
 
     Raises:
         BadInputError: the file cannot be opened, or has a line of more than a megabyte.
@@ -168,14 +171,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
-    """Forget what a run logged after `step`, because a resumed run computes it again.
+    """Delete the logs of all steps after `step`, because a resumed run will compute them again.
 
-    These are lines, rollout logs of every rank, and half-written files of a killed run. Files of other names are not
-    the run's, and stay.
+    Delete lines, rollout logs of every rank, and partial files of a killed run. Files with other names do not belong
+    to the run, and stay.
 
     Args:
-        directory: of the run.
-        step: the last one that is kept.
+        directory: the run directory.
+        step: the last step to keep.
 
     Returns:
         The steps up to `step` whose line in metrics.jsonl is lost or damaged.
@@ -197,7 +200,7 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
         lines = metrics_lines(directory.metrics)
         return (line for line in lines if not line.is_cut_off and line.metrics.get("step", step + 1) <= step)
 
-    # The file is read once to see whether a line goes, and once more to copy the rest, so that it is never in memory.
+    # Read the file once to find lines to drop, then again to copy the rest: it never has to fit in memory.
     size, numbers = 0, set()
     for line in kept():
         size += len(line.text)
@@ -209,7 +212,7 @@ def drop_later_steps(directory: RunDirectory, step: int) -> list[int]:
 
 
 class GrowingMetrics:
-    """A `metrics.jsonl` that grows. A line without an end is not whole yet, and is read when it is.
+    """Reader of a growing `metrics.jsonl`. A line without a newline is read after it is complete.
 
     Args:
         path: the file; it need not exist yet.
@@ -220,7 +223,7 @@ class GrowingMetrics:
         self._position = self._lines = self._file_number = 0
 
     def begins_again(self) -> bool:
-        """Return whether `new_steps` begins with a new file: a run that went on dropped steps, or began anew."""
+        """Return whether `new_steps` starts at a new file: a resumed run dropped steps, or the run was restarted."""
         if not self._position or not self._path.exists():
             return False
         state = self._path.stat()
@@ -230,12 +233,12 @@ class GrowingMetrics:
         return again
 
     def new_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield the metrics of each step that is new since the last call. A broken line is logged.
+        """Yield the metrics of each new step since the last call. Log a broken line.
 
         Raises:
             BadInputError: a line has more than a megabyte.
             OSError: the file cannot be read.
-            ValueError: it is a named pipe.
+            ValueError: the file is a named pipe.
         """
         if not self._path.exists():
             return

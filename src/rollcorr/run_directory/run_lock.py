@@ -1,12 +1,12 @@
-"""One process at a time in a run directory: a lock that lives exactly as long as its process.
+"""Exclusive lock of a run directory, released when its process ends.
 
-The lock is `flock` on RUN/run.lock, an advisory lock of the operating system. It ends when the process ends, by SIGKILL
-too, so a file that a dead process left behind never blocks. No child keeps it: `exec` closes the file, and `fork` does
-so through a hook. The file's text names the holder, for whoever is refused.
+The lock is `flock` on RUN/run.lock, an advisory lock of the operating system. The system releases it when the process
+ends, also by SIGKILL, so the file of a dead process never blocks. Child processes do not inherit it: `exec` closes the
+file, and `fork` does so through a hook. The file contains the owner's process id and host, for the error message.
 
-On a network file system, NFS on Linux and Lustre with `-o flock` hold the lock between machines. Mounted with
-`local_lock`, `nolock` or `-o localflock`, they hold it between the processes of one machine only. A file system without
-locks is reported by a warning, and nothing is kept apart there.
+On a network file system, NFS on Linux and Lustre with `-o flock` apply the lock across machines. Mounted with
+`local_lock`, `nolock` or `-o localflock`, they apply it only between the processes of one machine. A file system
+without locks causes a warning, and its processes are not excluded.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pathlib import Path
 from rollcorr.run_directory.durable_files import make_folder_durably
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Error numbers of a file system that cannot lock."""
+"""Error numbers of a file system without locks."""
 
 
 class RunInUseError(RuntimeError):
-    """Another process runs in this directory; the message names it."""
+    """Error for a directory that is locked by a running process; the message names the process."""
 
 
 @contextmanager
 def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the exclusive right to write in a run directory, as a context manager.
+    """Context manager that locks a run directory for writing.
 
-    Entering makes the directory. Leaving removes the file, and the directory if it was made here and nothing is in it.
+    Entering makes the directory. Leaving removes the file, and the directory if it was made here and is empty.
 
     Args:
         directory: the run's directory.
 
     Raises:
-        RunInUseError: another process, or another run of this process, has the lock; on entering.
+        RunInUseError: a different process, or a second run of this process, has the lock; on entering.
         OSError: the directory cannot be made or written; on entering.
     """
     path = Path(directory) / "run.lock"
@@ -55,27 +55,27 @@ def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
         "pid": os.getpid(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    with suppress(OSError):  # the lock holds without a name
+    with suppress(OSError):  # the lock works without the owner's name
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(holder).encode() + b"\n", 0)
 
     try:
         yield
     finally:
-        # A forked child has no lock to give back: the file is its parent's.
+        # A forked child has no lock to release: the file belongs to its parent.
         if handle in _HELD:
-            # The file goes while it is locked: whoever opened it meanwhile sees that it is no longer in the folder.
+            # Remove the file while it is locked: a process that opened it meanwhile sees that it was unlinked.
             with suppress(OSError):  # the directory is not empty, for example
                 path.unlink(missing_ok=True)
                 if made_directory:
                     path.parent.rmdir()
             _HELD.discard(handle)
-            with suppress(OSError):  # the handle is gone in any case
+            with suppress(OSError):  # the handle is closed in any case
                 os.close(handle)
 
 
 def _locked_file(path: Path) -> int:
-    """Return a handle of the lock file, locked.
+    """Open and lock the lock file; return its handle.
 
     Raises:
         RunInUseError, OSError: as in `run_lock`.
@@ -83,7 +83,7 @@ def _locked_file(path: Path) -> int:
     while True:
         make_folder_durably(path.parent)
 
-        # Until this has the lock, the holder before may remove the file and the folder: then it begins again.
+        # Before the lock is acquired, its previous owner may remove the file and the folder: retry then.
         with suppress(FileNotFoundError), ExitStack() as close_it:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             close_it.callback(os.close, handle)
@@ -112,12 +112,12 @@ def _lock(handle: int, path: Path) -> None:
 
 
 def _holder(handle: int) -> str:
-    """Who has the lock, by the text of the file, and what to do about it."""
+    """Return the lock's owner, from the file's text, and the fix."""
     try:
         holder = json.loads(os.pread(handle, 4096, 0))
         name = f"process {holder['pid']} on {holder['host']}, which started at {holder['started']}"
         own = (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
-    except (OSError, ValueError, KeyError, TypeError):  # it has the lock, and has not written its name yet
+    except (OSError, ValueError, KeyError, TypeError):  # the owner has the lock, and has not written its name yet
         name, own = "another process", False
     return "this process: close the earlier Monitor" if own else f"{name}: wait until it has ended, stop it"
 
@@ -127,7 +127,7 @@ _HELD: set[int] = set()
 
 
 def _forget_locks() -> None:
-    """In a forked child: close its copies, so that the locks end with the parent. The parent's are not unlocked."""
+    """Close the child's copies after a fork, so that the locks end with the parent. The parent keeps its locks."""
     for handle in _HELD:
         with suppress(OSError):
             os.close(handle)

@@ -1,4 +1,4 @@
-"""Where the metrics of a step go. A sink is one class; to add one, write it here.
+"""Sinks: outputs for the metrics of a step. A sink is one class; add new ones to this file.
 
     class Printer:
         def write(self, step: int, metrics: Mapping[str, float]) -> None: print(step, metrics["reward/mean"])
@@ -33,44 +33,44 @@ from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import disk_error, flush_to_disk, make_folder_durably
 
 RECENT_STEPS = 8
-"""Steps that a terminal shows."""
+"""Number of steps that a terminal shows."""
 
 LINE_EVERY = 10
-"""Steps between two lines where there is no terminal."""
+"""Number of steps between two lines if there is no terminal."""
 
 TAIL_BYTES = 1 << 20
-"""Bytes at the end of a file that contain the end of a whole line: no line is longer."""
+"""Bytes at the end of a file that contain a newline: no line is longer."""
 
 
 class Sink(Protocol):
-    """Something that records metrics. A sink may also have `flush()`, which is called before each checkpoint."""
+    """Interface of a metrics sink. A sink may also have `flush()`, which is called before each checkpoint."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step; they may hold NaN and infinity."""
+        """Record the metrics of a step; values may be NaN or infinite."""
 
     def close(self) -> None:
-        """Finish: no step follows."""
+        """Close the sink after the last step."""
 
 
 class ProgressColumn(NamedTuple):
-    """A metric that the console shows: its heading, its name, and a format such as `{:.3f}`."""
+    """Console column of a metric: its heading, its name, and a format such as `{:.3f}`."""
 
     heading: str
     metric: str
     form: str
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """The metric of a step, or a dash if the step does not have it."""
+        """Return the formatted metric of a step, or a dash if it is missing."""
         return self.form.format(metrics[self.metric]) if self.metric in metrics else "–"
 
 
 class JsonLines:
-    """`metrics.jsonl`: one JSON object per step, in the file at once. A number that is not finite is null.
+    """Sink for `metrics.jsonl`: one JSON object per step, written without a buffer. Non-finite numbers become null.
 
-    The file contains whole lines only: a partial line, of a killed run or a failed write, is removed.
+    The file contains only complete lines: the partial line of a killed run or a failed write is removed.
 
     Args:
-        path: the file; new lines are added to those that it has.
+        path: the file; new lines are appended.
 
     Raises:
         OSError: the file cannot be opened.
@@ -81,14 +81,14 @@ class JsonLines:
         self._file = self._opened()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line. After an error the file is as it was, and the same line can be written again.
+        """Append a line. After an error the file is unchanged, and the caller can retry the same line.
 
         Args:
             step: number of the step.
             metrics: name → number.
 
         Raises:
-            OSError: the disk is full, or cannot be written; the message names the fix.
+            OSError: the disk is full or cannot be written; the message contains the fix.
         """
         line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         text = json.dumps(line, allow_nan=False).encode() + b"\n"
@@ -99,7 +99,7 @@ class JsonLines:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            # Remove the partial line, if possible, and close the handle, which may be stale.
+            # Remove the partial line if possible. Close the handle, which may be stale.
             with suppress(OSError, ValueError):  # the file could not be opened again, for example
                 _remove_partial_line(self._file)
             self.close()
@@ -115,8 +115,8 @@ class JsonLines:
             self._file.close()
 
     def _opened(self) -> io.FileIO:
-        """The file, with whole lines only."""
-        # Without a buffer, a line that could not be written is not tried again when the file is closed.
+        """Return the open file after removing a partial line."""
+        # Without a buffer, closing the file does not retry a failed write.
         file = self._path.open("a+b", buffering=0)
         try:
             _remove_partial_line(file)
@@ -127,17 +127,17 @@ class JsonLines:
 
 
 def _remove_partial_line(file: io.FileIO) -> None:
-    """Cut a file off after its last whole line."""
+    """Truncate a file after its last complete line."""
     start = file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 class TensorBoard:
-    """TensorBoard events. A start of a run adds a file; nothing is written from another thread.
+    """Sink for TensorBoard events. Each start of a run adds a file; all writes happen in the caller's thread.
 
     Args:
         directory: the run's directory.
-        start: steps that are done already; events of later ones, which a killed run left, are hidden.
+        start: number of completed steps; defaults to 0. Later events of a killed run are hidden.
 
     Raises:
         ImportError: TensorBoard is missing; the message names the extra.
@@ -178,12 +178,12 @@ class TensorBoard:
         self._add([self._event(wall_time=now, step=step, summary=self._scalar(*item)) for item in metrics.items()])
 
     def flush(self) -> None:
-        """Wait until every event is on the disk."""
+        """Flush every event to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # what is still in memory could not be written before, and that was reported
+        with suppress(OSError):  # buffered events failed to write before, and that error was reported
             self._file.close()
 
     def _add(self, events: Sequence[Any]) -> None:
@@ -197,21 +197,21 @@ class TensorBoard:
 
 
 def show_line(console: Console, message: str) -> None:
-    """Show a line, above a progress bar if there is one, without secrets; nothing if the terminal is gone."""
+    """Print a line without secrets, above the progress bar if there is one. Ignore a closed terminal."""
     with suppress(OSError):
         console.print(redact_text(message), highlight=False, markup=False, soft_wrap=True)
 
 
 class ConsoleProgress:
-    """A progress bar over the newest steps in a terminal; elsewhere a line every tenth step.
+    """Progress bar above the newest steps in a terminal; a line every tenth step without a terminal.
 
-    A terminal or pipe that is gone is no reason to stop: what cannot be shown is left out.
+    A closed terminal or pipe does not stop the run: output errors are ignored.
 
     Args:
-        console: where to show.
-        columns: the metrics to show.
-        steps: training steps in total.
-        start: steps that are done already.
+        console: the output console.
+        columns: the metrics to show; defaults to an empty tuple.
+        steps: total number of training steps.
+        start: number of completed steps; defaults to 0.
     """
 
     def __init__(self, console: Console, columns: Sequence[ProgressColumn] = (), *, steps: int, start: int = 0) -> None:
@@ -253,7 +253,7 @@ class ConsoleProgress:
                 self._console.print(f"step {step}/{self._steps}  {values}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the newest steps on the screen."""
+        """Stop the display; the newest steps stay on the screen."""
         if self._console.is_terminal:
             with suppress(OSError):
                 self._live.stop()
@@ -262,6 +262,6 @@ class ConsoleProgress:
         table = Table("step", *(column.heading for column in self._columns), box=None, padding=(0, 2, 0, 0))
         for table_column in table.columns:
             table_column.justify = "right"
-        for step, metrics in list(self._recent):  # the display has a thread of its own
+        for step, metrics in list(self._recent):  # the display runs in its own thread
             table.add_row(str(step), *(column.text(metrics) for column in self._columns))
         return Group(self._progress.get_renderable(), table)

@@ -1,4 +1,4 @@
-"""Read what a training run left behind: metrics.jsonl and config.yaml."""
+"""Read the files of a training run: metrics.jsonl and config.yaml."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rollcorr.run_directory.metrics_file import MAX_LINE_BYTES, MAX_MEMORY, Step
 from rollcorr.run_directory.metrics_file import BadInputError as BadInputError
 
 PICTURES = {"before": "Before training", "after": "After training"}
-"""Pictures that a run may leave, by `RunDirectory.picture`, and what they show."""
+"""Argument of `RunDirectory.picture` → heading of that picture."""
 
 LINK_LEFT_OUT = "is a symbolic link out of the run directory, or no regular file, and was left out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run on disk.
+    """Training run on disk.
 
     Attributes:
         path: its directory.
         series: the metrics of each step by name, in order of steps; a step repeated after a resume counts once.
-        config: the rollout correction of config.yaml; None when there is none.
+        config: the rollout correction of config.yaml, or None.
         config_text: config.yaml, without secrets.
-        remarks: what the reader should know, for example that the last line was cut off.
-        diffusion: it trained a diffusion model, by the recipe in config.yaml.
-        pictures: (heading, PNG file) of what it drew.
+        remarks: notes for the reader, for example that the last line was cut off.
+        diffusion: whether the run trained a diffusion model, from the recipe in config.yaml.
+        pictures: (heading, PNG file) of each picture.
     """
 
     path: Path
@@ -48,13 +48,13 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run directory. A line of metrics.jsonl that is cut off or broken is left out, and a remark names it.
+    """Read a run directory. A truncated or broken line of metrics.jsonl is skipped with a remark.
 
-    A symbolic link out of the directory is not followed, so that a stranger's run shows no file of its reader's. A
-    remark says what was left out.
+    A symbolic link out of the directory is not followed, so that an untrusted run cannot expose the reader's files.
+    A remark names each skipped link.
 
     Raises:
-        BadInputError: there is no such directory, no metrics.jsonl, no whole line in it, or it is larger than the
+        BadInputError: there is no such directory, no metrics.jsonl, no complete line in it, or it is larger than the
             limits, or a link out of the directory.
     """
     path = Path(path)
@@ -65,7 +65,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"{directory.metrics} is a symbolic link out of the run directory, or no regular file; "
             "copy the file into it"
         )
-    # A resumed run computes the steps after its checkpoint again, and may have logged them before.
+    # A resumed run may compute and log the steps after its checkpoint twice.
     store, by_step, name = StepStore(), dict[int, Mapping[str, Any]](), directory.metrics.name
     count = broken = 0
     first_fault = ""
@@ -97,7 +97,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         some = "1 step was" if repeated == 1 else f"{repeated} steps were"
         remarks.append(f"{some} logged twice (a resumed run); the later one counts")
 
-    # A link out of the directory is never followed: the report would publish a foreign file.
+    # Never follow a link out of the directory: the report would publish a foreign file.
     config, config_text, config_remarks = _read_config(directory.config, path)
     drawn = [(heading, directory.picture(when)) for when, heading in PICTURES.items()]
     strange = [file for _, file in drawn if _leads_out(file, path)]
@@ -114,7 +114,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def check_run_directory(path: Path) -> None:
-    """Check that a run directory is one, and that its files can be looked up.
+    """Check that a path is a readable directory.
 
     Raises:
         BadInputError: there is no such directory, or it cannot be read. The message names the directory.
@@ -131,20 +131,20 @@ def check_run_directory(path: Path) -> None:
 
 
 def _leads_out(path: Path, run: Path) -> bool:
-    """Whether a file of a run, or a folder that it is in, is a symbolic link to somewhere else, or is a pipe."""
+    """Return whether a path leads out of the run through a symbolic link, or is no regular file."""
     try:
         return not path.resolve().is_relative_to(run.resolve()) or (path.exists() and not path.is_file())
-    except (OSError, RuntimeError):  # links in a circle lead nowhere
+    except (OSError, RuntimeError):  # a cycle of links
         return True
 
 
 def _changes(path: Path, run: Path) -> list[str]:
-    """The changes of options in a history.json, a remark for each time; none if it cannot be read."""
+    """Return a remark for each change of options in a history.json; an empty list for an unreadable file."""
     if _leads_out(path, run):
         return [f"{path.name} {LINK_LEFT_OUT}"]
     try:
         with path.open("rb") as file:
-            entries = load_json(file.read(MAX_LINE_BYTES))["entries"]  # what is longer is cut, and then no JSON
+            entries = load_json(file.read(MAX_LINE_BYTES))["entries"]  # a longer file is truncated, so invalid
         return [
             redact_text(
                 f"options changed after step {entry['after_step']}: "
@@ -157,9 +157,9 @@ def _changes(path: Path, run: Path) -> list[str]:
 
 
 def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None, str, list[str]]:
-    """The correction's configuration, and its text. What cannot be read is a remark: metrics are judged without it.
+    """Return the correction's configuration, its text, and remarks. An unreadable file only adds a remark.
 
-    A text that is no YAML is not shown, because nothing tells which of its values are secrets.
+    Invalid YAML is not shown, because its secrets cannot be found.
     """
     if _leads_out(path, run):
         return None, "", [f"{path.name} {LINK_LEFT_OUT}; so were rules about thresholds"]
@@ -170,7 +170,7 @@ def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None,
         written = read_yaml_text(path)
         document = load_yaml(written)
 
-        # Text that has no secret stays as it was written, with its comments.
+        # Text without secrets keeps its comments and layout.
         places = secret_places(document)
         text = dump_yaml(redact(document)) if places else redact_text(written)
         remarks = [f"{path.name} itself holds secrets, in {', '.join(places)}: do not share it"] if places else []

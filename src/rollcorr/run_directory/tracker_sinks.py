@@ -1,8 +1,8 @@
-"""Sinks of trackers that have packages of their own, and `Sinks`, by which every run writes to its sinks.
+"""Sinks for trackers with their own packages, and `Sinks`, which calls all sinks of a run.
 
-`NAMED_SINKS` lists every sink that can be chosen by its name, as in `rollcorr.Monitor(..., sinks=["wandb"])` or
-`log.sinks: [wandb]`. A tracker's package is imported when its sink is made, and is behind an extra. `write` and
-`close` are called in one thread, which may differ from the one that makes the sink.
+`NAMED_SINKS` contains every sink that can be chosen by name, as in `rollcorr.Monitor(..., sinks=["wandb"])` or
+`log.sinks: [wandb]`. A tracker's package is an optional dependency, imported when its sink is constructed. `write` and
+`close` are called in one thread, which may differ from the constructor's thread.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rollcorr.run_directory.sinks import Sink, TensorBoard
 logger = logging.getLogger("rollcorr.run_directory")
 
 SHOWN = ("reward/mean", "rollout_corr/k3_kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_eff_sample_size")
-"""Metrics of a line on the standard output, where a step has them."""
+"""Metrics in a line on the standard output, if a step has them."""
 
 
 class WeightsAndBiases:
-    """Weights & Biases. A run that the program has begun already is used, and left open; otherwise one is begun here.
+    """Sink for Weights & Biases. It uses the program's active run and keeps it open; by default it starts its own run.
 
-    In a run of the program's own, the steps are its own too: the number of the step is the metric `monitor/step`.
-    Offline, with WANDB_MODE=offline, the files are in the run's directory.
+    The program's active run has its own step counter, so the step is logged as the metric `monitor/step`. With
+    WANDB_MODE=offline, the files are in the run's directory.
 
     Args:
         directory: the run's directory.
-        start: steps that are done already.
+        start: number of completed steps; defaults to 0.
 
     Raises:
         ImportError: the package is missing; the message names the extra.
@@ -51,19 +51,19 @@ class WeightsAndBiases:
             self._run.log({"monitor/step": step, **metrics})
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run if this sink started it."""
         if self._is_own:
             self._run.finish()
 
 
 class MLflow:
-    """MLflow. A run that the program has begun already is used, and left open; otherwise the first step begins one.
+    """Sink for MLflow. It uses the program's active run and keeps it open; otherwise the first step starts a run.
 
-    A number that is not finite is left out, because MLflow's data bases refuse some of them.
+    Non-finite numbers are skipped, because some of MLflow's databases reject them.
 
     Args:
         directory: the run's directory.
-        start: steps that are done already.
+        start: number of completed steps; defaults to 0.
 
     Raises:
         ImportError: the package is missing; the message names the extra.
@@ -77,24 +77,24 @@ class MLflow:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step."""
-        # MLflow's active run belongs to a thread, so a run of our own begins in the thread that also ends it.
+        # MLflow's active run belongs to a thread, so start our run in the thread that also ends it.
         if self._run_id is None:
             self._run_id, self._is_own = self._mlflow.start_run(run_name=self._name).info.run_id, True
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._mlflow.log_metrics(finite, step=step, run_id=self._run_id)
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run if this sink started it."""
         if self._is_own:
             self._mlflow.end_run()
 
 
 class Trackio:
-    """Trackio: a run of its own, in the project `rollcorr`. A number that is not finite is left out.
+    """Sink for Trackio. It starts its own run in the project `rollcorr`. Non-finite numbers are skipped.
 
     Args:
         directory: the run's directory.
-        start: steps that are done already.
+        start: number of completed steps; defaults to 0.
 
     Raises:
         ImportError: the package is missing; the message names the extra.
@@ -114,7 +114,7 @@ class Trackio:
 
 
 class StandardOutput:
-    """One line for each step."""
+    """Sink that prints one line per step."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line."""
@@ -122,11 +122,11 @@ class StandardOutput:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Close the sink: no action is needed."""
 
 
 def step_line(step: int, metrics: Mapping[str, float]) -> str:
-    """A step in one line: the metrics of `SHOWN` that it has."""
+    """Format a step as one line with its metrics of `SHOWN`."""
     return "  ".join([f"step {step}", *(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)])
 
 
@@ -137,31 +137,31 @@ NAMED_SINKS: dict[str, Callable[[RunDirectory, int], Sink]] = {
     "trackio": Trackio,
     "stdout": lambda directory, start: StandardOutput(),
 }
-"""Name → sink, made from the run's directory and the number of steps that are done already."""
+"""Name → callable that constructs the sink from the run's directory and the number of completed steps."""
 
 
 def check_sink_name(name: str) -> None:
-    """Check that `NAMED_SINKS` has a sink of a name.
+    """Check that `NAMED_SINKS` contains a name.
 
     Raises:
-        ValueError: it does not; the message lists the names.
+        ValueError: the name is unknown; the message lists the names.
     """
     if name not in NAMED_SINKS:
         raise ValueError(f"no sink is called {name!r}; there are {', '.join(NAMED_SINKS)}, or give an object")
 
 
 class Sinks:
-    """Sinks that cannot end a run: an exception is logged, and the sink gets no further steps.
+    """Wrapper of several sinks that isolates the run from their errors. A failed sink is logged and disabled.
 
     Args:
-        sinks: objects, or names of `NAMED_SINKS`; each gets every step, in the order given.
-        directory: of the run.
-        start: steps that are done already.
-        report: called with a line and the error of each sink that fails; defaults to an entry of the log.
+        sinks: objects, or names of `NAMED_SINKS`; each receives every step, in the given order.
+        directory: the run's directory.
+        start: number of completed steps; defaults to 0.
+        report: callback with a line and the error of each failed sink; by default, log the line.
 
     Raises:
-        ValueError: there is no sink of that name.
-        ImportError: its package is missing; the message names the extra. A tracker may raise errors of its own here.
+        ValueError: a name is unknown.
+        ImportError: a package is missing; the message names the extra. A tracker may also raise its own errors.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Sinks:
         self._working = list(self._sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give a step to every sink that has not failed.
+        """Write a step to every sink that has not failed.
 
         Args:
             step: number of the step.
@@ -198,23 +198,23 @@ class Sinks:
             self._call(sink, f"step {step}: ", "write", step, dict(metrics))
 
     def flush(self) -> None:
-        """Call `flush` of each sink that has it: the steps so far are on the disk then."""
+        """Call `flush` of each sink that has it, which flushes the steps so far to the disk."""
         for sink in self._working:
             if hasattr(sink, "flush"):
                 self._call(sink, "", "flush")
 
     def close(self) -> None:
-        """Close all, the last one first, also those that have failed."""
+        """Close all sinks in reverse order, including failed ones."""
         for sink in reversed(self._sinks):
             self._call(sink, "at the end: ", "close")
         self._sinks, self._working = [], []
 
     def _call(self, sink: Sink, when: str, method: str, *values: object) -> None:
-        """Call a method of a sink. A program that a tracker wants to end goes on as well."""
+        """Call a method of a sink and catch its errors, also SystemExit."""
         try:
             getattr(sink, method)(*values)
         except BaseException as error:
-            # Ctrl-C comes to the main thread. In a different one, it is the sink that raises KeyboardInterrupt.
+            # Ctrl-C arrives in the main thread. In any other thread, KeyboardInterrupt comes from the sink.
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and not isinstance(error, (Exception, SystemExit)):
                 raise
