@@ -1,6 +1,6 @@
 """Set both of verl's switches of bypass mode, and warn if only one of them is on.
 
-`algorithm.rollout_correction.bypass_mode` makes verl's trainers take the rollout log-probs as old log-probs. The actor
+`algorithm.rollout_correction.bypass_mode` makes verl's trainers use the rollout log-probs as old log-probs. The actor
 chooses its loss by `actor_rollout_ref.actor.policy_loss`, which it reads once, when it is built. verl 0.9.1 leaves the
 second switch off: its default (V1) trainer never sets it, and its legacy trainer sets it in the first step, in a
 configuration that the actor has copied before. Rejection and `loss_type` are inert then. `wire_bypass_mode` turns the

@@ -133,7 +133,7 @@ class RolloutCorrectionConfig(RawConfig):
     verl_parity: bool = False
     impl: str = "auto"
 
-    # Keys that verl's class does not have, and where they belong.
+    # Keys that verl's class does not have, and their right place.
     _elsewhere = dict.fromkeys(
         KEYS["2025-10"] + KEYS["2025-11"],
         "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "

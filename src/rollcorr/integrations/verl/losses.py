@@ -236,7 +236,7 @@ def compute_policy_loss_bypass_mode(
     if settings.loss_type == "reinforce":
         loss, metrics = compute_policy_loss_reinforce(*data, weights)
     else:
-        # The clipped ratio π_θ / μ is the importance ratio: weights would count it twice.
+        # The clipped ratio π_θ / μ is the importance ratio: weights would apply it twice.
         loss, metrics = compute_policy_loss_vanilla(*data, verl_parity=settings.verl_parity)
     return loss, metrics | correction_metrics
 

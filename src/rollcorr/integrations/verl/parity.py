@@ -69,7 +69,7 @@ def correct(
         )
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
 
-    # Rejection never changes the weights, and weights never change the mask.
+    # Rejection does not change the weights, and weights do not change the mask.
     if config.criteria:
         kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
         metrics |= rejection_metrics
@@ -285,7 +285,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
     valid = mask != 0
     kept = torch.ones_like(valid)
 
-    # Every criterion reads the base mask, so their order never matters.
+    # Every criterion reads the base mask, so their order has no effect.
     for criterion in criteria:
         statistic = _statistic(log_ratio, mask, criterion)
         lower, upper = _bounds(criterion)
@@ -299,7 +299,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
-    """Return (B, 1), false for a row with a token of ratio below the threshold; and the shares of such rows and tokens."""
+    """Return (B, 1), false for a row with a token of ratio below the threshold; and shares of such rows and tokens."""
     catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {

@@ -131,7 +131,7 @@ def _replace_values(holder: MutableMapping[str, Any], replacements: dict[int, An
     return names
 
 
-def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (whatever was there)
+def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (any value)
     if name in holder:
         _put_back.callback(holder.__setitem__, name, holder[name])
     else:

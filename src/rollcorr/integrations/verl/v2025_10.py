@@ -75,7 +75,7 @@ def compute_rollout_importance_weights(
         verl_parity: compute that release's numbers.
 
     Returns:
-        `.batch["rollout_is_weights"]` (B, T), or None if disabled; the mask in its own dtype; metrics under "mismatch/".
+        `.batch["rollout_is_weights"]` (B, T), None if disabled; the mask in its own dtype; metrics under "mismatch/".
 
     Raises:
         TypeError: an option's type is invalid.
@@ -121,7 +121,7 @@ def compute_rollout_importance_weights(
 def compute_mismatch_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor, *, verl_parity: bool = False
 ) -> dict[str, float]:
-    """Compute metrics of the gap between π and μ, as mismatch_kl, mismatch_training_ppl, …; only π's perplexity without μ.
+    """Compute metrics of the gap between π and μ: mismatch_kl, mismatch_training_ppl, …; only π's perplexity without μ.
 
     Args:
         old_log_prob: log π of the sampled tokens, nats, (B, T).
@@ -194,7 +194,7 @@ def compute_is_metrics(
 
 
 def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the mismatch_ names. The guide's ppl_ratio is the exponential of the mean; parity averages exponentials."""
+    """Return mismatch_ metrics. The guide's ppl_ratio is the exponential of a mean; parity averages exponentials."""
     if "ppl_ratio_geo" in metrics:
         metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
     return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}

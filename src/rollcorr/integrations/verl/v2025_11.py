@@ -140,6 +140,7 @@ def compute_rollout_rejection_mask(
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """Compute the mask of response tokens whose ratio, at the level, lies inside the band; metrics without prefix.
+
     Args:
         log_ratio: log π − log μ, nats, (B, T).
         response_mask: non-zero on valid tokens, (B, T).
