@@ -55,14 +55,14 @@ for panel, commands in PANELS.items():
 
 
 def main() -> None:
-    """Entry point of the `rollcorr` command."""
-    # Messages hold signs such as ≤ and –. Where the terminal's encoding lacks one, a "?" must do: a run of days does
-    # not die of a message.
+    """Run the `rollcorr` command: the entry point."""
+    # Messages contain signs such as ≤ and –. If the terminal's encoding lacks one, print "?": a message must not end a
+    # run of several days.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
-    # A scheduler's signal must end the programs that a command has started, and remove its temporary folders.
+    # On a scheduler's signal, end the child processes of a command, and remove its temporary folders.
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -79,5 +79,5 @@ def main() -> None:
 
 
 def _end_cleanly(number: int, frame: FrameType | None) -> None:
-    """End the process as an error would, so that everything is closed on the way."""
+    """End the process like an error does, so that context managers and exit handlers run."""
     raise SystemExit(128 + number)

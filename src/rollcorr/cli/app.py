@@ -1,4 +1,4 @@
-"""The Typer application that every command joins, and what the commands share."""
+"""The Typer application of all commands, and functions that the commands share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def options(
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Return a console of rich, which is loaded by the commands that print with it."""
+    """Return a console of rich; the import is lazy, for commands that do not print with it."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False)
@@ -58,11 +58,11 @@ def terminal(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Iterator[None]:
-    """Print on stderr what is wrong with the input, a file or a missing extra, and exit with code 2.
+    """Print an error of the input, a file or a missing extra on stderr, and exit with code 2.
 
     Args:
-        bad_input: further errors that the input may cause.
-        unwritten: what an interrupt leaves unwritten: Ctrl-C then prints this and exits with code 130.
+        bad_input: further exceptions that the input may cause.
+        unwritten: optional; the file that an interrupt leaves unwritten. Ctrl-C then prints it and exits with code 130.
     """
     expected: tuple[type[Exception], ...] = (BadInputError, OSError, ImportError, *bad_input)
     try:
@@ -78,7 +78,7 @@ def exit_on(*bad_input: type[Exception], unwritten: Path | None = None) -> Itera
 
 
 def check_unused(path: Path | None, *, overwrite: bool) -> None:
-    """Check that a file to write does not exist, or may be replaced.
+    """Check that an output file does not exist, or may be replaced.
 
     Raises:
         BadInputError: it exists.
@@ -88,20 +88,20 @@ def check_unused(path: Path | None, *, overwrite: bool) -> None:
 
 
 def share_memory() -> None:
-    """Let Arrow use the system's allocator, as NumPy does: what one has freed the other takes, 40 MB of a large log.
+    """Set Arrow's default allocator to the system's, as NumPy's: both reuse freed memory, 40 MB of a large log.
 
-    Called before Arrow is loaded, which then takes it from the environment; processes that read inherit that. An
-    allocator that the user has chosen stays.
+    Call it before Arrow is loaded, which reads the environment variable; reader processes inherit it. An allocator that
+    the user has chosen stays.
     """
     if "pyarrow" not in sys.modules:
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
 def file_options(limits: list[str] | None, columns: list[str] | None) -> tuple[FileLimits, dict[str, str]]:
-    """The limits and the names of columns that a command was given.
+    """Return the file limits and column names of a command's options.
 
     Raises:
-        BadInputError: a text is not of its form.
+        BadInputError: an option is malformed.
     """
     from rollcorr.rollout_log import FileLimits
     from rollcorr.rollout_log.frameworks import parse_column_names

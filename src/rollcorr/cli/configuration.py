@@ -1,4 +1,4 @@
-"""`rollcorr import` and `rollcorr convert-config`: logs and options of other frameworks in the form of this library."""
+"""`rollcorr import` and `rollcorr convert-config`: convert logs and options of other frameworks to our formats."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def import_log(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
 ) -> None:
-    """Write the dumps of another framework as a rollout log, with its version and units.
+    """Convert another framework's dumps to a rollout log, with its version and units.
 
-    Dumps of prime-rl, slime and SkyRL are recognized. Those of verl and TRL are too, but hold no log-probs.
-    Other JSONL and Parquet files need --columns, where their names are not ours.
+    Dumps of prime-rl, slime and SkyRL are recognized. Dumps of verl and TRL are recognized, but contain no log-probs.
+    Other JSONL and Parquet files need --columns if their column names differ from ours.
 
-    Nothing is left when a source cannot be read to its end.
+    No output remains if a source cannot be read to its end.
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     from rollcorr.diagnostics.report.console import row_progress
@@ -66,14 +66,14 @@ def convert_config(
         typer.Option(metavar="SCHEMA", help="2025-10, 2025-11 or newest. Detected automatically by default."),
     ] = None,
 ) -> None:
-    """Rewrite rollout-correction options of any generation in the newest form, and say what each one became.
+    """Convert rollout-correction options of any generation to the newest form, and report each change.
 
-    The new YAML goes to standard output or NEW.yaml.
-    A table of what each option became goes to standard error.
-    A whole file keeps its other sections, but loses its comments.
-    Exit code 2 means that the input cannot be read; the reason is printed.
+    Writes the new YAML to standard output or NEW.yaml.
+    Prints a table of each option's new form on standard error.
+    A file with other sections keeps them, but loses its comments.
+    Returns exit code 2 if the input cannot be read, and prints the reason.
 
-    Example: old.yaml holds
+    Example: old.yaml contains
 
         algorithm:
           rollout_is_threshold: 2.0
@@ -102,7 +102,7 @@ def convert_config(
 
 
 def _print_conversion(console: Console, conversion: Conversion, warned: list[str]) -> None:
-    """What each old field became, as a table, and the notes below it."""
+    """Print the new form of each old field as a table, and the notes below it."""
     from rich.markup import escape
     from rich.table import Table
 

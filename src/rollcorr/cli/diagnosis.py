@@ -28,19 +28,19 @@ def report(
 ) -> None:
     """Judge a training run and write its report. Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged.
 
-    The page needs the extra `report`. Without it, this prints the verdict alone, and --output is refused.
+    The page needs the extra `report`. Without it, the command prints only the verdict, and --output is an error.
     """
     with exit_on():
         data = diagnostics.run_report(run_directory.read_run(run), diffusion=diffusion)
 
-        # A run may be a stranger's: a link in it must not make this command write somewhere else.
+        # A run may be untrusted: a link in it must not redirect this command's output.
         if output is None and (run / "report").is_symlink():
             raise BadInputError(f"{run / 'report'} is a symbolic link; name a folder for the report with --output")
         page = None
         try:
             page = reports.write_report(data, output or run / "report")
         except ImportError as error:
-            # The verdict needs no figures. Whoever names a folder wants them.
+            # The verdict needs no figures. A named folder requests them.
             if output is not None:
                 raise
             typer.echo(f"no page: {error}", err=True)
@@ -105,7 +105,7 @@ def check(
     """
     share_memory()
 
-    # Imported here, so that `--help` and the other commands do not load torch and Arrow for it.
+    # Import lazily, so that `--help` and the other commands do not load torch and Arrow.
     from rollcorr.diagnostics.log_check import choose_config
     from rollcorr.diagnostics.report.console import row_progress, show_what_if
 
@@ -156,7 +156,7 @@ def check(
         if page is not None:
             console.print(f"\nreport: {page}", soft_wrap=True)
 
-    # The verdict on part of a log is shown, but a script must not take it for that on the whole (130 is 128 + SIGINT).
+    # Show the verdict on part of a log, but exit with 130 (128 + SIGINT): a script must not read it as the full one.
     if result.interrupted:
         raise typer.Exit(130)
     raise typer.Exit(result.health.exit_code)
@@ -173,15 +173,15 @@ def check_schedule(
 ) -> None:
     """Compare the denoising schedules of a sampler and a trainer, of sigmas or of timestep values.
 
-    A schedule that is off by one entry gives every step another σ. Log-probs are then of another distribution: 5e-3 per
-    latent dimension is 328 nats at D = 65,536.
+    A schedule that is off by one entry shifts the σ of every step. Log-probs then belong to a different distribution:
+    5e-3 per latent dimension is 328 nats at D = 65,536.
 
     Write a schedule from diffusers with: json.dump(scheduler.sigmas.tolist(), file)
 
-    A rollout log gives the sigmas that its steps were sampled at; steps outside the window are not in it. So compare a
-    log with a log, or a file with a file.
+    A rollout log contains the sigmas of its sampled steps, without steps outside the window. So compare a log with a
+    log, or a file with a file.
 
-    Exit codes: 0 they agree, 1 they differ, 2 bad input.
+    Exit codes: 0 equal, 1 different, 2 bad input.
     """
     from rollcorr.diagnostics.schedules import compare_schedules, read_schedule
 

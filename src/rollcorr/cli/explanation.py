@@ -1,4 +1,4 @@
-"""`rollcorr demo`, `explain`, `presets` and `info`: what the library is for, and what its names mean."""
+"""`rollcorr demo`, `explain`, `presets` and `info`: show the library's purpose, and explain its names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rollcorr.config.presets import PRESETS, START_WITH, preset_fields
 def demo() -> None:
     """Show a healthy run, a fault that is found and fixed, and a stale sampler with and without correction.
 
-    It needs no model and no network, and takes less than a minute.
-    The policies are tables over a few tokens. The corrections, the losses and the diagnosis are those of the library.
+    It needs no model and no network, and finishes in less than a minute.
+    The policies are tables over a few tokens. The library computes the corrections, the losses and the diagnosis.
     Everything is seeded: the numbers are the same on every run.
     """
     from rollcorr.demo.demo_screen import show_stories
@@ -34,9 +34,9 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each metric, in a list.")] = False,
 ) -> None:
-    """Say what a metric means: unit, formula, healthy range, and what to do outside it.
+    """Explain a metric: unit, formula, healthy range, and the fix outside it.
 
-    Without a name, all names are listed. Exit codes: 0 found, 2 there is no such metric.
+    Lists all names by default. Exit codes: 0 found, 2 unknown metric.
     """
     from rollcorr.core.metric_registry import METRICS
     from rollcorr.diagnostics.metric_explanation import explain_metric
@@ -57,7 +57,7 @@ def presets(
 ) -> None:
     """List the presets, or print one as YAML that `rollcorr check --config` and a trainer read.
 
-    Exit codes: 0 found, 2 there is no such preset.
+    Exit codes: 0 found, 2 unknown preset.
     """
     if name is None:
         typer.echo(f"{START_WITH}\n")
@@ -72,7 +72,7 @@ def presets(
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what is installed: the versions, the extras, and which kernels run here or why they do not."""
+    """Show the installation: versions, extras, and the kernels that run here or the reason why not."""
     from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
 
     installation = inspect_installation()
@@ -83,9 +83,9 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON ob
 
 
 def _aligned(lines: dict[str, str]) -> str:
-    """Headings and texts in two columns; a text is wrapped below itself."""
+    """Return headings and texts in two columns; a text wraps inside its column."""
     width = max(map(len, lines))
-    # Where nobody looks, as in a pipe, a text stays in one line.
+    # If the output is not a terminal, such as a pipe, do not wrap.
     columns = shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
     indent = " " * (width + 2)
     texts = []

@@ -1,4 +1,4 @@
-"""`rollcorr watch` and `rollcorr compare`: a run while it goes on, and runs side by side."""
+"""`rollcorr watch` and `rollcorr compare`: show a live run, or several runs side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def watch(
     run: Annotated[Path, typer.Argument(help="The run directory. It must exist; it need not hold metrics.jsonl yet.")],
     once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
 ) -> None:
-    """Show a run while it goes on: a line for each step, and each alarm once, with cause and fix.
+    """Show a live run: a line for each step, and each alarm once, with cause and fix.
 
     Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
     """
@@ -66,7 +66,7 @@ def watch(
 
 
 def _show_verdict(judge: RunningJudge) -> None:
-    """The verdict on the run so far, in the words of `rollcorr report`."""
+    """Print the verdict on the run so far, formatted as in `rollcorr report`."""
     typer.secho(judge.verdict, fg={"healthy": "green", "unhealthy": "red"}.get(judge.verdict, "yellow"), bold=True)
     for sentence in judge.not_judged:
         typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
@@ -93,7 +93,7 @@ def compare(
         page = None
         if output is not None:
             page = diagnostics.write_comparison(diagnostics.comparison_report(stored, metric or ()), output)
-    # A table for people; with --json, numbers without NaN, which JSON lacks.
+    # Print a table by default; with --json, print numbers without NaN, which JSON lacks.
     if not as_json:
         console = terminal()
         console.print(diagnostics.comparison_table(comparison))

@@ -1,4 +1,4 @@
-"""`rollcorr null`, `calibrate` and `advise`: what two correct policies differ by, and which correction follows."""
+"""`rollcorr null`, `calibrate` and `advise`: measure the gap of two correct policies, and choose a correction."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """FIRST:LAST as two numbers; None for None.
+    """Parse FIRST:LAST as two integers; return None without a text.
 
     Raises:
-        BadInputError: it is not of that form, or the first is larger.
+        BadInputError: the text is not of that form, or FIRST is larger.
     """
     if text is None:
         return None
@@ -96,10 +96,10 @@ def measure(
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
     columns: Annotated[list[str] | None, COLUMNS_OPTION] = None,
 ) -> None:
-    """Measure what a correct sampler and trainer differ by, for `rollcorr check --null FILE`.
+    """Measure the gap between a correct sampler and trainer, for `rollcorr check --null FILE`.
 
-    From logs: give rollouts whose two sides are known to be the same policy, such as the first steps of a run that was
-    right. A log whose sides show other sampling settings is refused.
+    From logs: pass rollouts whose two sides are known to be the same policy, such as the first steps of a correct run.
+    A log whose sides show different sampling settings is an error.
 
         rollcorr null run/rollouts --steps 1:3 -o null.json
 
@@ -158,10 +158,10 @@ def measure(
 
 
 def _check_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
-    """Check that there is one source of rollouts, and that it is whole.
+    """Check that there is one complete source of rollouts.
 
     Raises:
-        BadInputError: there is none, there are two, or a part is missing.
+        BadInputError: the source is missing or incomplete, or there are two.
     """
     alone = engine is None
     wrong = {
@@ -186,10 +186,10 @@ def _sample(
     sampling: dict[str, Any],
     **settings: Any,  # noqa: ANN401 (of `engine_null_rollouts`)
 ) -> None:
-    """Sample from the engine, score, and write the rollouts; nothing is left after an interrupt.
+    """Sample from the engine, score, and write the rollouts; an interrupt removes the output.
 
     Raises:
-        BadInputError: a setting or a prompt is refused.
+        BadInputError: a setting or a prompt is invalid.
     """
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.rollout_log import RolloutLogWriter
@@ -211,7 +211,7 @@ def _sample(
             for batch in batches:
                 log.write(batch)
     except (TypeError, ValueError) as error:
-        # A refused setting names the option of a run; here it has a name of its own.
+        # The error names a run's option; this command's option has a different name.
         text = str(error).replace("rollout.engine_options.", "--engine-option ").replace("rollout.sampling.", "--")
         raise BadInputError(text.replace("rollout.", "--")) from error
 
@@ -235,10 +235,10 @@ def calibrate_thresholds(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Thresholds and alarms that cost a stated share of healthy sequences, as a function of length.
+    """Compute thresholds and alarms that cost a stated share of healthy sequences, as a function of length.
 
-    Every number has a 95 % interval, which is about the sampling of the null's rows. A length that the null does not
-    have is cut or put together from its rows, and the output says so.
+    Every number has a 95 % interval over the sampling of the null's rows. Rows of a length that the null does not
+    contain are cut or joined from its rows, and the output marks them.
 
     Exit codes: 0 printed, 2 bad input.
     """
@@ -296,7 +296,7 @@ def advise_on(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Advise on a log: a preset with thresholds, reasons and YAML to paste; or what to repair before correcting.
+    """Recommend a preset for a log, with thresholds, reasons and YAML to paste; or the repair to make first.
 
     Exit codes: 0 a preset, 1 repair something first, 2 bad input, 3 not judged, 130 interrupted.
     """
@@ -338,10 +338,10 @@ def advise_on(
 
 
 def _lengths(text: str) -> list[int]:
-    """Lengths with commas as numbers.
+    """Parse comma-separated lengths.
 
     Raises:
-        BadInputError: one of them is no whole number above 0.
+        BadInputError: a length is not an integer above 0.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):

@@ -1,4 +1,4 @@
-"""`rollcorr simulate`: measure estimators where the exact answer is known."""
+"""`rollcorr simulate`: compute each estimator's error against the exact answer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def simulate(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A subset of the built-in study, in half a minute.")] = False,
 ) -> None:
-    """Measure how wrong each correction is, where the exact gradient is known.
+    """Measure the error of each correction against the exact gradient.
 
-    The policies are tables over a few tokens, so the on-policy gradient is a sum over every sequence.
+    Computes the on-policy gradient as a sum over every sequence: the policies are tables over a few tokens.
     Each estimator runs through the same `correct` and `policy_loss` that a trainer calls.
-    You read its bias, its variance, and what a filter gains over rejecting as many sequences at random.
+    Prints its bias, its variance, and a filter's gain over rejecting the same share of sequences at random.
 
     A file of ten lines describes your own pair of policies or your own configuration:
 
@@ -43,12 +43,12 @@ def simulate(
         batch_sizes: [64, 1024]
 
     Kinds and severity: noise (σ of the logits), heavy_tailed (the same with Student t), tempered (1 − temperature),
-    truncated (1 − top_p), top_k (tokens left out), stale (size of the missing update), quantized (grid of the logits).
-    Write kl: 0.01 in place of severity to ask for a KL per token.
+    truncated (1 − top_p), top_k (excluded tokens), stale (size of the missing update), quantized (grid of the logits).
+    Write kl: 0.01 instead of severity to set the KL per token.
 
-    Ctrl-C keeps what is finished. The same command goes on from there.
+    Ctrl-C keeps what is finished. The same command continues from there.
 
-    Exit codes: 0 done, 2 bad input, 130 interrupted (what is finished is written).
+    Exit codes: 0 done, 2 bad input, 130 interrupted (finished results are written).
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -68,7 +68,7 @@ def simulate(
             if not file.exists():
                 raise ValueError(f"there is no file {file}; `rollcorr simulate --help` shows an example of ten lines")
             cells, run = read_simulation_file(file), run_file_cell
-        # `run.json` records the command, so that the results can be repeated.
+        # `run.json` records the command, so that the results are reproducible.
         command = " ".join(["rollcorr simulate", *sys.argv[2:]])
         with Progress(
             *bar, TimeRemainingColumn(), console=stderr, transient=True, disable=not stderr.is_terminal
@@ -110,18 +110,18 @@ def _cell(row: ResultRow, column: str) -> str:
     if column == "bias" and _is_uncertain(row):
         return number + "*"
 
-    # The ranking is by this column: without its standard errors, ties would look decided.
+    # The ranking uses this column: without standard errors, a tie would look like a ranking.
     ranked = column == "direction" and not row["exact"]
     return f"{number}±{float(row['direction_error']):.3f}".replace("±0.", "±.") if ranked else number
 
 
 def _is_uncertain(row: ResultRow) -> bool:
-    """Whether next to nothing is kept of drawn sequences: their noise, taken out of the bias, then leaves 0."""
+    """Return whether almost all sampled sequences are rejected: the bias, corrected for their noise, is then 0."""
     return not row["exact"] and float(row["kept"]) < 0.01
 
 
 def _shortened(name: str, room: int) -> str:
-    """The beginning and the end of a name that is too long: options of one estimator often differ at the end."""
+    """Return a long name without its middle: options of one estimator often differ at the end."""
     if len(name) <= room:
         return name
     end = (room - 1) // 2
@@ -129,7 +129,7 @@ def _shortened(name: str, room: int) -> str:
 
 
 def _show(console: Console, result: StudyResult, folder: Path) -> None:
-    """The estimators of a file from best to worst, and where everything is."""
+    """Print the estimators of a file from best to worst, and the results' folder."""
     from rich.table import Table
 
     for length in sorted({row["T"] for row in result.rows.get("estimators", [])}):
@@ -139,7 +139,7 @@ def _show(console: Console, result: StudyResult, folder: Path) -> None:
         title = f"T = {length}, T × KL = {rows[0]['t_times_kl']:.3g}, batches of {rows[0]['batch_size']}, {method}"
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
 
-        # Numbers keep their width. The names share what is left, because they are also in the CSV file.
+        # Numbers keep their width. Names are shortened to the remaining width: the CSV file contains them in full.
         rows.sort(key=lambda row: row["direction"])
         columns = {header: [_cell(row, column) for row in rows] for header, column in _COLUMNS.items()}
         widths = [max(map(len, [*header.split("\n"), *cells])) for header, cells in columns.items()]

@@ -26,14 +26,14 @@ def train(
 
     An engine samples from a copy of the policy. Rollcorr corrects the difference between the copy and the policy.
 
-    The option `recipe` says what is trained:
+    The option `recipe` selects the model type:
     recipe=grpo         a language model; this is the default
     recipe=flow_grpo    a diffusion model
 
     rollcorr train CONFIG.yaml steps=50 optim.lr=1e-4
 
-    The same command starts a run, continues it after whatever ended it, or reports that it is finished.
-    Options that a checkpoint fixes, such as the model, cannot change within a run; the others can.
+    The same command starts a run, continues it after any interruption, or reports that it is finished.
+    Options that a checkpoint fixes, such as the model, cannot change within a run; all other options can.
     Only one process can run in a directory at a time.
 
     Options such as reward.function run code, and so may an unusual argument of vLLM. Write them in the command.
@@ -47,7 +47,7 @@ def train(
     Exit codes:
     0      The last step is done.
     1      The disk failed, or the weights are not finite. The last sound checkpoint stays.
-    2      The command was refused: an option, a file or a checkpoint is wrong, or another process runs there.
+    2      Bad input: an option, a file or a checkpoint is invalid, or a different process runs in the directory.
     3      The engine failed. The run was saved.
     130    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or stop_after_minutes stopped the run. It was saved.
            The same command continues it.
@@ -58,7 +58,7 @@ def train(
     from rollcorr.train import recipes
     from rollcorr.train.config_file import check_trusted
 
-    # Every option has a default, so this would start a run that nobody asked for.
+    # Every option has a default, so a command without arguments would start an unintended run.
     if not arguments:
         typer.echo(context.get_help())
         typer.echo(
@@ -79,12 +79,12 @@ def train(
         terminal(stderr=True).print("stopped at once: the same command continues after the last checkpoint")
         raise typer.Exit(130) from error
     except (engines.EngineError, RunInUseError, ValueError, TypeError, OSError, ImportError) as error:
-        # What an engine says may be a whole page of its own; what a file says may be anything.
+        # An engine's message may be a full page; a file's message is untrusted text.
         failed = isinstance(error, engines.EngineError)
         reason = str(error) if failed else in_one_line(error)
         terminal(stderr=True).print(f"[bold red]rollcorr train:[/] {escape(redact_text(reason))}", soft_wrap=True)
 
-        # A path that is wrong is a wrong option; what is left is the disk.
+        # An invalid path is an invalid option; every other OSError is a disk error.
         wrong_path = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
         code = 2
         if failed:

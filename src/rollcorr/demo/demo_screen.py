@@ -1,4 +1,4 @@
-"""The stories of `rollcorr demo` on a terminal: what happened, what the library said, and what to do with it."""
+"""The stories of `rollcorr demo` on a terminal: the events, the library's verdict, and the fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLUMNS = 30
 
 
 def show_stories(console: Console) -> None:
-    """Run the three stories and print each when it is done; a bar on stderr shows how far it is."""
+    """Run the three stories and print each when it is done; a progress bar is on stderr."""
     bar = Progress(
         TextColumn("training"), BarColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
     )
@@ -45,7 +45,7 @@ def show_stories(console: Console) -> None:
         healthy = healthy_story(on_step)
         broken, fixed = fault_story(on_step)
         curves = stale_story(on_step)
-    # Print after the bar has gone, so that the stories stay on the screen.
+    # Print after the bar is removed, so that the stories stay on the screen.
     console.print("\n[bold]1. A sampler that rounds to bfloat16[/]")
     console.print("The engine has the trainer's weights and settings. Only the rounding of its logits differs.")
     _show_numbers(console, {"measured": healthy})
@@ -68,7 +68,7 @@ def show_stories(console: Console) -> None:
 
 
 def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
-    """A curve in block characters between two limits, thinned to `COLUMNS`."""
+    """Return a curve in block characters between two limits, thinned to `COLUMNS` points."""
     stride = max(1, -(-len(values) // COLUMNS))
     span = max(high - low, 1e-12)
     heights = [(value - low) / span * (len(BLOCKS) - 1) for value in values[::stride]]

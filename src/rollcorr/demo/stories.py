@@ -1,8 +1,8 @@
 """The three stories of `rollcorr demo`, as numbers: real sampling, real corrections, and no model.
 
 The policy is a table. A response has T tokens, and some tokens score a point. The reward is highest where the points
-reach a target, and falls with the distance on both sides. So a policy that is pushed too far loses reward: what happens
-when the trainer does not notice that its sampler is behind.
+reach a target, and falls with the distance on both sides. So a policy that overshoots loses reward. This happens when
+the trainer does not correct for a stale sampler.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ OnStep = Callable[[], object]
 
 
 class JudgedRollouts(NamedTuple):
-    """What the library says about the log-probs of a run's last steps.
+    """The library's judgment of the log-probs of a run's last steps.
 
     Attributes:
         metrics: of the last step.
-        provenance: what the log-probs say about the sampler.
+        provenance: the sampling settings that the log-probs show.
     """
 
     metrics: Mapping[str, float]
@@ -67,13 +67,13 @@ class JudgedRollouts(NamedTuple):
 
 
 def healthy_story(on_step: OnStep = lambda: None) -> JudgedRollouts:
-    """The sampler rounds its logits to bfloat16, and is otherwise the trainer."""
+    """Compute a healthy run: the sampler rounds its logits to bfloat16, and otherwise equals the trainer."""
     rollouts, _ = train("measure", sampler=_rounded, steps=LAST, on_step=on_step, **LANGUAGE)
     return _judge(rollouts)
 
 
 def fault_story(on_step: OnStep = lambda: None) -> tuple[JudgedRollouts, JudgedRollouts]:
-    """The sampler has a temperature that the trainer's log-probs do not have; then the trainer divides by it too."""
+    """Compute a run whose trainer ignores the sampler's temperature, then the fix: divide its logits by it."""
     rollouts, _ = train(
         "measure", sampler=lambda logits: _rounded(logits / TEMPERATURE), steps=LAST, on_step=on_step, **LANGUAGE
     )
@@ -81,7 +81,7 @@ def fault_story(on_step: OnStep = lambda: None) -> tuple[JudgedRollouts, JudgedR
 
 
 def stale_story(on_step: OnStep = lambda: None, seeds: Sequence[int] = SEEDS) -> dict[str, list[float]]:
-    """The sampler gets the weights every twentieth step. Label of an arm → its reward at each step, mean over seeds."""
+    """Sync weights every 20th step; return {label of an arm: its reward at each step, mean over seeds}."""
     curves = {}
     for label, preset in ARMS.items():
         rewards = [train(preset, sync_every=SYNC_EVERY, on_step=on_step, seed=seed)[1] for seed in seeds]
@@ -100,11 +100,11 @@ def train(
     seed: int = 2,
     **policy: Any,  # noqa: ANN401 (options of `make_pair`)
 ) -> tuple[list[SequenceRows], list[float]]:
-    """Train the policy on what an engine samples, as a user would write it.
+    """Train the policy on an engine's samples, with the code of a user's training loop.
 
     Args:
         preset: the correction.
-        sampler: what the engine makes of the weights that it gets.
+        sampler: maps the trainer's logits to the engine's logits. Defaults to the identity.
         sync_every: steps between two updates of the engine. Above 1, rollouts are stale.
         steps: optimizer steps.
         on_step: called after each step.
@@ -113,7 +113,7 @@ def train(
         **policy: of the policy at the start.
 
     Returns:
-        For each step, what the engine sampled, and the mean reward of the trained policy before the update.
+        For each step, the engine's samples, and the mean reward of the trained policy before the update.
     """
     shape = {"length": LENGTH, "vocabulary": vocabulary, "states": 1, "spread": 1.5, "seed": seed, **policy}
     start = make_pair("noise", 0.0, outcome=True, **shape)
@@ -150,7 +150,7 @@ def train(
 
 
 def _rewards(rows: SequenceRows) -> Tensor:
-    """R = 1 − |points − target| / T of each response, (n,)."""
+    """Compute R = 1 − |points − target| / T of each response, (n,)."""
     points = rows.pair.rule.points[rows.states, rows.tokens].sum(-1)
     return (1 - (points - TARGET).abs() / LENGTH).float()
 

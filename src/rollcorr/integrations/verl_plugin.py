@@ -1,8 +1,8 @@
 """The switch for verl in every process of a run: an entry point of the group `verl.plugins`.
 
-verl imports this file at the end of `import verl`, in the driver and in each worker. It does nothing unless the
-environment asks for it: ROLLCORR_VERL=1, or this module's name in verl's own VERL_USE_EXTERNAL_MODULES. It imports
-little, because every user of verl who has this library imports it.
+verl imports this file at the end of `import verl`, in the driver and in each worker. It is a no-op unless the
+environment enables it: ROLLCORR_VERL=1, or this module's name in verl's own VERL_USE_EXTERNAL_MODULES. It avoids heavy
+imports, because it is imported for every verl user who has this library.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ SWITCHES = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0",
 
 
 def start() -> None:
-    """Install our functions if the environment asks for them; a process that cannot have them ends.
+    """Install our functions if the environment enables them; exit if they cannot be installed.
 
     Raises:
-        SystemExit: they were asked for, and could not be installed, or the switch is neither on nor off. verl hides an
-            ordinary error of a plugin, and the run would go on without the correction.
+        SystemExit: they were enabled but could not be installed, or the switch is neither on nor off. verl hides an
+            ordinary error of a plugin, and the run would continue without the correction.
     """
     try:
         switch = os.environ.get(SWITCH, "").strip().lower()
         if switch and switch not in SWITCHES:
             raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {os.environ[SWITCH]!r}")
 
-        # The switch counts before verl's own list of modules.
+        # The switch takes precedence over verl's own list of modules.
         is_named = __name__ in _names(os.environ.get(MODULES, ""))
         if SWITCHES.get(switch, is_named):
             importlib.import_module("rollcorr.integrations.verl").install()
@@ -39,9 +39,9 @@ def start() -> None:
 
 
 def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Ray's runtime environment with our switch in it: what `ray.init` calls once `install` was called.
+    """Return Ray's runtime environment with our switch added; `install` makes `ray.init` call this hook.
 
-    Ray's own variable RAY_RUNTIME_ENV_HOOK names this function; a hook that it named before is called first.
+    Ray's own variable RAY_RUNTIME_ENV_HOOK names this function; its previous hook is called first.
     """
     # Ray may run on a cluster that was started without our environment, and a worker may lack the entry point.
     extended = dict(runtime_env or {})

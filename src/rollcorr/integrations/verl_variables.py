@@ -1,7 +1,7 @@
 """The environment variables that carry the switch to other processes.
 
-The plugin acts when it is imported, so what the package itself needs of it stands here: else an import of the package
-would install it half-way.
+Importing the plugin runs it, so names that the package itself needs are defined here: otherwise an import of the
+package would install the switch half-way.
 """
 
 SWITCH = "ROLLCORR_VERL"

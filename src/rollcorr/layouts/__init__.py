@@ -1,7 +1,7 @@
 """Others' tensors in and out: lists, one long row, rows of prompt and response, context-parallel slices.
 
-`correct` and the losses take (B, T), or (N,) with `cu_seqlens`. Trainers hold the same numbers in other shapes. Each
-function here turns one shape into another, and has an inverse:
+`correct` and the losses take (B, T), or (N,) with `cu_seqlens`. Trainers keep the same numbers in other shapes. Each
+function here converts between two shapes, and has an inverse:
 
     lists of 1-D tensors        pack_lists                     unpack_list
     (1, T) with offsets         from_row                       to_row

@@ -1,16 +1,16 @@
 """Conversions: sequences of any length, rows of prompt and response, context-parallel slices.
 
-**Sequences of any length**: as a list, end to end in one tensor, in one long row, or padded. The number of tokens of
-each sequence decides shapes. Where it is in a tensor on a device, reading it waits; each function that does so says so.
+**Sequences of any length**: as a list, packed in one tensor, in one long row, or padded. Shapes depend on the number of
+tokens of each sequence. Reading it from a device tensor synchronizes; the docstring of each such function notes it.
 
-**Rows of prompt and response**: what is scored at a position is the token after it. A model reads a row of L tokens and
-scores L − 1 of them: column t of its log-probs, (B, L − 1), is that of token t + 1. With a prompt of P tokens, response
-token j is at place P + j of the row, and its log-prob in column P + j − 1.
+**Rows of prompt and response**: each position scores the token after it. A model reads a row of L tokens and scores
+L − 1 of them: column t of its log-probs, (B, L − 1), belongs to token t + 1. With a prompt of P tokens, response token
+j is at position P + j of the row, and its log-prob in column P + j − 1.
 
 **Context-parallel slices**: with R ranks a row of L tokens (prompt and response) is cut into 2R chunks of ⌈L / 2R⌉
-tokens. Rank r holds the chunks r and 2R − 1 − r, so that causal attention costs every rank the same (zig-zag). A rank
-scores the tokens *after* those that it holds: response token j is scored where place P + j − 1 is. Give what a rank
-holds to `correct` as packed slices with `context_group=`: log-probs as they are, masks cut to them.
+tokens. Rank r has the chunks r and 2R − 1 − r, so that causal attention costs every rank the same (zig-zag). A rank
+scores the token *after* each of its positions: the rank of position P + j − 1 scores response token j. Pass a rank's
+slices to `correct` in packed form with `context_group=`: log-probs unchanged, masks cut to them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollcorr.core.layout import offsets_of, sequence_ids
 
 
 class Packed(NamedTuple):
-    """Sequences end to end.
+    """Packed sequences.
 
     Attributes:
         tensors: (N,) each, in the order in which they were given.
@@ -51,11 +51,11 @@ class Packed(NamedTuple):
 
 
 def cu_seqlens_of_lengths(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
-    """(0, l_1, l_1 + l_2, …): (B + 1,) int64.
+    """Compute offsets (0, l_1, l_1 + l_2, …): (B + 1,) int64.
 
     Args:
         lengths: tokens of each sequence, ≥ 0.
-        device: where the offsets are.
+        device: device of the offsets.
 
     Raises:
         ValueError: a length is below 0.
@@ -66,13 +66,13 @@ def cu_seqlens_of_lengths(lengths: Sequence[int], *, device: torch.device | str 
 
 
 def pack_lists(*lists: Sequence[Tensor]) -> Packed:
-    """One 1-D tensor for each sequence → end to end. Waits for nothing. `unpack_list` is the inverse.
+    """Pack lists of one 1-D tensor per sequence. Never synchronizes. `unpack_list` is the inverse.
 
     Args:
         lists: log-probs, masks, …: B tensors each, of the same lengths in each list. B is at least 1.
 
     Raises:
-        TypeError: an entry is no tensor.
+        TypeError: an entry is not a tensor.
         ValueError: there is no list or no sequence, a tensor is not 1-D, or two lists differ in a length.
 
     Example:
@@ -97,14 +97,14 @@ def pack_lists(*lists: Sequence[Tensor]) -> Packed:
 
 
 def unpack_list(packed: Tensor, cu_seqlens: Tensor | Sequence[int]) -> list[Tensor]:
-    """(N,) → a view of each sequence: what `pack_lists` was given. Reads the offsets, which waits on a device.
+    """Return a view of each sequence of (N,): the inverse of `pack_lists`. Reads the offsets, so it waits on a device.
 
     Args:
-        packed: sequences end to end, (N, …).
+        packed: packed sequences, (N, …).
         cu_seqlens: (B + 1,) token offsets, as a tensor or a list.
 
     Raises:
-        ValueError: the offsets do not start at 0, fall, or do not end at N.
+        ValueError: the offsets do not start at 0, decrease, or do not end at N.
     """
     offsets = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu")
     check_cu_seqlens(offsets, packed.shape[0])
@@ -114,13 +114,13 @@ def unpack_list(packed: Tensor, cu_seqlens: Tensor | Sequence[int]) -> list[Tens
 def from_row(
     *rows: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None, position_ids: Tensor | None = None
 ) -> Packed:
-    """(1, T) with offsets or position ids → (T,) with offsets. `to_row` is the inverse.
+    """Convert (1, T) with offsets or position ids to (T,) with offsets. `to_row` is the inverse.
 
     Args:
         rows: log-probs, masks, …: (1, T) each; a dimension of features may follow.
         cu_seqlens: (B + 1,) token offsets, as a tensor or a list.
-        position_ids: (1, T) or (T,): where in its sequence each token is, instead of `cu_seqlens`; reading them waits
-            on a device.
+        position_ids: (1, T) or (T,), position of each token in its sequence, instead of `cu_seqlens`; reading them
+            waits on a device.
 
     Raises:
         ValueError: a row is not (1, T, …), rows differ in T, not exactly one of the other two is given, or offsets in
@@ -141,16 +141,16 @@ def from_row(
 
 
 def to_row(packed: Tensor) -> Tensor:
-    """(N, …) → (1, N, …): a view."""
+    """Return (N, …) as (1, N, …): a view."""
     return packed.unsqueeze(0)
 
 
 def cu_seqlens_of_positions(position_ids: Tensor) -> Tensor:
-    """Offsets of sequences from position ids: a sequence begins wherever a position does not follow the one before.
+    """Compute sequence offsets from position ids: a sequence begins where a position is not its predecessor plus 1.
 
     Positions usually begin at 0, but need not. Padding that repeats a position becomes sequences of one token, which
-    have no token in the response mask and change no number. How many sequences there are is data, so this waits on a
-    device.
+    have no token in the response mask and change no number. The number of sequences depends on values, so this waits
+    on a device.
 
     Args:
         position_ids: (N,) or (1, N) integers.
@@ -159,7 +159,7 @@ def cu_seqlens_of_positions(position_ids: Tensor) -> Tensor:
         (B + 1,) int64.
 
     Raises:
-        ValueError: the positions are no integers, or of another shape.
+        ValueError: the positions are not integers, or their shape differs.
     """
     check_integers(position_ids=position_ids)
     positions = position_ids.reshape(-1) if position_ids.dim() == 2 and position_ids.shape[0] == 1 else position_ids
@@ -172,14 +172,14 @@ def cu_seqlens_of_positions(position_ids: Tensor) -> Tensor:
 
 
 def positions_of_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Where in its sequence each token is, from 0: (N,) int64. Waits for nothing.
+    """Compute the position of each token in its sequence, from 0: (N,) int64. Never synchronizes.
 
     Args:
         cu_seqlens: (B + 1,) token offsets.
         tokens: N.
 
     Raises:
-        ValueError: the offsets do not start at 0, fall, or do not end at N, in host memory.
+        ValueError: the offsets do not start at 0, decrease, or do not end at N, in host memory.
     """
     offsets = bounded_offsets(cu_seqlens, tokens)
     place = torch.arange(tokens, device=offsets.device)
@@ -187,15 +187,14 @@ def positions_of_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def pack_padded(*padded: Tensor, inside: Tensor) -> Packed:
-    """(B, T) → end to end, without padding. Waits on a device. `pad_packed` is the inverse.
+    """Pack (B, T) without padding. Waits on a device. `pad_packed` is the inverse.
 
     Args:
         padded: log-probs, masks, …: (B, T) each.
-        inside: (B, T), not 0 on tokens that are part of a sequence; a response mask has holes, an attention mask none.
+        inside: (B, T), not 0 on tokens of a sequence; a response mask has holes, unlike an attention mask.
 
     Raises:
-        ValueError: a shape differs from that of `inside`, or `inside` contains a negative or non-finite value, in host
-            memory.
+        ValueError: a shape differs from `inside`, or `inside` contains a negative or non-finite value, in host memory.
     """
     for i, tensor in enumerate(padded):
         check_shape(f"tensor {i}", tensor, inside.shape, "as inside")
@@ -204,12 +203,12 @@ def pack_padded(*padded: Tensor, inside: Tensor) -> Packed:
 
 
 def pad_packed(packed: Tensor, inside: Tensor, *, fill: float = 0.0) -> Tensor:
-    """(N,) → (B, T), with `fill` outside: what `pack_padded` was given.
+    """Convert (N,) to (B, T), with `fill` outside: the inverse of `pack_padded`.
 
     Args:
-        packed: sequences end to end, (N,).
+        packed: packed sequences, (N,).
         inside: (B, T) with N entries that are not 0.
-        fill: what stands elsewhere.
+        fill: value of all other entries; defaults to 0.
 
     Raises:
         ValueError: as in `pack_padded`; or the number of such entries is not N, in host memory.
@@ -220,14 +219,14 @@ def pad_packed(packed: Tensor, inside: Tensor, *, fill: float = 0.0) -> Tensor:
 
 
 def responses_of_rows(shifted: Tensor, prompt_lengths: Tensor | int, width: int, *, fill: float = 0.0) -> Tensor:
-    """(B, L − 1) → (B, T): the columns of the response. `rows_of_responses` is the inverse. Waits for nothing.
+    """Return the response columns of (B, L − 1) as (B, T). `rows_of_responses` is the inverse. Never synchronizes.
 
     Args:
-        shifted: log-probs or anything else that stands one column before its token, (B, L − 1).
-        prompt_lengths: P ≥ 1, the place of the first response token in its row: (B,) integers; or one for all rows, as
-            where prompts are padded on the left. On a device, values below 1 are read as 1.
+        shifted: log-probs or other values that are one column before their token, (B, L − 1).
+        prompt_lengths: P ≥ 1, the position of the first response token in its row: (B,) integers; or one for all rows,
+            as in left-padded batches. On a device, values below 1 are read as 1.
         width: T, the longest response.
-        fill: what stands behind the end of a row.
+        fill: value after the end of a row; defaults to 0.
 
     Raises:
         ValueError: a prompt is empty, so the first response token has no score; or shapes differ.
@@ -241,26 +240,26 @@ def responses_of_rows(shifted: Tensor, prompt_lengths: Tensor | int, width: int,
 
 
 def rows_of_responses(responses: Tensor, prompt_lengths: Tensor | int, length: int, *, fill: float = 0.0) -> Tensor:
-    """(B, T) → (B, L − 1): each response in the columns that score it. Waits for nothing.
+    """Convert (B, T) to (B, L − 1): each response in the columns that score it. Never synchronizes.
 
     Args:
         responses: log-probs, weights, masks, …, (B, T).
         prompt_lengths: as in `responses_of_rows`.
-        length: L, tokens of a row; what does not fit is left out.
-        fill: what stands in the columns of the prompt, and behind the response.
+        length: L, tokens of a row; tokens beyond it are dropped.
+        fill: value in the columns of the prompt, and after the response; defaults to 0.
 
     Raises:
         ValueError: as in `responses_of_rows`.
     """
     column = _columns(responses, prompt_lengths, responses.shape[1])
 
-    # One column more takes what is behind the end of the row, and is cut off.
+    # An extra column collects the tokens after the end of the row, and is dropped.
     rows = responses.new_full((responses.shape[0], length), fill)
     return rows.scatter(1, column.clamp(max=length - 1), responses)[:, : length - 1]
 
 
 def _columns(like: Tensor, prompt_lengths: Tensor | int, width: int) -> Tensor:
-    """The column of each response token: (B, T) int64."""
+    """Return the column of each response token: (B, T) int64."""
     if like.dim() != 2:
         raise ValueError(f"expected rows (B, …), got {tuple(like.shape)}")
     if not isinstance(prompt_lengths, Tensor):
@@ -271,7 +270,7 @@ def _columns(like: Tensor, prompt_lengths: Tensor | int, width: int) -> Tensor:
     else:
         check_shape("prompt_lengths", prompt_lengths, like.shape[:1], "one for each row")
 
-        # From 1, because nothing scores the first token of a row.
+        # Start at 1, because no position scores the first token of a row.
         lengths = usable_ids("prompt_lengths", prompt_lengths, (1, NO_LIMIT)).to(like.device)
     first = lengths.unsqueeze(1) - 1
     return first + torch.arange(width, device=like.device)
@@ -280,18 +279,18 @@ def _columns(like: Tensor, prompt_lengths: Tensor | int, width: int) -> Tensor:
 def response_tokens_of_rank(
     total_length: int, response_length: int, ranks: int, rank: int, *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The numbers of the response tokens that a rank scores, rising: (n,) int64.
+    """Return the indices of the response tokens that a rank scores, ascending: (n,) int64.
 
     Args:
         total_length: L, tokens of prompt and response.
         response_length: tokens of the response, below L.
         ranks: R, of the context group.
         rank: this one's number in the group.
-        device: where the numbers are.
+        device: device of the indices.
 
     Raises:
-        ValueError: the response is longer than the row, or as long: nothing would score its first token; or there is
-            no such rank.
+        ValueError: the response is as long as the row or longer, so no position scores its first token; or the rank
+            does not exist.
     """
     if not 0 <= response_length < total_length:
         raise ValueError(
@@ -304,7 +303,7 @@ def response_tokens_of_rank(
 
     numbers = []
     for part in (rank, 2 * ranks - 1 - rank):
-        # The last token of a row scores nothing, and those before the end of the prompt score the prompt.
+        # The last token of a row scores no token, and tokens before the end of the prompt score the prompt.
         first = max(part * chunk, prompt_length - 1)
         last = min((part + 1) * chunk, total_length - 1)
         numbers.append(torch.arange(first, max(first, last), device=device) - (prompt_length - 1))
@@ -314,7 +313,7 @@ def response_tokens_of_rank(
 def local_lists(
     *lists: Sequence[Tensor], total_lengths: Sequence[int], ranks: int, rank: int
 ) -> tuple[list[Tensor], ...]:
-    """Lists of whole responses → lists of what a rank holds of them: for `pack_lists`, beside its log-probs.
+    """Return a rank's slices of full responses, as lists: for `pack_lists`, together with its log-probs.
 
     `whole_tokens` is the inverse, for one response.
 
@@ -325,7 +324,7 @@ def local_lists(
         rank: this one's number in the group.
 
     Raises:
-        ValueError: as in `response_tokens_of_rank`, or a list has another number of responses.
+        ValueError: as in `response_tokens_of_rank`, or two lists differ in the number of responses.
     """
 
     def held(whole: Tensor, total: int) -> Tensor:
@@ -335,7 +334,7 @@ def local_lists(
 
 
 def whole_tokens(parts: Sequence[Tensor], total_length: int, response_length: int) -> Tensor:
-    """What each rank holds of a response → the whole response, (T,).
+    """Return the full response, (T,), from the slices of all ranks.
 
     Args:
         parts: of every rank, in rank order, (n_r, …).
@@ -343,7 +342,7 @@ def whole_tokens(parts: Sequence[Tensor], total_length: int, response_length: in
         response_length: T.
 
     Raises:
-        ValueError: a part has another number of tokens than its rank holds.
+        ValueError: a part's number of tokens differs from its rank's.
     """
     whole = parts[0].new_zeros(response_length, *parts[0].shape[1:])
     for rank, part in enumerate(parts):

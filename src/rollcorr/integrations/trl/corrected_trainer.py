@@ -1,7 +1,7 @@
 """TRL's trainers with a correction: `class Trainer(RolloutCorrectionMixin, GRPOTrainer)`, or `attach(trainer)`.
 
 TRL samples, scores and rewards one generation batch in `_generate_and_score_completions`, and cuts it into
-micro-batches afterwards. So a correction at the end of that method sees the whole batch of its rank, once.
+micro-batches afterwards. So a correction at the end of that method reads its rank's full batch, once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 Asked = RolloutCorrectionConfig | PresetName | Mapping[str, Any] | None
 
-# What a model is called with beside the tokens, as TRL puts it into its batch.
+# Model inputs other than the tokens, by their keys in TRL's batch.
 MODEL_INPUTS = (
     "pixel_values",
     "image_grid_thw",
@@ -57,19 +57,19 @@ MODEL_INPUTS = (
 
 
 class RolloutCorrectionMixin:
-    """Put this before `GRPOTrainer` or `RLOOTrainer` in the bases of a class.
+    """Mixin that corrects a trainer; list it before `GRPOTrainer` or `RLOOTrainer` in the bases of a class.
 
     Args:
-        rollout_correction: a configuration, a preset's name or a dictionary. None: what TRL's own
-            `vllm_importance_sampling_*` options say (`config_from_trl`).
-        rollout_engine: an engine that samples in the place of vLLM. Leave `use_vllm` out then.
+        rollout_correction: a configuration, a preset's name or a dictionary. Defaults to TRL's own
+            `vllm_importance_sampling_*` options (`config_from_trl`).
+        rollout_engine: an engine that samples instead of vLLM. Leave `use_vllm` out then.
         rollout_monitor: counts, logs and judges each step of the trainer; see `attach`.
         disable_trl_correction: disable TRL's own weights, also with a configuration that only measures; see `attach`.
-        args: TRL's, handed on.
-        kwargs: TRL's, handed on.
+        args: TRL's, passed on.
+        kwargs: TRL's, passed on.
 
     Raises:
-        ValueError: TRL's loss cannot do what the configuration asks for, or the engine cannot sample for this trainer.
+        ValueError: TRL's loss does not support the configuration, or the engine cannot sample for this trainer.
     """
 
     _correction_config: RolloutCorrectionConfig
@@ -91,7 +91,7 @@ class RolloutCorrectionMixin:
         _set_up(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's batch, with the correction in it."""
+        """Return TRL's batch, with the correction in it."""
         self._awaits_token_log_prob = loss_type_of(self) == "rloo"
         batch: dict[str, Any] = cast("Any", super())._generate_and_score_completions(inputs)
         _correct_batch(self, batch)
@@ -99,27 +99,27 @@ class RolloutCorrectionMixin:
         return batch
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As TRL's. RLOO puts its old log-probs into the batch as sums, so those of tokens are kept here."""
+        """As TRL's; also keep the old log-probs per token, because RLOO's batch contains only their sums."""
         scores = cast("Any", super())._get_per_token_logps_and_entropies(*args, **kwargs)
 
-        # While a batch is made, the old policy is scored first, and the reference policy afterwards.
+        # TRL scores the old policy of a batch first, and the reference policy afterwards.
         if self._awaits_token_log_prob:
             self._token_log_prob, self._awaits_token_log_prob = scores[0].detach(), False
         return scores
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's: those of all ranks. A Monitor gets this rank's."""
+        """As TRL's: return the rewards of all ranks. A Monitor gets only this rank's."""
         rewards: Tensor = cast("Any", super())._calculate_rewards(inputs, prompts, *args, **kwargs)
         if self._monitored_steps is not None and _mode(self) == "train":
             self._monitored_steps.remember_rewards(rewards, len(prompts))
         return rewards
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's: the loss of one micro-batch. A Monitor counts it.
+        """As TRL's: return the loss of one micro-batch. A Monitor counts it.
 
         Args:
-            args: TRL's, handed on.
-            kwargs: TRL's, handed on.
+            args: TRL's, passed on.
+            kwargs: TRL's, passed on.
         """
         loss: Tensor = cast("Any", super()).training_step(*args, **kwargs)
         if self._monitored_steps is not None:
@@ -133,8 +133,8 @@ class RolloutCorrectionMixin:
 
         Args:
             logs: name → number; the metrics are added.
-            args: TRL's, handed on.
-            kwargs: TRL's, handed on.
+            args: TRL's, passed on.
+            kwargs: TRL's, passed on.
         """
         trainer: Trainer = self
         mode = _mode(trainer)
@@ -167,20 +167,20 @@ def attach(
     monitor: Monitor | None = None,
     disable_trl_correction: bool | None = None,
 ) -> Trainer:
-    """Correct the batches of a trainer that exists already. Call it before `trainer.train()`.
+    """Correct the batches of an existing trainer. Call it before `trainer.train()`.
 
-    The trainer's class becomes a subclass of its own with `RolloutCorrectionMixin`. One line of the log states the
-    correction, and TRL's own before and after. Give everything in one call. A second call replaces what it is given and
-    keeps the rest.
+    The trainer's class becomes a subclass of itself with `RolloutCorrectionMixin`. A log line states the correction,
+    and TRL's own correction before and after. Pass all arguments in one call. A second call replaces only the given
+    arguments.
 
-    A configuration with weights or rejection replaces TRL's own correction. One that only measures changes nothing:
-    mask, counts and loss are TRL's, bit for bit, and so is its own correction.
+    A configuration with weights or rejection replaces TRL's own correction. One that only measures does not change
+    training: mask, counts, loss and correction are TRL's, bit for bit.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`, or one derived from them.
-        config: a configuration, a preset's name or a dictionary. None: the one that the Monitor was made with, else
-            that of an earlier call, else what TRL's own `vllm_importance_sampling_*` options say (`config_from_trl`).
-        engine: an engine that samples in the place of vLLM. Build the trainer without `use_vllm` then.
+        config: a configuration, a preset's name or a dictionary. Defaults to the Monitor's configuration, then to an
+            earlier call's, then to TRL's own `vllm_importance_sampling_*` options (`config_from_trl`).
+        engine: an engine that samples instead of vLLM. Build the trainer without `use_vllm` then.
         monitor: a `rollcorr.Monitor`, made after the trainer, on every rank. Every optimizer step of the trainer is
             a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
         disable_trl_correction: True disables TRL's own weights (`vllm_importance_sampling_correction`), also with a
@@ -190,9 +190,9 @@ def attach(
         The trainer.
 
     Raises:
-        TypeError: it has no `_generate_and_score_completions`, so it is none of TRL's online trainers.
-        ValueError: TRL's loss cannot do what the configuration asks for, the engine cannot sample for this trainer, or
-            the Monitor was made with another configuration, or for other ranks. Before its first update, the training
+        TypeError: it has no `_generate_and_score_completions`, so it is not one of TRL's online trainers.
+        ValueError: TRL's loss does not support the configuration, the engine cannot sample for this trainer, or the
+            Monitor was made with a different configuration, or for different ranks. Before its first update, training
             raises one if the loss of a subclass does not read the correction.
     """
     if not hasattr(trainer, "_generate_and_score_completions"):
@@ -212,9 +212,9 @@ def attach(
 def _set_up(
     trainer: Trainer, given: Asked, engine: Engine | None, monitor: Monitor | None, disable_trl_correction: bool | None
 ) -> None:
-    """Put the configuration, the engine and the Monitor in place, and log what is active.
+    """Set the configuration, the engine and the Monitor, and log the active correction.
 
-    What is refused leaves the trainer as it was. What is not given is that of an earlier call.
+    A failed call leaves the trainer unchanged. A missing argument keeps its value of an earlier call.
     """
     earlier = getattr(trainer, "_monitored_steps", None)
     if monitor is None and earlier is not None:
@@ -226,7 +226,7 @@ def _set_up(
     asked = next((choice for choice in choices if choice is not None), None)
     config = _checked_config(trainer, asked)
 
-    # Two configurations cannot both be right, and the run's directory holds one.
+    # A run has one configuration, and its directory contains that of the Monitor.
     if of_monitor is not None and _checked_config(trainer, of_monitor) != config:
         raise ValueError(
             f"the Monitor was made with {of_monitor}, and attach was given {config}: give the configuration to one of "
@@ -235,7 +235,7 @@ def _set_up(
     generation = None if engine is None else EngineGeneration(engine, trainer)
     steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, _group())
 
-    # Nothing is refused from here on.
+    # All checks have passed: only assignments follow.
     if earlier is not None:
         trainer.remove_callback(trainer._monitor_callback)
     trainer._monitored_steps = steps
@@ -277,7 +277,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     """Correct one generation batch, in place, and remember its statistics."""
     rollout = _rollout_log_prob(trainer, batch)
 
-    # `correct` is an exchange of all ranks, so either all of them take part or none: one log-prob for each token.
+    # `correct` is a collective, so all ranks must call it or skip it together: each needs a log-prob for every token.
     fits = rollout is not None and rollout.shape == batch["completion_mask"].shape
     of_ranks = of_all_ranks(fits, _group())
     if rollout is None or not all(of_ranks):
@@ -293,12 +293,12 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         if not config.only_measures:
             batch["old_per_token_logps"] = old
 
-    # A loss that would ignore the correction ends the run before its first update.
+    # End the run before its first update if the loss would ignore the correction.
     if not (config.only_measures or trainer._loss_was_checked) and _mode(trainer) == "train":
         check_loss(trainer, batch, config, _group())
         trainer._loss_was_checked = True
 
-    # Outside the mask TRL's own ratio is 1 as well, and VESPO takes its log there.
+    # Outside the mask TRL's own ratio is 1 as well, and VESPO reads its log there.
     if steps is not None and _mode(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:
@@ -308,7 +308,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     elif trainer._disable_trl_correction:
         remove_trl_weights(trainer, batch)
 
-    # Statistics merge exactly. So what is logged is that of all tokens since the last call, not a mean of means.
+    # Statistics merge exactly. So the log contains the metrics of all tokens since the last call, not a mean of means.
     statistics, mode = correction.statistics, _mode(trainer)
     assert statistics is not None
     earlier = trainer._correction_statistics.get(mode)
@@ -316,9 +316,9 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
 
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
-    """What the sampler gave the completions, (B, T); NaN where it gave nothing. None if it reported none."""
+    """Return the sampler's log-probs of the completions, (B, T), NaN where missing; None if it reports no log-probs."""
     if loss_type_of(trainer) != "rloo":
-        # A list of whole numbers, such as the zeros of a greedy sampler, is a tensor of integers in TRL.
+        # TRL converts a list of integers, such as a greedy sampler's zeros, to a tensor of integers.
         found = batch.get("sampling_per_token_logps")
         return found if found is None or found.is_floating_point() else found.float()
     recorder = getattr(trainer, "vllm_generation", None)
@@ -326,9 +326,9 @@ def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
 
 
 def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
-    """log π_old of the completions, by the trainer's own forward pass: TRL skips it where the policy has not changed.
+    """Return log π_old of the completions, by the trainer's own forward pass if TRL skipped it for an unchanged policy.
 
-    Without vLLM TRL has no use for it, and the correction has.
+    Without vLLM, the correction needs it although TRL does not.
     """
     # Dropout must not shift the random numbers of the training.
     device = batch["completion_ids"].device
@@ -350,13 +350,13 @@ def _mode(trainer: Trainer) -> str:
 
 
 def _group() -> torch.distributed.ProcessGroup | None:
-    """All ranks, each with sequences of its own. None if this process is alone."""
+    """Return the group of all ranks, each with its own sequences, or None for a single process."""
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
     return None if world is None or world.size() == 1 else world
 
 
 def _report_missing(trainer: Trainer, of_ranks: list[bool]) -> None:
-    """Report that this batch stays as TRL made it: a warning where no rank has log-probs, else an alarm.
+    """Report that this batch stays uncorrected: a warning if no rank has log-probs, else an alarm.
 
     Args:
         trainer: the trainer.

@@ -1,9 +1,9 @@
-"""A correction written into TRL's generation batch: the tensors that its losses read, and nothing else.
+"""Write a correction into TRL's generation batch: only the tensors that its losses read.
 
-    importance_sampling_ratio    the weights, where TRL multiplies by them (GRPO with vLLM) or takes their log (VESPO)
-    advantages                   A · w, (B, T), where it does not multiply; RLOO: (B,), one weight for each sequence
+    importance_sampling_ratio    the weights, if TRL multiplies by them (GRPO with vLLM) or reads their log (VESPO)
+    advantages                   A · w, (B, T), if it does not multiply; RLOO: (B,), one weight for each sequence
     tool_mask                    the tokens in the loss (TRL's losses read completion_mask · tool_mask)
-    num_items_in_batch           what cispo, dapo and vespo divide by
+    num_items_in_batch           the divisor of cispo, dapo and vespo
 
 Symbols (docs/reference/notation.md): B sequences, T padded completion length.
 """
@@ -33,8 +33,8 @@ def multiplies(trainer: Trainer) -> bool:
     return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
-def of_all_ranks(value: Any, group: torch.distributed.ProcessGroup | None) -> list[Any]:  # noqa: ANN401 (anything that pickles)
-    """Return the values of all ranks, in their order: an exchange that is read on the host."""
+def of_all_ranks(value: Any, group: torch.distributed.ProcessGroup | None) -> list[Any]:  # noqa: ANN401 (any picklable value)
+    """Return the values of all ranks, in rank order: a collective whose result is read on the host."""
     values = [value] * (1 if group is None else group.size())
     if group is not None:
         torch.distributed.all_gather_object(values, value, group=group)
@@ -42,13 +42,13 @@ def of_all_ranks(value: Any, group: torch.distributed.ProcessGroup | None) -> li
 
 
 def tokens_in_loss(batch: dict[str, Any]) -> Tensor:
-    """The tokens that TRL's loss reads: completion_mask · tool_mask, (B, T)."""
+    """Return the mask of the tokens that TRL's loss reads: completion_mask · tool_mask, (B, T)."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def rejects(config: RolloutCorrectionConfig) -> bool:
-    """Return whether anything in the configuration can take a token out of the loss."""
+    """Return whether any option of the configuration can remove a token from the loss."""
     removes = config.nonfinite in ("reject_token", "reject_sequence") or bool(config.criteria)
     return (removes or config.rollout_token_veto_threshold is not None) and not config.only_measures
 
@@ -71,11 +71,11 @@ def weights_reject(config: RolloutCorrectionConfig, loss_type: str) -> bool:
 
 
 def write_to_batch(trainer: Trainer, batch: dict[str, Any], correction: Any) -> None:  # noqa: ANN401
-    """Put the correction into a trainer's batch, in place.
+    """Write the correction into a trainer's batch, in place.
 
     Args:
         trainer: a `GRPOTrainer` or `RLOOTrainer`.
-        batch: what `_generate_and_score_completions` returned.
+        batch: the return value of `_generate_and_score_completions`.
         correction: a `Correction` of this batch, with `fill=1`, or an object with the same attributes.
     """
     config, mask, weights = correction.config, tokens_in_loss(batch), correction.loss_weights
@@ -90,7 +90,7 @@ def write_to_batch(trainer: Trainer, batch: dict[str, Any], correction: Any) -> 
     elif rejects(config):
         batch["tool_mask"] = correction.loss_mask.to(mask.dtype)
 
-        # VESPO adds up the logs of all weights without a mask: a token that left the loss leaves that sum too.
+        # VESPO sums the logs of all weights without a mask, so a rejected token must leave that sum as well.
         if weights is not None and trainer.loss_type == "vespo":
             weights = weights.masked_fill(~correction.loss_mask, 1.0)
 
@@ -103,14 +103,14 @@ def write_to_batch(trainer: Trainer, batch: dict[str, Any], correction: Any) -> 
     if weights is None:
         remove_trl_weights(trainer, batch)
     elif weight_name(trainer) == "advantages":
-        # A subclass may have an advantage for each token already.
+        # A subclass may compute an advantage for each token.
         batch["advantages"] = batch["advantages"].reshape(len(mask), -1) * weights
     else:
         batch["importance_sampling_ratio"] = weights
 
 
 def _write_to_rloo_batch(batch: dict[str, Any], correction: Any, mask: Tensor) -> None:  # noqa: ANN401
-    """Put the correction into the batch of an `RLOOTrainer`, in place: advantages alone, (B,).
+    """Write the correction into the batch of an `RLOOTrainer`, in place: only the advantages, (B,).
 
     The policy ratio and its clipping stay TRL's: −min(r A w, clip(r) A w) = w · −min(r A, clip(r) A), as w ≥ 0.
     """

@@ -1,9 +1,9 @@
 """Check, once and before the first update, that a trainer's loss reads the correction that it is given.
 
-A subclass may have a loss of its own that ignores the weights, the mask or the count: the run would be reported as
-corrected, and is not. The loss is called on a synthetic micro-batch, with synthetic log-probs in the place of the
-model's, so that no model runs. Its gradient with respect to these log-probs shows what it reads. Only a clear omission
-ends the run; where the gradients show too little, a line of the log states the reason.
+A subclass may have its own loss that ignores the weights, the mask or the count: the run would be reported as
+corrected, and is not. The loss is called on a synthetic micro-batch, with synthetic log-probs instead of the model's,
+so that no model runs. Its gradient with respect to these log-probs shows which tensors it reads. Only a clear omission
+ends the run; if the gradients are inconclusive, a log line states the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 ROWS, LENGTH = 4, 6
 
-# Methods that a loss exchanges its metrics by. A loss that fails on one rank would leave the other ranks waiting there.
+# Methods by which a loss exchanges its metrics. If a loss fails on one rank, the other ranks would hang there.
 EXCHANGES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
@@ -47,7 +47,7 @@ def check_loss(
     config: RolloutCorrectionConfig,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
-    """Check that the trainer's loss reads the weights, the mask and the count that the configuration hands over.
+    """Check that the trainer's loss reads the weights, the mask and the count that the configuration needs.
 
     Every rank must call it, and all ranks raise the same error. The trainer's attributes, its model, random numbers
     and optimizer stay as they are.
@@ -56,17 +56,17 @@ def check_loss(
         trainer: one of TRL's trainers.
         batch: its generation batch, before the correction; other tensors of the synthetic batch are taken from it.
         config: the configuration.
-        group: all ranks; None for a single process.
+        group: optional; the group of all ranks.
 
     Raises:
         ValueError: the loss ignores one of them; the message names the class and the tensor.
     """
     try:
         found = _examine(trainer, batch, config)
-    except Exception as error:  # a loss of its own may need more than a synthetic batch has
+    except Exception as error:  # a subclass's loss may need more than a synthetic batch contains
         found = False, f"it failed on a synthetic batch: {error!r}"
 
-    # The first refusal counts, else the first remark: a rank that ended by itself would leave the rest waiting.
+    # Report the first error of any rank, else the first remark: if only one rank raised, all other ranks would hang.
     refused, text = max(of_all_ranks(found, group), key=lambda each: (each[0], each[1] != ""))
     name = getattr(trainer, "_named_by_user", type(trainer).__name__)
     if refused:
@@ -76,7 +76,7 @@ def check_loss(
 
 
 def _examine(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> tuple[bool, str]:  # noqa: ANN401
-    """Return whether this rank's loss is refused, and why; or why it cannot be checked; else an empty text."""
+    """Return (True, error) if this rank's loss fails, (False, reason) if it cannot be checked, else (False, "")."""
     probe = _LossProbe(trainer, batch, config)
     plain = probe.policy_gradient(corrected=False)
     if not plain.any():
@@ -105,13 +105,13 @@ def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorr
         doubled = policy.new_tensor([2.0, 1.0] * (ROWS // 2)).unsqueeze(1)
         found = torch.stack([probe.policy_gradient(weights=0 * doubled), probe.policy_gradient(weights=doubled)])
 
-        # VESPO is no linear function of the weight, and its options decide how far a weight acts: it must only differ.
+        # VESPO is not linear in the weight, and its options limit a weight's effect: its gradient must only differ.
         is_vespo = loss_type == "vespo"
         expected = policy.expand_as(found) if is_vespo else torch.stack([0 * policy, doubled * policy])
         if _differs(found, expected, policy) != is_vespo:
             return weights
 
-    # RLOO rejects sequences, and so do weights of 0 where the loss divides by its mask.
+    # RLOO rejects sequences, and so do weights of 0 if the loss divides by its mask.
     if rejects(config):
         by_weight = loss_type == "rloo" or weights_reject(config, loss_type)
         kept = torch.ones_like(policy, dtype=torch.bool)
@@ -145,7 +145,7 @@ class _LossProbe:
         self._log_prob, sign = -1 - drawn[:, :LENGTH], 1 - 2 * (torch.arange(ROWS, device=mask.device) % 2)
         self._ones = torch.ones_like(self._log_prob)
 
-        # Every token counts, and all policies are equal, so that nothing is clipped.
+        # Every token counts, and all policies are equal, so that no ratio is clipped.
         others = {name: _resized(value, mask.shape) for name, value in batch.items() if name != "tool_mask"}
         policies = {"sampling_per_token_logps", "ref_per_token_logps"} & batch.keys()
         self._batch: dict[str, Any] = {
@@ -160,7 +160,7 @@ class _LossProbe:
         }
 
     def policy_gradient(self, **options: Any) -> Tensor:  # noqa: ANN401
-        """Return the part of the gradient that the advantages are in, (ROWS, LENGTH)."""
+        """Return the part of the gradient that depends on the advantages, (ROWS, LENGTH)."""
         return self.gradient(**options) - self.gradient(advantage=0.0, **options)
 
     def gradient(
@@ -174,7 +174,7 @@ class _LossProbe:
     ) -> Tensor:
         """Return the gradient of the loss, (ROWS, LENGTH), 0 if it does not read the log-probs.
 
-        Weights and mask are 1 where they are not given; `factor` multiplies the count, `advantage` the advantages.
+        Weights and mask default to 1; `factor` multiplies the count, `advantage` the advantages.
 
         Raises:
             ValueError: the gradient is not finite.
@@ -203,16 +203,16 @@ class _LossProbe:
 
 @contextmanager
 def _isolated(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: ANN401
-    """Run a loss on the trainer itself, since it may be bound to it, and leave no trace of it, without an exchange."""
+    """Disable collectives in a `with` block and restore the trainer after it; its loss may be a bound method."""
     before, drawn = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
     models = {part for leaf in tree_leaves(before) if isinstance(leaf, nn.Module) for part in leaf.modules()}
 
     def refuse_to_run(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
-        # A model may count its calls, and other ranks may have to take part.
+        # A model may count its calls, or run a collective that needs all ranks.
         if module in models:
             raise RuntimeError("it runs a model, which the check must not change")
 
-    # TRL reports how long its functions take, and a loss may log or train by itself.
+    # TRL logs the run time of its functions, and a loss may log or train by itself.
     args, accelerator = copy.copy(trainer.args), copy.copy(trainer.accelerator)
     args.report_to = []
     vars(accelerator).update(dict.fromkeys(EXCHANGES, lambda tensor, *_, **__: tensor))
@@ -238,14 +238,14 @@ def _isolated(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: AN
         numpy.random.set_state(drawn[1])  # noqa: NPY002
 
 
-def _copied(leaf: Any) -> Any:  # noqa: ANN401 (whatever a trainer has in its attributes)
+def _copied(leaf: Any) -> Any:  # noqa: ANN401 (any attribute of a trainer)
     """Return a tensor or set that a loss may change in place. Around it, lists and dictionaries are copied."""
     if isinstance(leaf, Tensor) and not leaf.requires_grad:
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, set) else leaf
 
 
-def _resized(value: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401 (whatever a trainer puts into its batch)
+def _resized(value: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401 (any value of a trainer's batch)
     """Repeat or cut the rows of a tensor, and its columns if it has one for each of the completion's tokens."""
     if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
         return value

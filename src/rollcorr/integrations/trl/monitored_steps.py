@@ -5,7 +5,7 @@ of an evaluation are corrected without the Monitor.
 
     loss              the step's loss, as TRL logs it: the sum over the micro-batches of the step
     reward/…          of the completions that were corrected in the step: the weighted sum of TRL's reward functions
-    trl/NAME          TRL's own metrics, each the mean of what TRL has added since the last step
+    trl/NAME          TRL's own metrics, each the mean of the values since the last step
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def console_metrics(
     Args:
         metrics: of all batches of the line, merged, so that k3 is a mean over tokens; without a prefix.
         config: the configuration behind them.
-        steps: their Monitor gives verdict and number of alarms; without one, only these metrics are judged.
+        steps: optional; their Monitor returns verdict and number of alarms. By default only these metrics are judged.
     """
     if steps is None:
         report = health(metrics, config)
@@ -57,12 +57,12 @@ class MonitoredSteps:
 
     Args:
         trainer: one of TRL's trainers.
-        monitor: what counts them. It takes on the trainer's configuration.
-        config: what the trainer corrects by.
-        group: the trainer's data-parallel ranks; None if it has one.
+        monitor: counts the steps. Its configuration is set to the trainer's.
+        config: the trainer's correction.
+        group: the trainer's data-parallel ranks; None for a single rank.
 
     Raises:
-        ValueError: the Monitor was made for other ranks.
+        ValueError: the Monitor was made for different ranks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MonitoredSteps:
         self._rewards: list[Tensor] = []
         self._rows, self._own_rows = 0, 0  # of the step's batches: over all ranks, and of this one
 
-        # TRL starts a new list for a metric when it logs, so a list is known by itself and not by its name.
+        # TRL starts a new list for a metric when it logs, so identify a list by its identity and not by its name.
         self._read: dict[str, tuple[list[float], int]] = {
             name: (values, len(values)) for name, values in trainer._metrics["train"].items()
         }
@@ -94,10 +94,10 @@ class MonitoredSteps:
         """Keep the rewards of this rank's completions until the step ends.
 
         Args:
-            of_functions: of all ranks, (rows, functions); NaN where a function gave none.
-            own_rows: how many of the rows are this rank's.
+            of_functions: of all ranks, (rows, functions); NaN where a function returned no reward.
+            own_rows: number of this rank's rows.
         """
-        # A subclass may score in a way of its own; its steps have no rewards then.
+        # A subclass may compute rewards differently; its steps have no rewards then.
         weights = getattr(self._trainer, "reward_weights", None)
         if weights is None or not isinstance(of_functions, Tensor) or of_functions.shape[1:] != weights.shape:
             return
@@ -108,17 +108,17 @@ class MonitoredSteps:
         self._rewards.append(rewards[first : first + own_rows].detach())
 
     def correct(self, batch: dict[str, Any], old: Tensor, rollout: Tensor, mask: Tensor) -> Correction:
-        """Correct a batch by the Monitor, which also logs it."""
+        """Correct a batch with the Monitor, which also logs it."""
         columns: dict[str, object] = {"response_ids": batch["completion_ids"], "advantages": batch["advantages"]}
         generations = getattr(self._trainer, "num_generations", None)
         if generations is not None:
-            # The answers to one prompt are neighbors, counted over all ranks and all batches of the step.
+            # The completions of one prompt are consecutive, counted over all ranks and all batches of the step.
             accelerator, step = self._trainer.accelerator, self.monitor.steps + 1
             first = self._rows + accelerator.process_index * len(mask)
             columns["group_id"] = [f"{step}-{(first + row) // generations}" for row in range(len(mask))]
             self._rows += accelerator.num_processes * len(mask)
 
-        # Without the policy version: TRL numbers its steps itself, and samples anew or trains on an earlier batch.
+        # Omit the policy version: TRL numbers its own steps, and may train again on an earlier batch.
         engine = getattr(getattr(self._trainer, "vllm_generation", None), "engine", None)
         sampling = getattr(engine, "sampling", None)
         if isinstance(sampling, SamplingSpec):
@@ -129,14 +129,14 @@ class MonitoredSteps:
         return correction
 
     def add_loss(self, loss: Tensor) -> None:
-        """Count the loss of a micro-batch: those of a step add up."""
+        """Add the loss of a micro-batch to the step's loss."""
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def check_start(self, step: int) -> None:
-        """Check that the Monitor goes on where the trainer does.
+        """Check that the Monitor continues at the trainer's step.
 
         Raises:
-            ValueError: it has more or fewer steps; says how to make it.
+            ValueError: it has more or fewer steps; the message names the fix.
         """
         if self.monitor.steps != step:
             raise ValueError(
@@ -145,18 +145,18 @@ class MonitoredSteps:
             )
 
     def end_step(self) -> None:
-        """One optimizer step is over: hand over what it has, and let the Monitor write and judge it."""
+        """Pass the data of a finished optimizer step to the Monitor, which writes and judges it."""
         own: dict[str, object] = {} if self._loss is None else {"loss": self._loss}
         own |= {f"trl/{name}": value for name, value in self._new_metrics().items()}
 
-        # The Monitor takes one reward for each row. A subclass may drop rows, and a batch may stay uncorrected.
+        # The Monitor needs one reward for each row. A subclass may drop rows, and a batch may stay uncorrected.
         fits = sum(map(len, self._rewards)) == self._own_rows > 0
         reward = torch.cat(self._rewards) if fits else None
         self._loss, self._rewards, self._rows, self._own_rows = None, [], 0, 0
         self.monitor.step(reward=reward, **own)
 
     def callback(self) -> Any:  # noqa: ANN401 (a `transformers.TrainerCallback`, which is not imported at the top)
-        """Return what the trainer calls at its start and after each step."""
+        """Return the trainer callback for its start and the end of each step."""
         from transformers import TrainerCallback
 
         callback = TrainerCallback()
@@ -165,7 +165,7 @@ class MonitoredSteps:
         return callback
 
     def _new_metrics(self) -> dict[str, float]:
-        """The mean of what TRL has added to each of its metrics, without NaN, as TRL itself logs it."""
+        """Return the mean of each TRL metric's new values, without NaN, as TRL itself logs it."""
         found = {}
         for name, values in self._trainer._metrics["train"].items():
             before, count = self._read.get(name, ([], 0))

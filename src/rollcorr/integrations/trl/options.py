@@ -1,4 +1,4 @@
-"""TRL's options and losses: as a configuration of this library, and in the line of the log that `attach` writes.
+"""Convert TRL's options and losses to this library's configuration, and to the log line that `attach` writes.
 
     mode                  rollout_is    rollout_is_threshold     rollout_is_floor
     token_truncate        token         clip_max                 clip_min
@@ -6,7 +6,7 @@
     sequence_truncate     sequence      clip_max                 clip_min
     sequence_mask         sequence      "clip_min_clip_max"      –
 
-A side that is None in TRL is open here. TRL reads a missing log-prob as a ratio of 1, so `nonfinite` is "neutral".
+A bound of None in TRL is an open side here. TRL reads a missing log-prob as a ratio of 1, so `nonfinite` is "neutral".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollcorr.config.criteria import Threshold
 from rollcorr.correction.overview import described
 from rollcorr.integrations.trl.generation_batch import Trainer, loss_type_of, multiplies, rejects
 
-# What each of TRL's losses divides by, in the words of the log.
+# The divisor of each TRL loss, as the log line names it.
 DIVISORS = {
     "grpo": "the kept tokens of each sequence, then all sequences",
     "sapo": "the kept tokens of each sequence, then all sequences",
@@ -31,23 +31,23 @@ DIVISORS = {
     "vespo": "the kept tokens",
     "rloo": "all sequences",
 }
-THE_POLICY = "the policy itself"  # what samples where there is neither vLLM nor an engine
+THE_POLICY = "the policy itself"  # the sampler without vLLM and without an engine
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GRPOConfig, or an object like it)
-    """What TRL's options ask for: weights at one level, truncated or zeroed outside a band, and no rejection.
+    """Return TRL's options as a configuration: weights at one level, truncated or zeroed outside a band, no rejection.
 
     Args:
         args: has `vllm_importance_sampling_correction`, `_mode`, `_clip_max` and `_clip_min`, or the older `_cap`, as
-            TRL's `GRPOConfig` does. TRL's `RLOOConfig` has none of them.
+            TRL's `GRPOConfig` does. TRL's `RLOOConfig` lacks them.
 
     Returns:
-        The configuration. Where TRL corrects nothing, it measures only: the preset `measure`.
+        The configuration. If TRL does not correct, it only measures: the preset `measure`.
 
     Raises:
-        ValueError: the mode is unknown, or a bound makes no sense.
+        ValueError: the mode is unknown, or a bound is invalid.
 
     Example:
         >>> from types import SimpleNamespace
@@ -91,16 +91,16 @@ def config_from_trl(args: Any) -> RolloutCorrectionConfig:  # noqa: ANN401 (a GR
 
 
 def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorrectionConfig:
-    """The configuration for one of TRL's losses ("rloo" for RLOO's): what that loss can express.
+    """Return the configuration for one of TRL's losses ("rloo" for RLOO's), limited to the options it supports.
 
     RLOO has one ratio for each sequence, so a token cannot leave it: a missing log-prob rejects its sequence there.
 
     Raises:
-        ValueError: the loss cannot do what is asked; says what to change.
+        ValueError: the loss does not support the configuration; the message names the fix.
     """
     is_rloo, weighted = loss_type == "rloo", config.weights_reach_loss
     token_criteria = [criterion.name for criterion in config.criteria if criterion.scope == "token"]
-    # (whether it applies, why TRL's loss cannot do it and what to set instead)
+    # (condition, reason why TRL's loss does not support it, with the option to set instead)
     refused = [
         (
             config.bypass_mode,
@@ -137,20 +137,20 @@ def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorr
 
 
 def start_up_line(trainer: Trainer) -> str:
-    """Return one line: whose options, which weights, what rejects and samples, the loss's divisor, TRL's correction.
+    """Return one line: source of the options, weights, rejection, sampler, the loss's divisor, TRL's correction.
 
     Args:
         trainer: a trainer that was attached to.
     """
     config, loss_type = trainer._correction_config, loss_type_of(trainer)
 
-    # What samples, and so whether there are log-probs at all.
+    # The sampler, which decides whether log-probs exist.
     engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
     sampler = "vLLM" if trainer.use_vllm else THE_POLICY
     sampler = sampler if engine is None else type(engine).__name__
     sampler = sampler if getattr(trainer, "rollout_func", None) is None else "rollout_func"
 
-    # Whose options these are, and whether they change anything.
+    # The source of the options, and whether they change the training.
     is_given = trainer._correction_asked is not None
     is_rloo = loss_type == "rloo"
     of_trl = "default, as RLOOTrainer has no options for it" if is_rloo else "TRL's vllm_importance_sampling_* options"
@@ -171,7 +171,7 @@ def start_up_line(trainer: Trainer) -> str:
     elif config.normalizer == "original" or not rejects(config):
         divisor = divisor.replace("kept", "original")
 
-    # TRL's own correction before, and the state that it has from now on.
+    # TRL's own correction, before and after.
     own, measured_state = "none", "disabled" if trainer._disable_trl_correction else "stays"
     if multiplies(trainer):
         state = measured_state if config.only_measures else "replaced"

@@ -1,7 +1,7 @@
-"""What stands in the place of TRL's `VLLMGeneration`: an engine of this library, or vLLM with its log-probs recorded.
+"""Replacements of TRL's `VLLMGeneration`: an engine of this library, or a wrapper that records vLLM's log-probs.
 
-TRL asks its sampler for two things: `sync_weights()`, and `generate(prompts, images, num_generations, profiler)`, which
-returns prompt ids, completion ids, the log-probs of each token as a list, and the ids that these belong to.
+TRL calls two methods of its sampler: `sync_weights()` and `generate(prompts, images, num_generations, profiler)`, which
+returns prompt ids, completion ids, the log-probs of each token as a list, and the ids of these log-probs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Generated = tuple[Ids, Ids, LogProbLists | None, list[list[list[int]]] | None]
 
 
 class EngineGeneration:
-    """An engine behind the two calls that TRL makes of vLLM.
+    """Adapter of an engine to the two vLLM methods that TRL calls.
 
     Each rank samples for its own prompts with its own engine. Seeds are drawn from torch's global generator, which the
     trainer seeds for each rank and saves in its checkpoints.
@@ -33,8 +33,8 @@ class EngineGeneration:
 
     Raises:
         ValueError: the policy has PEFT adapters, whose weights an engine cannot take.
-        IncompatibleSamplingError: the engine's log-probs are not comparable with the trainer's, which are those of the
-            whole vocabulary at the trainer's temperature.
+        IncompatibleSamplingError: the engine's log-probs are not comparable with the trainer's, which are computed over
+            the full vocabulary at the trainer's temperature.
     """
 
     def __init__(self, engine: Engine, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
@@ -44,7 +44,7 @@ class EngineGeneration:
             )
         comparison = compare(engine.sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
         if comparison.verdict == "different":
-            # Neither TRL's logits nor its support can be changed, so the engine must follow.
+            # TRL's logits and support are fixed, so the engine's must match them.
             how = f" ({engine.sampling.engine_sampling.processed})" if engine.sampling.logprobs == "raw" else ""
             raise IncompatibleSamplingError(
                 f"the engine's log-probs are not comparable with the trainer's: {comparison.reason}. To fix it: give "
@@ -55,10 +55,10 @@ class EngineGeneration:
         self._trainer = trainer
 
     def sync_weights(self) -> None:
-        """Give the engine the trainer's weights, and verify that they arrived.
+        """Send the trainer's weights to the engine, and verify the transfer.
 
         Raises:
-            WeightSyncError: they did not.
+            WeightSyncError: the verification fails.
         """
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
 
@@ -83,8 +83,8 @@ class EngineGeneration:
         Args:
             prompts: token ids of each prompt.
             images: must be None.
-            num_generations: for TRL's call sites; prompts are repeated already.
-            profiler: entered around the sampling, where TRL gives one.
+            num_generations: ignored; prompts are repeated already.
+            profiler: optional; a context manager around the sampling.
 
         Raises:
             ValueError: there are images, which the engines cannot read.
@@ -92,7 +92,7 @@ class EngineGeneration:
         if images is not None and any(images):
             raise ValueError("this engine samples from text alone; leave the images out, or use vLLM")
 
-        # The one draw per batch: a resumed run continues with the seeds that it would have had.
+        # Draw once per batch, so that a resumed run continues with the same seeds.
         seed = int(torch.randint(2**31 - 1, (), device="cpu"))
         with profiler or nullcontext():
             rollout = self.engine.generate(prompts, seed=seed)
@@ -104,28 +104,28 @@ class EngineGeneration:
 
 
 class GenerationRecorder:
-    """A sampler that remembers the log-probs of its last completions, for `RLOOTrainer`, which drops them.
+    """Sampler wrapper that stores the log-probs of the last completions, for `RLOOTrainer`, which drops them.
 
     Args:
-        generation: TRL's `VLLMGeneration`, or an `EngineGeneration`. It is asked for the log-probs of sampled tokens.
+        generation: TRL's `VLLMGeneration`, or an `EngineGeneration`; set to return the log-probs of sampled tokens.
     """
 
     def __init__(self, generation: Any) -> None:  # noqa: ANN401 (vLLM's class, or one like it)
         self._generation = generation
         self.last: LogProbLists | None = None
 
-        # vLLM returns none unless it is asked for the sampled token's: 0 more than that one.
+        # vLLM returns log-probs only if requested; 0 means only the sampled token's.
         if getattr(generation, "logprobs", 0) is None:
             generation.logprobs = 0
 
     def generate(self, *args: Any, **kwargs: Any) -> Generated:  # noqa: ANN401
-        """As the sampler's own."""
+        """As the sampler's own; also store the log-probs."""
         generated: Generated = self._generation.generate(*args, **kwargs)
         self.last = generated[2]
         return generated
 
     def padded(self, like: Tensor) -> Tensor | None:
-        """Return the last log-probs as (B, T) float32, NaN where one is missing; None if they are not for `like`."""
+        """Return the last log-probs as (B, T) float32, NaN where missing; None if they do not match `like`."""
         rows, width = like.shape
         if self.last is None or len(self.last) != rows or any(len(tokens) > width for tokens in self.last):
             return None
@@ -135,5 +135,5 @@ class GenerationRecorder:
         ]
         return torch.tensor(padded, dtype=torch.float32, device=like.device).reshape(rows, width)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (whatever the sampler has)
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the sampler)
         return getattr(self._generation, name)

@@ -1,7 +1,7 @@
 """verl's rollout-correction functions on this library: change the import, keep the call sites.
 
-Names, arguments and return values are those of verl 0.9.1; verl itself is not needed. `verl_parity=True` computes its
-numbers where they differ. docs/coming_from/verl.md says how to switch and what changes; `install()` switches a verl
+Names, arguments and return values equal verl 0.9.1's; verl itself is not needed. `verl_parity=True` computes its
+numbers where they differ. docs/coming_from/verl.md describes the switch and its effects; `install()` switches a verl
 that cannot be edited. `rollcorr.integrations.verl.v2025_11` and `.v2025_10` have the functions of the two older
 generations.
 """

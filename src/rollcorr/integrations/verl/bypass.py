@@ -1,10 +1,10 @@
-"""verl's two switches of bypass mode, and what to do when only one of them is on.
+"""Set both of verl's switches of bypass mode, and warn if only one of them is on.
 
-`algorithm.rollout_correction.bypass_mode` makes verl's trainers take the rollout log-probs as old log-probs. The actor
+`algorithm.rollout_correction.bypass_mode` makes verl's trainers use the rollout log-probs as old log-probs. The actor
 chooses its loss by `actor_rollout_ref.actor.policy_loss`, which it reads once, when it is built. verl 0.9.1 leaves the
 second switch off: its default (V1) trainer never sets it, and its legacy trainer sets it in the first step, in a
 configuration that the actor has copied before. Rejection and `loss_type` are inert then. `wire_bypass_mode` turns the
-second switch on in time; the other functions here say so where it is off.
+second switch on in time; the other functions here warn if it is off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollcorr.config import InertOptionWarning
 from rollcorr.integrations.verl.config import RolloutCorrectionConfig
 from rollcorr.integrations.verl.correction import Batch
 
-Config = Any  # the whole configuration of a verl run: an OmegaConf node or nested dictionaries
+Config = Any  # the full configuration of a verl run: an OmegaConf node or nested dictionaries
 
 ACTOR_SWITCH = """
   actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}
@@ -28,10 +28,10 @@ ACTOR_SWITCH = """
 
 
 def wire_bypass_mode(config: Config) -> bool:
-    """Give the actor the bypass loss and its correction, where `rollout_correction.bypass_mode` asks for them.
+    """Configure the actor's bypass loss and its correction if `rollout_correction.bypass_mode` is set.
 
     Call it on the configuration of the run before the trainer is built; `install` does so in verl's own trainers. It
-    sets what verl's legacy trainer sets, and it warns of options that the run would ignore.
+    sets the same options as verl's legacy trainer, and it warns of options that the run would ignore.
 
     Args:
         config: has algorithm.rollout_correction and actor_rollout_ref.actor.policy_loss. The latter gets loss_mode
@@ -41,9 +41,9 @@ def wire_bypass_mode(config: Config) -> bool:
         True if the actor will use the bypass loss.
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an unknown key, an option outside its limits, bypass without rollout log-probs, or an actor that has
-            a different rollout_correction already.
+        TypeError: an option's type is invalid.
+        ValueError: a key is unknown, an option is outside its limits, bypass mode lacks rollout log-probs, or the actor
+            already has a different rollout_correction.
     """
     correction = _part(config, "algorithm", "rollout_correction")
     if correction is None:
@@ -69,7 +69,7 @@ def wire_bypass_mode(config: Config) -> bool:
             "Set it to True"
         )
 
-    # The actor's own part says which loss it uses. A loss that the user chose stays.
+    # The actor's own section names its loss. Keep a loss that the user chose.
     policy_loss = _part(config, "actor_rollout_ref", "actor", "policy_loss")
     if policy_loss is None:
         raise ValueError(
@@ -102,18 +102,18 @@ def apply_bypass_mode(
     rollout_corr_config: Mapping[str, Any] | None = None,
     policy_loss_config: Any = None,  # noqa: ANN401 (an OmegaConf node or a dictionary)
 ) -> None:
-    """Take the rollout log-probs as old log-probs, and tell the actor to use the bypass loss with this correction.
+    """Use the rollout log-probs as old log-probs, and configure the actor's bypass loss with this correction.
 
-    verl's legacy trainer calls this in every step, when its actor has long been built: it warns then. The V1 trainer
-    never calls it. `wire_bypass_mode` tells the actor in time.
+    verl's legacy trainer calls this in every step, after its actor was built; it warns then. The V1 trainer never calls
+    it. `wire_bypass_mode` configures the actor in time.
 
     Args:
         batch: has rollout_log_probs; gets old_log_probs.
-        rollout_corr_config: handed to the actor as it is.
+        rollout_corr_config: passed to the actor unchanged.
         policy_loss_config: gets loss_mode "bypass_mode" and rollout_correction.
 
     Raises:
-        ValueError: the batch has no rollout_log_probs, or there is no policy_loss_config to tell.
+        ValueError: the batch has no rollout_log_probs, or policy_loss_config is missing.
     """
     if policy_loss_config is None:
         raise ValueError("policy_loss_config is required: the actor learns from it to use the bypass loss")
@@ -122,7 +122,7 @@ def apply_bypass_mode(
 
 
 def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
-    """π_old := μ: the rollout log-probs become the old log-probs, because `option` asks for it.
+    """Set π_old := μ: use the rollout log-probs as old log-probs, as `option` requests.
 
     Raises:
         ValueError: the batch has no rollout_log_probs.
@@ -133,8 +133,8 @@ def take_rollout_log_probs(batch: Batch, *, option: str) -> None:
 
 
 def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
-    """Name the loss and its correction in the actor's configuration, and warn if the actor was built without them."""
-    # Only verl's own trainers hold an OmegaConf node, of which their actors have a copy. A dictionary may be shared.
+    """Set the loss and its correction in the actor's configuration, and warn if the actor was built without them."""
+    # Only verl's own trainers use an OmegaConf node, which their actors copy. A dictionary may be shared.
     built_with = policy_loss_config.get("loss_mode", "vanilla")
     if _is_omegaconf(policy_loss_config) and built_with != loss_mode:
         _warn(
@@ -161,7 +161,7 @@ def _is_omegaconf(config: Any) -> bool:  # noqa: ANN401 (a node or a dictionary)
 
 
 def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's ActorConfig, or an object like it)
-    """Say that an actor with a bypass correction uses the vanilla loss."""
+    """Warn if an actor with a bypass correction uses the vanilla loss."""
     policy_loss = getattr(actor, "policy_loss", None) or {}
     correction = policy_loss.get("rollout_correction", None) or {}
     if policy_loss.get("loss_mode", None) not in (None, "bypass_mode") and correction.get("bypass_mode", False):
@@ -173,7 +173,7 @@ def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's Actor
 
 
 def warn_if_not_for_bypass(correction: Mapping[str, Any]) -> None:
-    """Say that a bypass loss got a correction that is not for bypass mode: what verl puts there if it is left out."""
+    """Warn if a bypass loss got a correction that is not for bypass mode, such as verl's default."""
     if correction.get("bypass_mode", None) is False:
         _warn(
             "The bypass loss got a rollout_correction with bypass_mode=False. verl fills in such a one, without "
@@ -183,14 +183,14 @@ def warn_if_not_for_bypass(correction: Mapping[str, Any]) -> None:
 
 
 def _part(config: Config, *names: str) -> Any:  # noqa: ANN401 (a node, a dictionary or a value)
-    """The value under these names, or None where one is missing."""
+    """Return the value under these nested names, or None if one is missing."""
     for name in names:
         config = None if config is None else config.get(name, None)
     return config
 
 
 def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None:
-    """Warn of each option that asks for something."""
+    """Warn of each option that is set but has no effect."""
     unset = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "loss_type": "ppo_clip"}
     for name, nothing in unset.items():
         if settings[name] != nothing:
@@ -205,5 +205,5 @@ def _fix(loss_mode: str) -> str:
 
 
 def _warn(message: str) -> None:
-    # One place for every warning: Python shows each text once per process, however often an actor's loss is called.
+    # Emit all warnings from one line: Python then shows each message once per process, however often a loss is called.
     warnings.warn(message, InertOptionWarning, stacklevel=1)

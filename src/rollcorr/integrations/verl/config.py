@@ -1,4 +1,4 @@
-"""verl's configuration object: raw fields, kept as they are given and checked on use."""
+"""verl's configuration object: raw fields, stored unchanged and validated on use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Corrected = tuple[Tensor | None, Tensor, dict[str, float]]
 """Weights or None, the loss mask in the dtype of the response mask, and prefixed metrics."""
 
-# What a correction reads only where it computes weights.
+# Options that a correction reads only if it computes weights.
 WEIGHT_OPTIONS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -44,20 +44,20 @@ SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 class RawConfig(Mapping[str, Any]):
     """A dataclass that reads as a mapping of its fields, for call sites such as `config.get("rollout_is", None)`.
 
-    Its last two fields, `verl_parity` and `impl`, say how it is computed; the others are options of a correction.
+    Its last two fields, `verl_parity` and `impl`, select the implementation; all earlier fields are correction options.
     """
 
     _elsewhere: ClassVar[Mapping[str, str]]
 
     def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
-        """Correct a batch, as the public functions do that wrap this.
+        """Correct a batch; the public functions are wrappers of this method.
 
         Args:
             train: log π, nats, (B, T).
             rollout: log μ, nats, (B, T).
-            response_mask: non-zero on tokens that the policy sampled, (B, T). It is returned as it is, bit for bit,
-                where the configuration only measures.
-            in_loss: the mask is for a loss that reads `rollout`, so a missing log-prob leaves it in any case.
+            response_mask: non-zero on tokens that the policy sampled, (B, T). Returned unchanged, bit for bit, if
+                the configuration only measures.
+            in_loss: the mask is for a loss that reads `rollout`, so tokens without a log-prob are always removed.
         """
         raise NotImplementedError
 
@@ -72,18 +72,18 @@ class RawConfig(Mapping[str, Any]):
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, verl_parity: bool = False) -> Self:
-        """The fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
+        """Return the fields of any mapping with verl's keys: this class, verl's own, a dictionary or an OmegaConf node.
 
-        A missing `rollout_is` means None, as at verl's call sites.
+        A missing `rollout_is` disables weights, as at verl's call sites.
 
         Args:
             config: the mapping.
-            verl_parity: True asks for verl's numbers, whatever the mapping says.
+            verl_parity: True computes verl's numbers, overriding the mapping.
 
         Raises:
-            ValueError: a key that this generation does not have; says where it belongs, or suggests the nearest.
+            ValueError: this generation lacks a key; the message names its place, or suggests the nearest key.
         """
-        # A mapping of this class is complete; in any other, a missing level is no level.
+        # A mapping of this class is complete; in any other, a missing level means no weights.
         missing = {} if isinstance(config, cls) else {"rollout_is": None}
         options = missing | {key: config[key] for key in config if key != "_target_"}  # Hydra's key is no option
         known = [field.name for field in dataclasses.fields(cls)]
@@ -96,23 +96,23 @@ class RawConfig(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrectionConfig(RawConfig):
-    """What verl's class of this name holds and what this library adds, with `to_config()` to check and convert it.
+    """The fields of verl's class of this name plus this library's own; `to_config()` validates and converts them.
 
     Attributes:
-        rollout_is: level of the importance weights; None for none.
-        rollout_is_threshold: ceiling, or band "lo_hi" (IcePop). None computes no weights, as in verl.
+        rollout_is: level of the importance weights; None disables them.
+        rollout_is_threshold: ceiling, or band "lo_hi" (IcePop). None disables weights, as in verl.
         rollout_is_batch_normalize: divide the weights by their batch mean.
         rollout_rs: rejection criteria, one text with commas, or a list.
         rollout_rs_threshold: one threshold for all, or one for each with commas.
-        bypass_mode: take the rollout log-probs as old log-probs.
+        bypass_mode: use the rollout log-probs as old log-probs.
         loss_type: "ppo_clip" or "reinforce"; bypass mode only.
         rollout_token_veto_threshold: reject a sequence with a token of ratio below this. Not in verl 0.9.1, like all
             that follow.
-        apply_is: False measures the weights and returns none.
-        nonfinite: what a NaN or infinite log-prob does: "reject_token", "reject_sequence", "neutral" or "raise".
-        safety_bound: log weights are clamped to ± this many nats.
-        batch_normalize_over: the batch mean is that of all "valid" units, or of the "kept" ones.
-        rollout_is_floor: the smallest weight; None for none.
+        apply_is: False measures the weights without returning them.
+        nonfinite: action on a NaN or infinite log-prob: "reject_token", "reject_sequence", "neutral" or "raise".
+        safety_bound: clamp log weights to ± this value, nats.
+        batch_normalize_over: compute the batch mean over all "valid" units, or over the "kept" ones.
+        rollout_is_floor: optional; the smallest weight.
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
@@ -133,7 +133,7 @@ class RolloutCorrectionConfig(RawConfig):
     verl_parity: bool = False
     impl: str = "auto"
 
-    # Keys that verl's class does not have, and where they belong.
+    # Keys that verl's class does not have, and their right place.
     _elsewhere = dict.fromkeys(
         KEYS["2025-10"] + KEYS["2025-11"],
         "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
@@ -152,7 +152,7 @@ class RolloutCorrectionConfig(RawConfig):
             weights, mask, found = parity.correct(train, rollout, response_mask, config)
             weights, metrics = weights if config.apply_is else None, parity.to_floats(found, prefix=PREFIX)
         else:
-            # verl normalizes over the default process group, if there is one; all else is local to the caller's batch.
+            # verl normalizes over the default process group if initialized; everything else is local to the batch.
             over_all = config.rollout_is_batch_normalize and torch.distributed.is_available()
             group = torch.distributed.group.WORLD if over_all else None
             correction = correct(train, rollout, response_mask, config, group=group, densities=True)
@@ -161,26 +161,26 @@ class RolloutCorrectionConfig(RawConfig):
         return weights, response_mask if config.only_measures and not in_loss else mask, metrics
 
     def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library: the same correction, operating mode and loss.
+        """Return this library's validated configuration: the same correction, operating mode and loss.
 
         Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
+            TypeError: a value's type is invalid.
+            ValueError: a value is outside its limits.
         """
         options = {**self, "rollout_is": _level(self)}
         del options["verl_parity"]
         if self.rollout_is_threshold is None:
-            del options["rollout_is_threshold"]  # here, None would mean weights without a ceiling
+            del options["rollout_is_threshold"]  # in this library None means weights without a ceiling
         return CheckedConfig(**options)
 
     def to_correction(self) -> CheckedConfig:
-        """What to weight and reject alone: the parts of `to_config` that a correction reads, and only those in use.
+        """Return only weighting and rejection: the options of `to_config` that a correction reads and uses.
 
         Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
+            TypeError: a value's type is invalid.
+            ValueError: a value is outside its limits.
         """
-        # Thresholds that nothing uses are left out, so that they are not reported as inert in every step.
+        # Drop unused thresholds, so that they are not reported as inert in every step.
         unread = {"bypass_mode", "loss_type", "verl_parity"}
         if _level(self) is None:
             unread.update(WEIGHT_OPTIONS)
@@ -190,7 +190,7 @@ class RolloutCorrectionConfig(RawConfig):
 
 
 def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
-    """The preset with some thresholds replaced; verl takes the two ends of an IcePop band apart."""
+    """Return the preset with some thresholds replaced; verl passes the two ends of an IcePop band separately."""
     if name in BAND_PRESETS:
         lower, upper = str(PRESETS[name].values["rollout_is_threshold"]).split("_")
         given = {"threshold": f"{given.get('threshold_lower', lower)}_{given.get('threshold', upper)}"}
@@ -206,10 +206,10 @@ for _name, _preset in PRESETS.items():
 
 
 def _level(config: RolloutCorrectionConfig) -> str | None:
-    """`rollout_is`, or None where verl computes no weights although a level is set.
+    """Return `rollout_is`, or None if verl computes no weights although a level is set.
 
     Raises:
-        TypeError: the threshold is a bool. The words are those that verl's own tests look for.
+        TypeError: the threshold is a bool. verl's own tests match this message.
     """
     if isinstance(config.rollout_is_threshold, bool):
         raise TypeError(

@@ -27,12 +27,12 @@ WEIGHT_METRICS = (f"{PREFIX}rollout_is_", f"{PREFIX}saturated_")
 REJECTION_METRICS = f"{PREFIX}rollout_rs_"
 
 WEIGHTS = "rollout_is_weights"
-Batch = Any  # verl's DataProto, or a `TensorBatch`: named tensors under `.batch`, and a union with another batch
+Batch = Any  # verl's DataProto, or a `TensorBatch`: named tensors under `.batch`, and a `union` method
 
 
 @dataclass
 class TensorBatch:
-    """Named tensors under `.batch`, as in verl's DataProto; what is returned where verl is not installed.
+    """Named tensors under `.batch`, as in verl's DataProto; returned if verl is not installed.
 
     Attributes:
         batch: name → tensor, all with the same first dimension.
@@ -41,13 +41,13 @@ class TensorBatch:
     batch: MutableMapping[str, Tensor] = field(default_factory=dict)
 
     def union(self, other: TensorBatch) -> TensorBatch:
-        """This batch with the other's tensors.
+        """Return this batch with the tensors of `other` added.
 
         Args:
             other: tensors with the same number of rows, of any shape.
 
         Raises:
-            ValueError: both hold different tensors under one name.
+            ValueError: both contain different tensors under one name.
         """
         for name, tensor in other.batch.items():
             if name in self.batch and not self.batch[name].equal(tensor):
@@ -57,7 +57,7 @@ class TensorBatch:
 
 
 def weight_batch(weights: Tensor) -> Batch:
-    """Weights as `.batch["rollout_is_weights"]` of a DataProto, or of a `TensorBatch` without verl."""
+    """Return weights as `.batch["rollout_is_weights"]` of a DataProto, or of a `TensorBatch` without verl."""
     try:
         from verl.protocol import DataProto
     except ImportError:
@@ -77,17 +77,17 @@ def compute_rollout_correction_and_rejection_mask(
     *,
     verl_parity: bool = False,
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
-    """Weights w(π/μ), the mask of what stays in the loss, and every metric.
+    """Compute weights w(π/μ), the loss mask, and every metric.
 
     Args:
         old_log_prob: log π of the sampled tokens, nats.
         rollout_log_prob: log μ, nats.
         response_mask: non-zero on tokens that the policy sampled.
-        rollout_is: "token", "sequence" or "geometric"; None for no weights.
-        rollout_is_threshold: ceiling, or band "lo_hi"; None computes no weights, as in verl.
-        rollout_is_batch_normalize: divide the weights by their mean, taken over the default process group where that is
+        rollout_is: "token", "sequence" or "geometric"; None disables weights.
+        rollout_is_threshold: ceiling, or band "lo_hi"; None disables weights, as in verl.
+        rollout_is_batch_normalize: divide the weights by their mean, computed over the default process group if that is
             initialized.
-        rollout_rs: rejection criteria; None for none.
+        rollout_rs: optional; rejection criteria.
         rollout_rs_threshold: their thresholds; k1 bounds are on the ratio.
         verl_parity: compute verl 0.9.1's numbers.
 
@@ -96,8 +96,8 @@ def compute_rollout_correction_and_rejection_mask(
         metrics under "rollout_corr/".
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
+        TypeError: an option's type is invalid.
+        ValueError: an option is outside its limits, shapes differ, or, with `verl_parity`, the batch has no token.
     """
     config = RolloutCorrectionConfig(
         rollout_is,
@@ -112,14 +112,14 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def weights_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) -> tuple[Tensor, dict[str, float]]:
-    """The weights of a log-ratio and their metrics without prefix."""
+    """Return the weights of a log-ratio, and their metrics without prefix."""
     weights, _, metrics = settings.corrected(log_ratio, torch.zeros_like(log_ratio), response_mask)
     assert weights is not None
     return weights, family(metrics, WEIGHT_METRICS)
 
 
 def mask_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) -> tuple[Tensor, dict[str, float]]:
-    """The loss mask of a log-ratio and its metrics without prefix."""
+    """Return the loss mask of a log-ratio, and its metrics without prefix."""
     _, mask, metrics = settings.corrected(log_ratio, torch.zeros_like(log_ratio), response_mask)
     return mask, family(metrics, REJECTION_METRICS)
 
@@ -127,7 +127,7 @@ def mask_alone(log_ratio: Tensor, response_mask: Tensor, settings: RawConfig) ->
 def compute_rollout_correction_and_add_to_batch(
     batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
 ) -> tuple[Batch, dict[str, float]]:
-    """Replace the batch's response_mask by the loss mask, and add rollout_is_weights when weights are asked for.
+    """Replace the batch's response_mask by the loss mask, and add rollout_is_weights if weights are enabled.
 
     Args:
         batch: has old_log_probs, rollout_log_probs and response_mask, each (B, T).
@@ -138,16 +138,16 @@ def compute_rollout_correction_and_add_to_batch(
         The batch, and every metric under "rollout_corr/".
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an unknown key, an option outside its limits, or shapes that differ.
+        TypeError: an option's type is invalid.
+        ValueError: a key is unknown, an option is outside its limits, or shapes differ.
     """
     return corrected_batch(batch, RolloutCorrectionConfig.read(rollout_corr_config, verl_parity=verl_parity))
 
 
 def corrected_batch(batch: Batch, settings: RawConfig) -> tuple[Batch, dict[str, float]]:
-    """The batch with its loss mask, and weights if there are any; and the metrics.
+    """Return the batch with its loss mask and, if enabled, weights; and the metrics.
 
-    The mask takes the place of response_mask: that is how a rejected token leaves verl's loss.
+    The mask replaces response_mask, which removes rejected tokens from verl's loss.
     """
     tensors = batch.batch
     weights, tensors["response_mask"], metrics = settings.corrected(
@@ -165,7 +165,7 @@ def compute_rollout_correction_weights(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights alone: exp of the level's log-ratio, truncated or (with a band) zeroed outside.
+    """Compute weights: exp of the level's log-ratio, truncated or (with a band) zeroed outside.
 
     Args:
         log_ratio: log π − log μ, nats.
@@ -179,8 +179,8 @@ def compute_rollout_correction_weights(
         (B, T) weights, 0 at padding, without gradient; metrics without prefix.
 
     Raises:
-        TypeError: an option of the wrong type; a threshold of None is one.
-        ValueError: an option outside its limits, or shapes that differ.
+        TypeError: an option's type is invalid, or the threshold is None.
+        ValueError: an option is outside its limits, or shapes differ.
     """
     if rollout_is_threshold is None or rollout_is is None:
         raise TypeError(f"weights need a threshold and a level; got {rollout_is_threshold!r} and {rollout_is!r}")
@@ -198,12 +198,12 @@ def compute_rollout_rejection_mask(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask alone: response tokens that every criterion keeps.
+    """Compute the loss mask: response tokens that every criterion keeps.
 
     Args:
         log_ratio: log π − log μ, nats.
         response_mask: non-zero on valid tokens.
-        rollout_rs: criteria, one text with commas or a list.
+        rollout_rs: criteria, a comma-separated string or a list.
         rollout_rs_threshold: one threshold for all, or one for each; k1 bounds are on the ratio.
         verl_parity: compute verl 0.9.1's numbers.
 
@@ -211,8 +211,8 @@ def compute_rollout_rejection_mask(
         The mask in the dtype of `response_mask`; metrics without prefix.
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option outside its limits, no threshold, or shapes that differ.
+        TypeError: an option's type is invalid.
+        ValueError: an option is outside its limits, the threshold is missing, or shapes differ.
     """
     if rollout_rs is None:
         raise ValueError("rollout_rs must name at least one criterion; got None")
@@ -225,21 +225,21 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor, *, verl_parity: bool = False
 ) -> dict[str, float]:
-    """How far apart π and μ are, without a prefix; π's perplexity alone when μ is None.
+    """Compute metrics of the gap between π and μ, without a prefix; only π's perplexity without μ.
 
     Args:
         old_log_prob: log π of the sampled tokens, nats, (B, T).
-        rollout_log_prob: log μ, nats, (B, T), or None.
+        rollout_log_prob: optional; log μ, nats, (B, T).
         response_mask: non-zero on tokens that the policy sampled, (B, T).
         verl_parity: compute verl 0.9.1's numbers.
 
     Raises:
-        ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
+        ValueError: shapes differ, or, with `verl_parity`, the batch has no token.
     """
     if verl_parity:
         return parity.to_floats(parity.policy_gap(*parity.prepared(old_log_prob, rollout_log_prob, response_mask)))
 
-    # Without μ, π is compared with itself, and only what π alone has is reported.
+    # Without μ, compare π with itself and report only π's own metrics.
     rollout = old_log_prob if rollout_log_prob is None else rollout_log_prob
     metrics = correct(old_log_prob, rollout, response_mask, CheckedConfig(), densities=True).metrics(prefix="")
     if rollout_log_prob is None:
@@ -250,7 +250,7 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, *, verl_parity: bool = False
 ) -> dict[str, float]:
-    """`compute_offpolicy_metrics` of the current policy, under "rollout_corr/".
+    """Return `compute_offpolicy_metrics` of the current policy, under "rollout_corr/".
 
     Args:
         log_prob: log π_θ of the sampled tokens, nats, (B, T).
@@ -259,7 +259,7 @@ def compute_rollout_corr_metrics_from_logprobs(
         verl_parity: compute verl 0.9.1's numbers.
 
     Raises:
-        ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
+        ValueError: shapes differ, or, with `verl_parity`, the batch has no token.
     """
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask, verl_parity=verl_parity)
     return {f"{PREFIX}{name}": value for name, value in metrics.items()}
@@ -276,7 +276,7 @@ def compute_is_metrics(
     *,
     verl_parity: bool = False,
 ) -> dict[str, float]:
-    """Statistics of weights that were computed elsewhere, without a prefix.
+    """Compute statistics of given weights, without a prefix.
 
     Args:
         rollout_is_weights: the weights in use, (B, T).
@@ -285,11 +285,11 @@ def compute_is_metrics(
         response_mask: non-zero on valid tokens, (B, T).
         rollout_is: their level.
         rollout_is_threshold: C: weights above it count as high.
-        rollout_is_threshold_lower: weights below it count as low; None for 1/C.
+        rollout_is_threshold_lower: weights below it count as low; defaults to 1/C.
         verl_parity: compute verl 0.9.1's numbers.
 
     Raises:
-        ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
+        ValueError: shapes differ, or, with `verl_parity`, the batch has no token.
     """
     high = rollout_is_threshold
     low = 1 / high if rollout_is_threshold_lower is None else rollout_is_threshold_lower
@@ -300,7 +300,7 @@ def compute_is_metrics(
             weights, raw, log_weight, response_mask, parity.Band(level=rollout_is, lower=low, upper=high, clip_low=0.0)
         )
 
-    # What the bounds judge: each token, or each row that holds one.
+    # The bounds apply to each token, or to each row that contains a token.
     mask, by_token = response_mask != 0, rollout_is == "token"
     nonempty = mask.any(-1)
     unit = mask if by_token else nonempty.unsqueeze(-1)
@@ -319,7 +319,7 @@ def compute_is_metrics(
     moments = {name: moments_of(values, where) for name, (values, where) in measured.items()}
     extremes = {name: extremes_of(values, where) for name, (values, where) in measured.items()}
 
-    # ESS and the spread are over the level's unit; the range of a sequence's weight is that of its log.
+    # ESS and the spread are over the level's unit; min and max of a sequence's weight come from its log.
     moments["unit_weight"] = moments["weight" if by_token else "sequence_weight"]
     if not by_token:
         extremes["log_weight"] = extremes_of(log_weight, unit)
@@ -327,5 +327,5 @@ def compute_is_metrics(
 
 
 def family(metrics: dict[str, float], prefixes: str | tuple[str, ...]) -> dict[str, float]:
-    """The metrics of one family, without "rollout_corr/"."""
+    """Return the metrics of one family, without "rollout_corr/"."""
     return {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(prefixes)}

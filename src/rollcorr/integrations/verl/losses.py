@@ -1,8 +1,8 @@
 """verl's policy losses and its loss aggregation, with their names, arguments and return values.
 
-The per-token losses and the sums are those of `rollcorr.core`: a batch in which nothing is left gives loss 0 and
-gradient 0, and values at masked positions are never read. Log-probs, advantages and masks are (B, T).
-verl hands the arguments of `compute_policy_loss_vanilla` to every loss in its registry.
+The per-token losses and the sums come from `rollcorr.core`: loss and gradient are 0 if every token is rejected, and
+values at masked positions are never read. Log-probs, advantages and masks are (B, T).
+verl passes the arguments of `compute_policy_loss_vanilla` to every loss in its registry.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def agg_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Σ loss / denominator × dp_size, so that gradients averaged over the data-parallel ranks are those of one process.
+    """Return Σ loss / denominator × dp_size, so that gradients averaged over data-parallel ranks equal one process's.
 
     Args:
         loss_mat: per-token loss; never read outside the mask.
@@ -47,26 +47,26 @@ def agg_loss(
         loss_agg_mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean" or
             "seq-mean-token-sum-norm".
         dp_size: data-parallel ranks whose gradients are averaged.
-        batch_num_tokens: tokens in the whole optimizer step; None counts the mask, which needs dp_size 1.
-        global_batch_size: sequences in the whole optimizer step; None counts the rows with a token in the loss.
-        loss_scale_factor: the constant of "seq-mean-token-sum-norm"; None is T.
+        batch_num_tokens: tokens in the optimizer step, over all ranks; defaults to the mask's count if dp_size is 1.
+        global_batch_size: sequences in the optimizer step; defaults to the number of rows with a token in the loss.
+        loss_scale_factor: the constant of "seq-mean-token-sum-norm"; defaults to T.
 
     Returns:
-        0-d, connected to the graph; 0 when nothing is in the loss.
+        0-d, connected to the graph; 0 if no token is in the loss.
 
     Raises:
-        ValueError: an unknown mode, or a missing count with dp_size > 1.
+        ValueError: the mode is unknown, or a count is missing with dp_size > 1.
     """
     check_choice("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
 
-    # A count that is not given is that of this batch.
+    # A missing count defaults to this batch's count.
     local = count_denominators(loss_mask)
     denominators = Denominators(
         local.tokens if batch_num_tokens is None else batch_num_tokens,
         local.sequences if global_batch_size is None else global_batch_size,
     )
 
-    # One rank cannot count what the others hold.
+    # One rank cannot count the tokens of all ranks.
     needed = {"token-mean": ("batch_num_tokens", batch_num_tokens), "token-sum": ("dp_size", dp_size)}
     name, value = needed.get(loss_agg_mode, ("global_batch_size", global_batch_size))
     if dp_size > 1 and value is None:
@@ -87,14 +87,14 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> FourTensors:
-    """PPO-clip from clip constants; verl's older form.
+    """Compute the PPO-clip loss from clip constants; verl's older signature.
 
     Args:
         old_log_prob: log π_old, nats.
         log_prob: log π_θ, nats; carries the gradient.
         advantages: per token.
         response_mask: tokens in the loss, after rejection.
-        cliprange: ε on both sides; stands in for either of the next two.
+        cliprange: ε on both sides; the default of the next two.
         cliprange_low: how far the ratio may fall.
         cliprange_high: how far it may rise.
         clip_ratio_c: c of the dual clip, > 1.
@@ -128,26 +128,24 @@ def compute_policy_loss_vanilla(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """−w · min(r A, clip(r) A), aggregated; r = π_θ / π_old.
+    """Compute −w · min(r A, clip(r) A), aggregated; r = π_θ / π_old.
 
     Args:
         old_log_prob: log π_old, nats; in bypass mode log μ, because the trainer put it there.
         log_prob: log π_θ, nats; carries the gradient.
         advantages: per token.
-        response_mask: tokens in the loss, after rejection. A loss that rejects by itself takes the tokens that the
-            policy sampled.
+        response_mask: tokens in the loss, after rejection; all sampled tokens for a loss that rejects by itself.
         loss_agg_mode: as in `agg_loss`.
         config: the actor's. It has clip_ratio, clip_ratio_low, clip_ratio_high and get("clip_ratio_c", 3.0); for the
             newest losses global_batch_info; for bypass losses policy_loss.get("rollout_correction").
-        rollout_is_weights: weights π_old / μ; None for none. Bypass losses compute their own and ignore these, as verl
-            does.
+        rollout_is_weights: optional; weights π_old / μ. Bypass losses compute their own and ignore these, as verl does.
         verl_parity: clamp the log-ratio in the reported KL to ±20, as in verl.
 
     Returns:
         Loss, and "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower".
 
     Raises:
-        ValueError: no config, a clip constant outside its range, or shapes that differ.
+        ValueError: the config is missing, a clip constant is outside its range, or shapes differ.
     """
     actor = checked_actor(config)
     warn_if_vanilla_in_bypass(actor)
@@ -173,7 +171,7 @@ def compute_policy_loss_reinforce(
     config: Config = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """−sg(w) · log π_θ · A, aggregated.
+    """Compute −sg(w) · log π_θ · A, aggregated.
 
     Args:
         rollout_log_prob: log μ, nats; for the reported KL.
@@ -182,13 +180,13 @@ def compute_policy_loss_reinforce(
         response_mask: tokens in the loss, after rejection.
         loss_agg_mode: as in `agg_loss`.
         config: has global_batch_info.
-        rollout_is_weights: weights π_θ / μ; None for none.
+        rollout_is_weights: optional; weights π_θ / μ.
 
     Returns:
         Loss, and "actor/ppo_kl".
 
     Raises:
-        ValueError: no config, or shapes that differ.
+        ValueError: the config is missing, or shapes differ.
     """
     actor = checked_actor(config)
     per_token, statistics = reinforce_loss(
@@ -209,7 +207,7 @@ def compute_policy_loss_bypass_mode(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The bypass loss: π_old is μ; rejection, and for REINFORCE the weights, come from π_θ / μ in this call.
+    """Compute the bypass loss: π_old is μ; rejection, and for REINFORCE the weights, come from π_θ / μ in this call.
 
     Args:
         old_log_prob: log μ, nats: the trainer put it there.
@@ -225,7 +223,7 @@ def compute_policy_loss_bypass_mode(
         Loss; the loss's metrics and the correction's.
 
     Raises:
-        ValueError: no correction in the config, an option outside its limits, or shapes that differ.
+        ValueError: the config has no correction, an option is outside its limits, or shapes differ.
     """
     correction = actor_correction(config, writer="wire_bypass_mode")
     warn_if_not_for_bypass(correction)
@@ -233,18 +231,18 @@ def compute_policy_loss_bypass_mode(
     check_choice("loss_type", settings.loss_type, ("ppo_clip", "reinforce"))
     weights, mask, correction_metrics = settings.corrected(log_prob, old_log_prob, response_mask, in_loss=True)
 
-    # What is left is divided by the counts of the actor's global_batch_info: those of the tokens before rejection.
+    # Divide the kept loss by the counts of the actor's global_batch_info, which are counts before rejection.
     data = old_log_prob, log_prob, advantages, mask, loss_agg_mode, config
     if settings.loss_type == "reinforce":
         loss, metrics = compute_policy_loss_reinforce(*data, weights)
     else:
-        # The clipped ratio π_θ / μ is the importance ratio: weights would count it twice.
+        # The clipped ratio π_θ / μ is the importance ratio: weights would apply it twice.
         loss, metrics = compute_policy_loss_vanilla(*data, verl_parity=settings.verl_parity)
     return loss, metrics | correction_metrics
 
 
 def clip_statistics(statistics: Statistics) -> Tensor:
-    """(3,): share that the clip stops on either side, KL, share that the dual clip stops."""
+    """Return (3,): share that the clip stops on either side, KL, share that the dual clip stops."""
     mean = {name: statistics.moment(name)[1] for name in statistics.names["moments"]}
     return torch.stack(
         [mean["clip_fraction_high"] + mean["clip_fraction_low"], mean["policy_kl"], mean["clip_fraction_dual"]]
@@ -252,13 +250,13 @@ def clip_statistics(statistics: Statistics) -> Tensor:
 
 
 def four_tensors(loss: Tensor, statistics: Statistics) -> FourTensors:
-    """A clipped loss with its statistics, in the loss's dtype."""
+    """Return a clipped loss with its statistics, in the loss's dtype."""
     clip_fraction, kl, dual_fraction = clip_statistics(statistics).to(loss.dtype)
     return loss, clip_fraction, kl, dual_fraction
 
 
 def clip_constants(config: Config) -> dict[str, Any]:
-    """ε_low, ε_high and c of verl's actor config, for `ppo_clip_loss`; clip_ratio stands in for either ε."""
+    """Return ε_low, ε_high and c of verl's actor config, for `ppo_clip_loss`; clip_ratio is the default of both ε."""
     return {
         "clip_low": config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
         "clip_high": config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
@@ -267,10 +265,10 @@ def clip_constants(config: Config) -> dict[str, Any]:
 
 
 def checked_actor(config: Config) -> Config:
-    """The actor's configuration, if there is one.
+    """Return the actor's configuration.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it is missing.
     """
     if config is None:
         raise ValueError("config is required: it holds the clip constants and global_batch_info")
@@ -278,10 +276,10 @@ def checked_actor(config: Config) -> Config:
 
 
 def actor_correction(config: Config, *, writer: str) -> Mapping[str, Any]:
-    """`policy_loss.rollout_correction` of the actor's configuration, which the function named `writer` puts there.
+    """Return `policy_loss.rollout_correction` of the actor's configuration, which the function named `writer` sets.
 
     Raises:
-        ValueError: there is no configuration, or no correction in it.
+        ValueError: the configuration is missing, or contains no correction.
     """
     policy_loss = getattr(checked_actor(config), "policy_loss", None)
     correction: Mapping[str, Any] | None = None if policy_loss is None else policy_loss.get("rollout_correction", None)

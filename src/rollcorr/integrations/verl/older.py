@@ -1,7 +1,7 @@
-"""The two older generations of verl: the options of November 2025, and what both releases report of a level's ratio.
+"""The two older generations of verl: the options of November 2025, and both releases' statistics of a level's ratio.
 
-`measured_ratio` takes the statistics before any truncation from `rollcorr.correct`; `reference_correction` computes
-verl's own numbers, for parity.
+`measured_ratio` reads the statistics before truncation from `rollcorr.correct`; `reference_correction` computes verl's
+own numbers, for parity.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SUMMARY = (
 
 
 def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The weights' statistics of the registry under their bare names, min and max before truncation.
+    """Return the registry's weight statistics under their bare names, min and max before truncation.
 
     Args:
         metrics: of a correction with weights, without a prefix.
 
     Returns:
-        "mean", …, "seq_fraction_low". At sequence levels min and max come from the log weight that was never clamped,
-        the maximum capped at e^20.
+        "mean", …, "seq_fraction_low". At sequence levels min and max come from the unclamped log weight, and the
+        maximum is capped at e^20.
     """
     found = {name: metrics[f"rollout_is_{name}"] for name in SUMMARY if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
@@ -54,7 +54,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratio_band(level: str, lower: float, upper: float, *, shares_of_tokens: bool = False) -> parity.Band:
-    """A band by which the older releases judged a ratio: std and ESS are of values clipped to both of its ends."""
+    """Return the older releases' band of a ratio; std and ESS are computed from values clipped to both of its ends."""
     return parity.Band(level=level, lower=lower, upper=upper, clip_low=lower, shares_of_tokens=shares_of_tokens)
 
 
@@ -67,21 +67,21 @@ def reference_correction(
     weighting: parity.Band | None,
     rejection_prefix: str,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """An older release's own numbers.
+    """Compute an older release's own numbers.
 
     Args:
         train: log π, (B, T), nats.
         rollout: log μ.
         response_mask: non-zero on tokens that the policy sampled.
-        config: its ceiling cuts weights, its criteria are bands that a ratio must lie in, and its veto rejects.
-        weighting: level and bounds that describe the weights; None computes none.
-        rejection_prefix: stands before the names of a band's metrics.
+        config: its ceiling truncates weights, its criteria are bands of the ratio, and its veto rejects.
+        weighting: optional; level and bounds of the weights. None disables weights.
+        rejection_prefix: prefix of the names of a band's metrics.
 
     Returns:
         Weights or None; the mask in its own dtype; metrics without "rollout_corr/".
 
     Raises:
-        ValueError: shapes that differ, or a batch without a token.
+        ValueError: shapes differ, or the batch has no token.
     """
     wide_train, wide_rollout, mask = parity.prepared(train, rollout, response_mask)
     log_ratio = wide_train - wide_rollout
@@ -112,7 +112,7 @@ def reference_correction(
 
 
 def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tuple[Tensor, Tensor, parity.Metrics]:
-    """The bounded ratio (B, T), where it is out of the band, (B, T) or (B, 1), and verl's statistics of it."""
+    """Return the bounded ratio (B, T), a mask of its violations, (B, T) or (B, 1), and verl's statistics of it."""
     log_weight, raw = parity.level_ratio(log_ratio, mask, band.level)
     unit = log_weight.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     outside = (unit < band.lower) | (unit > band.upper)
@@ -121,18 +121,18 @@ def _reference_ratio(log_ratio: Tensor, mask: Tensor, band: parity.Band) -> tupl
 
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrectionConfig(RawConfig):
-    """The options of November 2025, kept as they are given and checked on use.
+    """The options of November 2025, stored unchanged and validated on use.
 
-    `rollcorr.config.convert` reports what each of them became.
+    `rollcorr.config.convert` reports the new form of each option.
 
     Attributes:
-        rollout_is: level of the weights, "token" or "sequence"; None for none.
-        rollout_is_threshold: their ceiling; None computes no weights.
-        rollout_rs: level of the rejection band, "token", "sequence" or "geometric"; None for none.
+        rollout_is: optional; level of the weights, "token" or "sequence".
+        rollout_is_threshold: their ceiling; None disables weights.
+        rollout_rs: optional; level of the rejection band, "token", "sequence" or "geometric".
         rollout_rs_threshold: upper end of the band.
-        rollout_rs_threshold_lower: lower end; None is 1 / upper, 0 leaves it open.
+        rollout_rs_threshold_lower: lower end; defaults to 1 / upper. 0 leaves it open.
         rollout_token_veto_threshold: reject a sequence with a token of ratio below this.
-        bypass_old_logprob_for_rollout: take the rollout log-probs as old log-probs.
+        bypass_old_logprob_for_rollout: use the rollout log-probs as old log-probs.
         use_pure_rollout_correction: REINFORCE with weights in place of PPO; needs the bypass.
         verl_parity: compute that release's numbers.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
@@ -154,18 +154,18 @@ class RolloutCorrectionConfig(RawConfig):
     )
 
     def to_config(self) -> CheckedConfig:
-        """The checked configuration of this library: the same correction, operating mode and loss.
+        """Return this library's validated configuration: the same correction, operating mode and loss.
 
         Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value outside its limits.
+            TypeError: a value's type is invalid.
+            ValueError: a value is outside its limits.
         """
         config = convert({name: self[name] for name in KEYS["2025-11"]}, schema="2025-11").config
-        assert config is not None  # only October 2025 could switch everything off
+        assert config is not None  # only the options of October 2025 can disable everything
         return config.with_options(impl=self.impl)
 
     def corrected(self, train: Tensor, rollout: Tensor, response_mask: Tensor, *, in_loss: bool = False) -> Corrected:
-        """Correct by `rollcorr.correct`, or with that release's own numbers; the metrics have that release's names."""
+        """Correct with `rollcorr.correct`, or with that release's own numbers; metrics have that release's names."""
         config, data = self.to_config(), (train, rollout, response_mask)
         if self.verl_parity:
             band, upper = None, config.is_upper
@@ -178,7 +178,7 @@ class RolloutCorrectionConfig(RawConfig):
             metrics = {"rollout_is_veto_fraction": 0.0, "rollout_is_catastrophic_token_fraction": 0.0}
             metrics |= correction.metrics(prefix="")
 
-            # That release also reported the ratio that the band judges. Weights without a ceiling measure it.
+            # That release also reported the ratio that the band checks. Weights without a ceiling measure it.
             for criterion in config.criteria:
                 ratio = CheckedConfig(
                     rollout_is=LEVELS[criterion.name],
@@ -194,7 +194,7 @@ class RolloutCorrectionConfig(RawConfig):
 
 
 def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
-    """The preset with some thresholds replaced, in the options of that release."""
+    """Return the preset with some thresholds replaced, in the options of that release."""
     values = dict(PRESETS[name].values)
     for argument, value in given.items():
         values |= dict.fromkeys(PRESETS[name].parameters[argument], value)

@@ -1,15 +1,15 @@
-"""The reference's own numbers: what `verl_parity=True` computes, written out from verl 0.9.1's definitions.
+"""Compute verl 0.9.1's own numbers for `verl_parity=True`, from that release's definitions.
 
-Only for proving a switch; docs/coming_from/verl.md says why each of these differs from docs/reference/metrics.md:
+Only for verifying a switch; docs/coming_from/verl.md explains why each of these differs from docs/reference/metrics.md:
 
-- every row of the batch is a sequence, also one without a valid token, whose means and sums are then 0;
+- every row of the batch is a sequence; without a valid token, its means and sums are 0;
 - the weight and the statistic of a sequence are averaged over its tokens, so long sequences count more;
-- a standard deviation is taken of clipped values (over tokens) or with n − 1 (over sequences);
+- a standard deviation is computed from clipped values (over tokens) or with n − 1 (over sequences);
 - k1 criteria keep ρ in [1/upper, 1/lower], and a token's log-ratio is clamped before a sequence is summed;
 - sums are divided by count + 1e-8, in the mask's dtype: float32 loses the 1e-8, float64 keeps it.
 
 `mask` is float32 or float64 here, 1 on valid tokens. Arithmetic is in the inputs' dtype, float32 at least; masked
-values are never read. Nothing here is on a step path.
+values are never read. No function here runs on a step path.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rollcorr.core.layout import check_layout, sequence_max, sequence_sum
 
 EPSILON = 1e-8
 
-# Where verl has no choice: its log weights end at ±20, it normalizes over all units, and it never looks for NaN, which
-# the default of `nonfinite` stands for.
+# Options that are fixed in verl: log weights are clamped to ±20, normalization is over all units, and NaN is never
+# checked, which corresponds to the default of `nonfinite`.
 OF_VERL = {"nonfinite": "reject_token", "safety_bound": SAFETY_BOUND, "batch_normalize_over": "valid"}
 
 Metrics = dict[str, Tensor]
@@ -38,11 +38,11 @@ Metrics = dict[str, Tensor]
 def correct(
     train: Tensor, rollout: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Weights in the dtype that verl returns, or None; the mask in its own dtype; metrics.
+    """Return weights in verl's dtype, or None; the mask in its own dtype; metrics.
 
     Raises:
-        ValueError: shapes that differ, a batch without a token, a criterion of denoising steps, or an option that verl
-            does not have.
+        ValueError: shapes differ, the batch has no token, a criterion is on denoising steps, or verl does not have an
+            option.
     """
     check_token_criteria(config.criteria)
     wide_train, wide_rollout, mask = prepared(train, rollout, response_mask)
@@ -50,7 +50,7 @@ def correct(
     weights, kept = None, mask != 0
     metrics: Metrics = {}
 
-    # Reject options that verl 0.9.1 does not have: there is no number to reproduce.
+    # Reject options that verl 0.9.1 does not have: no reference number exists.
     one_sided = config.is_mode == "icepop" and None in (config.is_lower, config.is_upper)
     if config.rollout_is is not None and (one_sided or config.rollout_is_floor is not None):
         raise ValueError(
@@ -69,7 +69,7 @@ def correct(
         )
         weights = weights.detach().to(torch.promote_types(train.dtype, response_mask.dtype))
 
-    # Rejection never changes the weights, and weights never change the mask.
+    # Rejection does not change the weights, and weights do not change the mask.
     if config.criteria:
         kept, rejection_metrics = rejection(log_ratio, mask, config.criteria)
         metrics |= rejection_metrics
@@ -83,10 +83,10 @@ def correct(
 
 
 def prepared(train: Tensor, rollout: Tensor | None, response_mask: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """Detached log-probs, and the mask as 0 and 1, in float32 at least.
+    """Return detached log-probs, and the mask as 0 and 1, in float32 at least.
 
     Raises:
-        ValueError: shapes that differ, or a batch without a token.
+        ValueError: shapes differ, or the batch has no token.
     """
     check_layout(train_log_prob=train, rollout_log_prob=train if rollout is None else rollout, mask=response_mask)
     check_tokens(response_mask)
@@ -99,12 +99,12 @@ def prepared(train: Tensor, rollout: Tensor | None, response_mask: Tensor) -> tu
 
 
 def widened_mask(response_mask: Tensor) -> Tensor:
-    """0 and 1 in float64 for a float64 mask, in float32 for any other."""
+    """Return the mask as 0 and 1, in float64 for a float64 mask, else in float32."""
     return (response_mask != 0).to(torch.float64 if response_mask.dtype == torch.float64 else torch.float32)
 
 
 def check_tokens(mask: Tensor) -> None:
-    """Refuse what verl refuses: a batch without a valid token has no numbers to reproduce.
+    """Check that the batch has a valid token, as verl does.
 
     Raises:
         ValueError: no entry of the mask is set.
@@ -114,24 +114,24 @@ def check_tokens(mask: Tensor) -> None:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once per token."""
+    """Compute Σ_V values / (|V| + 1e-8). `values` may be (B, 1): each sequence then counts once per token."""
     return values.expand(mask.shape).masked_fill(mask == 0, 0).sum() / (mask.sum() + EPSILON)
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Σ_t values / (c_i + 1e-8) per row: (B,). An empty row gives 0."""
+    """Compute Σ_t values / (c_i + 1e-8) per row: (B,), 0 for an empty row."""
     return sequence_sum(values, mask != 0) / (mask.sum(-1) + EPSILON)
 
 
 def clipped_deviation(values: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """sqrt(mean(x²) − mean(x)²) over tokens of x = clip(values, low, high); 0 for a single token."""
+    """Compute sqrt(mean(x²) − mean(x)²) over tokens of x = clip(values, low, high); 0 for a single token."""
     clipped = values.clamp(low, high)
     variance = token_mean(clipped.square(), mask) - token_mean(clipped, mask).square()
     return torch.where(mask.sum() > 1, variance.clamp(min=0).sqrt(), 0.0)
 
 
 def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
-    """Perplexities, KL estimates and χ² between the two policies; only π's perplexity without μ."""
+    """Compute perplexities, KL estimates and χ² between the two policies; only π's perplexity without μ."""
     train_mean = sequence_mean(train, mask)
     metrics = {"training_ppl": (-train_mean).exp().mean(), "training_log_ppl": -train_mean.mean()}
     if rollout is None:
@@ -157,7 +157,7 @@ def policy_gap(train: Tensor, rollout: Tensor | None, mask: Tensor) -> Metrics:
 
 
 def level_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """ℓ: d per token (B, T), S_i or G_i per sequence (B, 1); and exp(clamp(ℓ, ±20)), 0 at padding: (B, T)."""
+    """Return ℓ: d per token (B, T), S_i or G_i per sequence (B, 1); and exp(clamp(ℓ, ±20)), 0 at padding: (B, T)."""
     if level == "token":
         log_weight = log_ratio.masked_fill(mask == 0, 0)
     else:
@@ -169,7 +169,7 @@ def level_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Te
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """What weights are judged by.
+    """The bounds of weights and of their statistics.
 
     Attributes:
         level: "token", "sequence" or "geometric".
@@ -187,7 +187,7 @@ class Band:
 
 
 def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, band: Band) -> Metrics:
-    """Statistics of the weights in use (`applied`), and how often they were out of bounds before (`raw`, ℓ).
+    """Compute statistics of the weights in use (`applied`), and their share out of bounds before (`raw`, ℓ).
 
     Args:
         applied: (B, T), 0 at padding.
@@ -196,7 +196,7 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
         mask: (B, T).
         band: bounds.
     """
-    # verl judges tokens by their bounded ratio, and sequences by their log weight before any clamp.
+    # verl compares tokens by their bounded ratio, and sequences by their unclamped log weight.
     if band.level == "token":
         metrics = {
             "max": applied.masked_fill(mask == 0, -torch.inf).max(),
@@ -213,7 +213,7 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
             "ratio_fraction_low": token_mean(low.double(), mask) if band.shares_of_tokens else low.double().mean(),
         }
 
-    # std and ESS are of clipped values: verl lets no outlier into them.
+    # std and ESS are computed from clipped values: verl excludes outliers from them.
     clipped = applied.clamp(band.clip_low, band.upper)
     spread = token_mean((clipped / (token_mean(clipped, mask) + EPSILON)).square(), mask)
     per_sequence, raw_per_sequence = sequence_mean(applied, mask), sequence_mean(raw, mask)
@@ -234,10 +234,10 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
 def metrics_of_given_weights(
     applied: Tensor, raw: Tensor, log_weight: Tensor, response_mask: Tensor, band: Band
 ) -> dict[str, float]:
-    """`weight_metrics` of weights that were computed elsewhere, on the host, under "rollout_is_".
+    """Return `weight_metrics` of given weights, on the host, under "rollout_is_".
 
     Raises:
-        ValueError: a batch without a token.
+        ValueError: the batch has no token.
     """
     check_tokens(response_mask)
     return to_floats(weight_metrics(applied, raw, log_weight, widened_mask(response_mask), band), prefix="rollout_is_")
@@ -246,14 +246,14 @@ def metrics_of_given_weights(
 def importance_weights(
     log_ratio: Tensor, mask: Tensor, level: str, lower: float | None, upper: float, normalize: bool
 ) -> tuple[Tensor, Metrics]:
-    """Truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
+    """Compute truncated (or, with a lower bound, IcePop) weights and their metrics; (B, T), 0 at padding.
 
-    `normalize` divides by the mean over tokens, or over the rows that hold one. Where the default process group is
-    initialized, the mean is taken over that group.
+    `normalize` divides by the mean over tokens, or over the rows that contain one. If the default process group is
+    initialized, the mean is computed over that group.
     """
     log_weight, raw = level_ratio(log_ratio, mask, level)
 
-    # One bound is a ceiling; two are a band, and what lies outside gets weight 0.
+    # One bound is a ceiling; two are a band, outside which weights are 0.
     outside = (raw > upper) if lower is None else (raw < lower) | (raw > upper)
     weights = raw.clamp(max=upper) if lower is None else raw.masked_fill(outside, 0)
 
@@ -270,7 +270,7 @@ def importance_weights(
 
 
 def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
-    """The mean weight over the default process group; 1 where it is not above 1e-8."""
+    """Return the mean weight over the default process group; 1 if it is not above 1e-8."""
     unit, counted = (weights, mask != 0) if level == "token" else (sequence_mean(weights, mask), mask.any(-1))
     totals = torch.stack([unit.masked_fill(~counted, 0).sum(), counted.sum().to(unit.dtype)])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -280,12 +280,12 @@ def _batch_mean(weights: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) -> tuple[Tensor, Metrics]:
-    """The mask after every criterion, and each criterion's metrics."""
+    """Return the mask after every criterion, and each criterion's metrics."""
     metrics: Metrics = {}
     valid = mask != 0
     kept = torch.ones_like(valid)
 
-    # Every criterion judges all tokens, so their order never matters.
+    # Every criterion reads the base mask, so their order has no effect.
     for criterion in criteria:
         statistic = _statistic(log_ratio, mask, criterion)
         lower, upper = _bounds(criterion)
@@ -299,7 +299,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
-    """(B, 1), false for a row with a token of ratio below the threshold; and how many rows and tokens those are."""
+    """Return (B, 1), false for a row with a token of ratio below the threshold; and shares of such rows and tokens."""
     catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {
@@ -309,7 +309,7 @@ def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tens
 
 
 def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
-    """The criterion's statistic: (B, T) per token, (B, 1) per sequence; each token clamped first."""
+    """Compute the criterion's statistic: (B, T) per token, (B, 1) per sequence; each token is clamped first."""
     d = log_ratio.masked_fill(mask == 0, 0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     # k1 is −d here, verl's sign.
     divergence = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[criterion.kind]
@@ -324,7 +324,7 @@ def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
 
 
 def _bounds(criterion: Criterion) -> tuple[float, float]:
-    """Where the statistic stays: k1, here −log ρ, is held between the logs of the ratio bounds as they are written."""
+    """Return the statistic's bounds: k1, here −log ρ, lies between the logs of the ratio bounds as given."""
     upper = math.inf if criterion.upper is None else criterion.upper
     if criterion.kind != "k1":
         return -math.inf, upper
@@ -336,13 +336,13 @@ def _log(bound: float) -> float:
 
 
 def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, mask: Tensor) -> Metrics:
-    """One criterion's metrics; k2 and k3 have no lower side."""
+    """Compute one criterion's metrics; k2 and k3 have no lower bound."""
     lower, upper = _bounds(criterion)
     valid = mask != 0
     nonempty = valid.any(-1)
     by_token, two_sided = criterion.scope == "token", criterion.kind == "k1"
 
-    # Rows without a token take no part in the sequence statistics of a criterion.
+    # Exclude rows without a token from the sequence statistics of a criterion.
     per_sequence = (sequence_mean(statistic, mask) if by_token else statistic.squeeze(-1))[nonempty]
     unit = statistic[valid] if by_token else per_sequence
 
@@ -368,11 +368,11 @@ def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, ma
 
 
 def prefixed(prefix: str, metrics: Metrics) -> Metrics:
-    """The metrics with a prefix before each name."""
+    """Return the metrics with a prefix before each name."""
     return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 def to_floats(metrics: Metrics, *, prefix: str = "") -> dict[str, float]:
-    """All metrics to the host at once."""
+    """Return all metrics as floats, in one transfer to the host."""
     values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in metrics.values()]).tolist()
     return {f"{prefix}{name}": value for name, value in zip(metrics, values, strict=True)}

@@ -1,8 +1,8 @@
-"""Put this library's functions in place of verl's, in one process, before or after verl's trainers are imported.
+"""Replace verl's functions by this library's, in one process, before or after verl's trainers are imported.
 
-`install` replaces functions where verl keeps them, so every later import finds ours; modules that imported one before
-get ours too. `uninstall` puts all of it back. `rollcorr.integrations.verl_plugin` carries the switch to other
-processes.
+`install` replaces functions in the modules that define them, so every later import returns ours; it also patches
+modules that imported one before. `uninstall` restores verl's functions. `rollcorr.integrations.verl_plugin` passes the
+switch to other processes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,18 @@ _put_back = contextlib.ExitStack()
 def install() -> None:
     """Replace verl's rollout-correction functions and losses, and wire bypass mode in every trainer's configuration.
 
-    It covers this process and the Ray workers of every later `ray.init`. A line of the log says what is active.
-    Calling it again changes nothing. As a text it is a `worker_process_setup_hook` of Ray:
-    "rollcorr.integrations.verl.install".
+    It covers this process and the Ray workers of every later `ray.init`. A log line lists the active functions.
+    The call is idempotent. Its name, "rollcorr.integrations.verl.install", can be a `worker_process_setup_hook` of Ray.
 
     Raises:
-        ImportError: verl is not installed, or its functions take other arguments than ours; nothing is replaced then.
+        ImportError: verl is not installed, or its functions have different arguments; no function is replaced then.
     """
     modules = {name: importlib.import_module(name) for name in (HELPER, CORE_ALGOS, UTILS)}
     replacements = _replacements(modules)
     if not replacements:
         return
 
-    # Modules that were imported before hold verl's functions under names of their own.
+    # Modules that were imported before have their own references to verl's functions.
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("verl."):
             _replace_values(vars(module), replacements)
@@ -56,7 +55,7 @@ def install() -> None:
     losses = _replace_values(modules[CORE_ALGOS].POLICY_LOSS_REGISTRY, replacements)
     _carry_to_ray_workers()
 
-    # What is active now, by name.
+    # Names of the active functions.
     parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
     parts.append(f"the policy losses {', '.join(losses)}")
     logger.warning(
@@ -65,16 +64,16 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back what `install` did in this process. Ray workers that are running keep our functions."""
+    """Undo `install` in this process. Running Ray workers keep our functions."""
     _put_back.close()
 
 
 def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any]]:
-    """Our functions, each by the identity of the one of verl that is still in its place.
+    """Return our functions, keyed by the `id` of verl's function that each replaces.
 
     Raises:
-        ImportError: verl has no `need_critic`, where its trainers hand over their configuration before they build a
-            worker, or a function of other arguments.
+        ImportError: verl lacks `need_critic`, to which its trainers pass their configuration before they build a
+            worker, or a function has different arguments.
     """
     need_critic = getattr(modules[UTILS], "need_critic", None)
     if need_critic is None:
@@ -92,7 +91,7 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
             if theirs is ours:
                 continue
 
-            # Ours must understand whatever verl's callers pass.
+            # Our functions must accept every argument that verl's callers pass.
             expected, known = (list(inspect.signature(function).parameters) for function in (theirs, ours))
             if expected != known[: len(expected)]:
                 raise ImportError(
@@ -106,14 +105,14 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
 
 
 def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Our functions for those of verl's module, by name."""
+    """Return our functions that replace functions of verl's module, by name."""
     package = importlib.import_module("rollcorr.integrations.verl")
     functions = {name: getattr(package, name) for name in package.__all__ if name in vars(module)}
     return {name: function for name, function in functions.items() if inspect.isfunction(function)}
 
 
 def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """verl's `need_critic`, which each of its trainers asks in its constructor, with bypass mode wired first."""
+    """Return a wrapper of verl's `need_critic` that wires bypass mode; every trainer's constructor calls it."""
 
     @functools.wraps(need_critic)
     def wired(config: Any) -> bool:  # noqa: ANN401 (the configuration of a verl run)
@@ -125,14 +124,14 @@ def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _replace_values(holder: MutableMapping[str, Any], replacements: dict[int, Any]) -> list[str]:
-    """Put our function in the place of each of verl's in a module or a registry, and return the names of the places."""
+    """Replace verl's functions in a module or a registry by ours, and return the replaced names."""
     names = [name for name, value in holder.items() if id(value) in replacements]
     for name in names:
         _put(holder, name, replacements[id(holder[name])])
     return names
 
 
-def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (whatever was there)
+def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (any value)
     if name in holder:
         _put_back.callback(holder.__setitem__, name, holder[name])
     else:
@@ -141,7 +140,7 @@ def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # no
 
 
 def _carry_to_ray_workers() -> None:
-    """Switch verl in the workers of every later `ray.init`, and say so if it came before."""
+    """Switch verl in the workers of every later `ray.init`, and warn if Ray is initialized already."""
     ray = sys.modules.get("ray")
     if ray is not None and not os.environ.get(SWITCH) and hasattr(ray, "is_initialized") and ray.is_initialized():
         context = ray.get_runtime_context()
@@ -154,7 +153,7 @@ def _carry_to_ray_workers() -> None:
                 stacklevel=3,
             )
 
-    # A process that this one starts reads the first; `ray.init` calls what the second names.
+    # A child process reads the first variable; `ray.init` calls the function that the second names.
     _put(os.environ, SWITCH, "1")
     hook = os.environ.get(RAY_HOOK)
     if hook and hook != WITH_PLUGIN:

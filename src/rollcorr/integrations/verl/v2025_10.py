@@ -1,8 +1,8 @@
 """verl's rollout importance sampling of October 2025, on this library: one level, one threshold, one mode.
 
-Metrics carry the prefix mismatch/ and keep the names and definitions of that release's guide: minima and maxima of the
-weights are taken before truncation, and mask mode truncates nothing. `rollcorr.integrations.verl` has the newest;
-docs/coming_from/verl.md says how to switch. Log-probs and masks are (B, T).
+Metrics have the prefix mismatch/ and keep the names and definitions of that release's guide: minima and maxima of the
+weights are computed before truncation, and mask mode never truncates. `rollcorr.integrations.verl` contains the newest
+functions; docs/coming_from/verl.md describes the switch. Log-probs and masks are (B, T).
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ def compute_rollout_importance_weights(
     *,
     verl_parity: bool = False,
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
-    """Weights w(π/μ), the mask of what stays in the loss, and every metric.
+    """Compute weights w(π/μ), the loss mask, and every metric.
 
-    The tensors are those of `rollcorr.integrations.verl.compute_rollout_correction_and_rejection_mask`.
+    Tensors are as in `rollcorr.integrations.verl.compute_rollout_correction_and_rejection_mask`.
 
     Args:
         old_log_prob: log π of the sampled tokens, nats, (B, T).
         rollout_log_prob: log μ, nats, (B, T).
         response_mask: non-zero on tokens that the policy sampled, (B, T).
         rollout_is_level: "token", "sequence" or "geometric".
-        rollout_is_mode: "truncate" cuts weights at the threshold; "mask" leaves them and rejects what lies outside the
-            band.
-        rollout_is_threshold: the ceiling, or upper end of the band. None switches everything off.
-        rollout_is_threshold_lower: lower end of the band; None is 1 / threshold.
+        rollout_is_mode: "truncate" clips weights at the threshold; "mask" keeps the weights and rejects tokens or
+            sequences outside the band.
+        rollout_is_threshold: the ceiling, or upper end of the band. None disables all corrections.
+        rollout_is_threshold_lower: lower end of the band; defaults to 1 / threshold.
         rollout_is_veto_threshold: reject a sequence with a token of ratio below this.
         verl_parity: compute that release's numbers.
 
     Returns:
-        `.batch["rollout_is_weights"]` (B, T), or None when off; the mask in its own dtype; metrics under "mismatch/".
+        `.batch["rollout_is_weights"]` (B, T), None if disabled; the mask in its own dtype; metrics under "mismatch/".
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
+        TypeError: an option's type is invalid.
+        ValueError: an option is outside its limits, shapes differ, or, with `verl_parity`, the batch has no token.
     """
     options = {
         "rollout_is": True,
@@ -106,7 +106,7 @@ def compute_rollout_importance_weights(
         weights, mask = correction.weights, correction.loss_mask.to(response_mask.dtype)
         found = correction.metrics(prefix="")
 
-        # The same under that release's names.
+        # The same metrics under that release's names.
         metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
         metrics |= {name: found.get(name, 0.0) for name in VETO_METRICS}
         for criterion in config.criteria:
@@ -121,16 +121,16 @@ def compute_rollout_importance_weights(
 def compute_mismatch_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor, *, verl_parity: bool = False
 ) -> dict[str, float]:
-    """How far apart π and μ are, as mismatch_kl, mismatch_training_ppl, …; π's perplexity alone when μ is None.
+    """Compute metrics of the gap between π and μ: mismatch_kl, mismatch_training_ppl, …; only π's perplexity without μ.
 
     Args:
         old_log_prob: log π of the sampled tokens, nats, (B, T).
-        rollout_log_prob: log μ, nats, (B, T), or None.
+        rollout_log_prob: optional; log μ, nats, (B, T).
         response_mask: non-zero on tokens that the policy sampled, (B, T).
         verl_parity: compute that release's numbers.
 
     Raises:
-        ValueError: shapes differ, or, with `verl_parity`, a batch without a token.
+        ValueError: shapes differ, or, with `verl_parity`, the batch has no token.
     """
     return _gap_metrics(
         newest.compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask, verl_parity=verl_parity)
@@ -152,7 +152,7 @@ def compute_is_metrics(
     *,
     verl_parity: bool = False,
 ) -> dict[str, float]:
-    """Statistics of weights before truncation, computed elsewhere; without a prefix.
+    """Compute statistics of given weights before truncation, without a prefix.
 
     Args:
         rollout_is_weights: the bounded ratio, (B, T).
@@ -161,17 +161,17 @@ def compute_is_metrics(
         rollout_is_level: their level.
         rollout_is_threshold: weights above it count as high.
         rollout_is_threshold_lower: weights below it count as low.
-        log_threshold_upper: not needed; kept for call sites.
-        log_threshold_lower: not needed; kept for call sites.
-        has_catastrophic: (B, 1), rows that the veto rejects; None for none.
-        catastrophic_tokens: (B, T), the tokens that caused it; None for none.
-        SAFETY_BOUND: not needed; kept for call sites.
+        log_threshold_upper: unused; kept for call sites.
+        log_threshold_lower: unused; kept for call sites.
+        has_catastrophic: optional; (B, 1), rows that the veto rejects.
+        catastrophic_tokens: optional; (B, T), the tokens that caused it.
+        SAFETY_BOUND: unused; kept for call sites.
         verl_parity: compute that release's numbers.
 
     Raises:
-        ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
+        ValueError: shapes differ, or, with `verl_parity`, the batch has no token.
     """
-    # Without the two veto arguments, nothing was vetoed.
+    # Without the two veto arguments, no row was vetoed.
     valid = response_mask != 0
     no_token, nonempty = torch.zeros_like(valid), valid.any(-1)
     vetoed_tokens = no_token if catastrophic_tokens is None else catastrophic_tokens & valid
@@ -194,7 +194,7 @@ def compute_is_metrics(
 
 
 def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """mismatch_ names. The guide's ppl_ratio is the exponential of the mean; parity has the mean of exponentials."""
+    """Return mismatch_ metrics. The guide's ppl_ratio is the exponential of a mean; parity averages exponentials."""
     if "ppl_ratio_geo" in metrics:
         metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
     return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}

@@ -1,8 +1,8 @@
 """verl's rollout-correction functions of November 2025, on this library.
 
-One band for rejection, at token, sequence or geometric level, and a veto; the pure loss has a function of its own, and
-losses return four 0-d tensors. `rollcorr.integrations.verl` has the newest; docs/coming_from/verl.md says how to
-switch. The options are those of `RolloutCorrectionConfig` here.
+One band for rejection, at token, sequence or geometric level, and a veto; the pure loss is a separate function, and
+losses return four 0-d tensors. `rollcorr.integrations.verl` contains the newest functions; docs/coming_from/verl.md
+describes the switch. This module's `RolloutCorrectionConfig` lists the options.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ def compute_rollout_correction_and_rejection_mask(
     *,
     verl_parity: bool = False,
 ) -> tuple[Batch | None, Tensor, dict[str, float]]:
-    """Weights w(π/μ), the mask of what stays in the loss, and every metric. Arguments: see the module.
+    """Compute weights w(π/μ), the loss mask, and every metric.
 
     Args:
         old_log_prob: log π of the sampled tokens, nats, (B, T).
         rollout_log_prob: log μ, nats, (B, T).
         response_mask: non-zero on tokens that the policy sampled, (B, T).
-        rollout_is: level of the weights, "token" or "sequence"; None for none.
-        rollout_is_threshold: their ceiling; None computes no weights.
-        rollout_rs: level of the rejection band, "token", "sequence" or "geometric"; None for none.
+        rollout_is: optional; level of the weights, "token" or "sequence".
+        rollout_is_threshold: their ceiling; None disables weights.
+        rollout_rs: optional; level of the rejection band, "token", "sequence" or "geometric".
         rollout_rs_threshold: upper end of the band, on the ratio.
-        rollout_rs_threshold_lower: its lower end; None is 1 / upper.
+        rollout_rs_threshold_lower: its lower end; defaults to 1 / upper.
         rollout_token_veto_threshold: reject a sequence with a token of ratio below this.
         verl_parity: compute that release's numbers.
 
@@ -84,8 +84,8 @@ def compute_rollout_correction_and_rejection_mask(
         statistics of the rejection level's ratio as rollout_rs_mean, rollout_rs_std, ….
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option outside its limits, shapes that differ, or, with `verl_parity`, a batch without a token.
+        TypeError: an option's type is invalid.
+        ValueError: an option is outside its limits, shapes differ, or, with `verl_parity`, the batch has no token.
     """
     settings = RolloutCorrectionConfig(
         rollout_is,
@@ -108,7 +108,7 @@ def compute_rollout_correction_weights(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights alone: min(exp ℓ, threshold), 0 at padding; metrics without prefix. `log_ratio` is log π − log μ, nats.
+    """Compute weights min(exp ℓ, threshold), 0 at padding, and their metrics without prefix.
 
     Args:
         log_ratio: log π − log μ, nats, (B, T).
@@ -118,8 +118,8 @@ def compute_rollout_correction_weights(
         verl_parity: compute that release's numbers.
 
     Raises:
-        TypeError: an option of the wrong type; None is one.
-        ValueError: an option outside its limits, or shapes that differ.
+        TypeError: an option is None, or its type is invalid.
+        ValueError: an option is outside its limits, or shapes differ.
     """
     if rollout_is is None or rollout_is_threshold is None:
         raise TypeError(f"a level and a ceiling are needed; got {rollout_is!r} and {rollout_is_threshold!r}")
@@ -139,21 +139,19 @@ def compute_rollout_rejection_mask(
     *,
     verl_parity: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask alone: response tokens whose ratio, at the level, lies inside the band; metrics without prefix.
-
-    `log_ratio` is log π − log μ, nats.
+    """Compute the mask of response tokens whose ratio, at the level, lies inside the band; metrics without prefix.
 
     Args:
         log_ratio: log π − log μ, nats, (B, T).
         response_mask: non-zero on valid tokens, (B, T).
-        rollout_rs: level of the rejection band, "token", "sequence" or "geometric"; None for none.
+        rollout_rs: optional; level of the rejection band, "token", "sequence" or "geometric".
         rollout_rs_threshold: upper end of the band, on the ratio.
-        rollout_rs_threshold_lower: its lower end; None is 1 / upper.
+        rollout_rs_threshold_lower: its lower end; defaults to 1 / upper.
         verl_parity: compute that release's numbers.
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option outside its limits, no threshold, or shapes that differ.
+        TypeError: an option's type is invalid.
+        ValueError: an option is outside its limits, the threshold is missing, or shapes differ.
     """
     if rollout_rs is None or rollout_rs_threshold is None:
         raise ValueError(f"a level and an upper end are needed; got {rollout_rs!r} and {rollout_rs_threshold!r}")
@@ -176,7 +174,7 @@ def compute_is_metrics(
     *,
     verl_parity: bool = False,
 ) -> dict[str, float]:
-    """Statistics of weights before truncation, computed elsewhere; without a prefix.
+    """Compute statistics of given weights before truncation, without a prefix.
 
     Args:
         rollout_is_weights: the bounded ratio, (B, T), 0 at padding.
@@ -187,7 +185,7 @@ def compute_is_metrics(
         verl_parity: compute that release's numbers.
 
     Raises:
-        ValueError: shapes that differ, or, with `verl_parity`, a batch without a token.
+        ValueError: shapes differ, or, with `verl_parity`, the batch has no token.
     """
     weights = rollout_is_weights, rollout_is_weights, log_ratio_for_metrics
     if not verl_parity:
@@ -200,7 +198,7 @@ def compute_is_metrics(
 def compute_rollout_correction_and_add_to_batch(
     batch: Batch, rollout_corr_config: Mapping[str, Any], *, verl_parity: bool = False
 ) -> tuple[Batch, dict[str, float]]:
-    """The same as that of `rollcorr.integrations.verl`, with the options of November 2025.
+    """Correct a batch as in `rollcorr.integrations.verl`, with the options of November 2025.
 
     Args:
         batch: with old_log_probs, rollout_log_probs and response_mask, each (B, T).
@@ -215,15 +213,15 @@ def maybe_apply_rollout_correction(
     rollout_corr_config: Mapping[str, Any] | None = None,
     policy_loss_config: Any = None,  # noqa: ANN401 (an OmegaConf node or a dictionary)
 ) -> bool:
-    """In bypass mode, take the rollout log-probs as old log-probs; say whether old log-probs must be computed.
+    """In bypass mode, use the rollout log-probs as old log-probs; return whether old log-probs must be computed.
 
     Args:
         batch: has rollout_log_probs; gets old_log_probs.
-        rollout_corr_config: any mapping with the keys of November 2025; None means no bypass.
+        rollout_corr_config: any mapping with the keys of November 2025; None disables bypass mode.
         policy_loss_config: for the pure loss, gets loss_mode "rollout_correction" and rollout_correction.
 
     Raises:
-        ValueError: bypass without rollout_log_probs in the batch.
+        ValueError: bypass mode is on, and the batch has no rollout_log_probs.
     """
     settings = RolloutCorrectionConfig.read(rollout_corr_config or {})
     if not settings.bypass_old_logprob_for_rollout:
@@ -244,22 +242,22 @@ def compute_policy_loss_vanilla(
     config: Config = None,
     rollout_is_weights: Tensor | None = None,
 ) -> FourTensors:
-    """−w · min(r A, clip(r) A), aggregated over this batch; r = π_θ / π_old.
+    """Compute −w · min(r A, clip(r) A), aggregated over this batch; r = π_θ / π_old.
 
     Args:
         old_log_prob: as in `rollcorr.integrations.verl.compute_policy_loss_vanilla`, like the next three.
         log_prob: log π_θ, nats.
         advantages: per token.
         response_mask: tokens in the loss, after rejection.
-        loss_agg_mode: one of those of `agg_loss`; "seq-mean-token-sum-norm" is Σ / T.
+        loss_agg_mode: as in `agg_loss`; "seq-mean-token-sum-norm" is Σ / T.
         config: the actor's, with its clip constants.
-        rollout_is_weights: weights π_old / μ; None for none.
+        rollout_is_weights: optional; weights π_old / μ.
 
     Returns:
         Loss, share of tokens that the clip stops, KL(π_old‖π_θ), share that the dual clip stops.
 
     Raises:
-        ValueError: no config, a clip constant outside its range, or shapes that differ.
+        ValueError: the config is missing, a clip constant is outside its range, or shapes differ.
     """
     per_token, statistics = ppo_clip_loss(
         log_prob,
@@ -288,11 +286,11 @@ def compute_policy_loss_with_rollout_correction(
     *,
     verl_parity: bool = False,
 ) -> FourTensors:
-    """The pure loss: −sg(w) · log π_θ · A over what is kept, with w and the mask from π_θ / μ.
+    """Compute the pure loss: −sg(w) · log π_θ · A over kept tokens, with w and the mask from π_θ / μ.
 
     Args:
         rollout_log_prob: log μ, nats.
-        log_prob: log π_θ, nats; carries the gradient. None flows through the weights.
+        log_prob: log π_θ, nats; carries the gradient. The weights carry no gradient.
         advantages: per token.
         eos_mask: non-zero on tokens that the policy sampled.
         loss_agg_mode: as in `compute_policy_loss_vanilla`.
@@ -300,17 +298,17 @@ def compute_policy_loss_with_rollout_correction(
         rollout_is: as in `RolloutCorrectionConfig`, like the options after it.
         rollout_is_threshold: ceiling of the weights.
         rollout_rs: level of the rejection band.
-        rollout_rs_threshold: upper end of the band; None is the ceiling of the weights.
+        rollout_rs_threshold: upper end of the band; defaults to the ceiling of the weights.
         rollout_rs_threshold_lower: lower end of the band.
         rollout_token_veto_threshold: the veto.
-        verl_parity: compute that release's numbers; there the veto counts beside a rejection band only.
+        verl_parity: compute that release's numbers; there the veto counts only with a rejection band.
 
     Returns:
-        Loss, 0, KL(μ‖π_θ) over what is kept, 0.
+        Loss, 0, KL(μ‖π_θ) over kept tokens, 0.
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option outside its limits, or shapes that differ.
+        TypeError: an option's type is invalid.
+        ValueError: an option is outside its limits, or shapes differ.
     """
     settings = RolloutCorrectionConfig(
         rollout_is,
@@ -335,7 +333,7 @@ def compute_policy_loss_rollout_correction_wrapper(
     config: Config = None,
     rollout_is_weights: Tensor | None = None,
 ) -> FourTensors:
-    """`compute_policy_loss_with_rollout_correction` as the actor calls it: the options are in its config.
+    """Return `compute_policy_loss_with_rollout_correction` for the actor, with the options of its config.
 
     Args:
         old_log_prob: log μ, nats: the trainer put it there.
@@ -347,12 +345,12 @@ def compute_policy_loss_rollout_correction_wrapper(
         rollout_is_weights: ignored, as in verl.
 
     Raises:
-        TypeError: an option of the wrong type.
-        ValueError: no correction in the config, an option outside its limits, or shapes that differ.
+        TypeError: an option's type is invalid.
+        ValueError: the config has no correction, an option is outside its limits, or shapes differ.
     """
     settings = RolloutCorrectionConfig.read(actor_correction(config, writer="maybe_apply_rollout_correction"))
 
-    # The trainer has acted on the operating mode already; the loss reads the correction alone.
+    # The trainer has applied the operating mode already; the loss reads only the correction.
     alone = dataclasses.replace(settings, bypass_old_logprob_for_rollout=False, use_pure_rollout_correction=False)
     return _pure_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, alone, scale=1.0)
 
@@ -367,10 +365,10 @@ def _pure_loss(
     *,
     scale: float,
 ) -> FourTensors:
-    """REINFORCE with the weights and the mask of π_θ / μ."""
+    """Compute the REINFORCE loss with the weights and the mask of π_θ / μ."""
     weights, mask, _ = settings.corrected(log_prob, rollout_log_prob, response_mask, in_loss=True)
 
-    # That release looked at the mask only beside a band, so a veto alone never reached its loss.
+    # That release read the mask only with a band, so a veto without a band never reached its loss.
     if settings.verl_parity and settings.rollout_rs is None:
         mask = response_mask
 
@@ -383,5 +381,5 @@ def _pure_loss(
 
 
 def _agg_loss(loss: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """`agg_loss` over one batch; "seq-mean-token-sum-norm" divided by T alone in that release."""
+    """Return `agg_loss` over one batch; "seq-mean-token-sum-norm" divided only by T in that release."""
     return agg_loss(loss, loss_mask, loss_agg_mode, global_batch_size=1 if loss_agg_mode.endswith("-norm") else None)
