@@ -102,7 +102,8 @@ class Criterion:
 def parse_is_threshold(value: Threshold | None) -> Band:
     """Read `rollout_is_threshold`: a number C → (None, C); "lo_hi" → (lo, hi); None → (None, None).
 
-    A side of a band may be open: "0_hi" → (None, hi), "lo_inf" → (lo, None). Only "lo_hi" is a band (`is_weight_band`).
+    A side of a band may be open: "0_hi" → (None, hi), "lo_inf" → (lo, None). Use `is_weight_band` to
+    distinguish "0_3" from "3".
 
     Raises:
         TypeError: the value is not `None`, a number or a string.
