@@ -64,7 +64,7 @@ SAFETY_BOUND = 20.0
 LARGEST_SAFETY_BOUND = 88.0
 
 KERNEL_SAFETY_BOUND = 40.0
-"""Nats: up to here the compiled kernels take it, since they sum squares of weights in float32."""
+"""Nats: limit of the compiled kernels, which sum squares of weights in float32."""
 
 
 @with_named_presets

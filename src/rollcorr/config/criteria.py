@@ -37,7 +37,7 @@ CRITERIA: dict[str, tuple[Scope, Kind, Threshold]] = {
     "seq_max_k2": ("seq_max", "k2", 2.0),
     "seq_max_k3": ("seq_max", "k3", 0.1),
 }
-"""Name → scope, divergence, and a threshold to begin with, as in docs/guides/choosing.md."""
+"""Name → scope, divergence, and a threshold to start with, as in docs/guides/choosing.md."""
 
 # For denoising steps only: the KL of the two means is exact, so no estimate is needed.
 STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}

@@ -21,13 +21,13 @@ from typing import Any, BinaryIO
 import yaml
 
 MAX_BYTES = 1 << 20
-"""Bytes that a YAML file may have."""
+"""Maximum size of a YAML file, bytes."""
 MAX_VALUES = 20_000
-"""Values that a document may have once its aliases are written out; a long text counts once per 100 characters."""
+"""Maximum number of values with aliases expanded; a long string counts once per 100 characters."""
 MAX_DEPTH = 64
-"""Levels of lists and mappings, or objects, inside each other."""
+"""Maximum nesting depth of lists and mappings, or objects."""
 MAX_INTEGER = 1000
-"""Characters of an integer."""
+"""Maximum length of an integer, characters."""
 
 _TEXT_KEYS = {"rollout_is_threshold", "rollout_rs_threshold"}
 _TEXT = "tag:yaml.org,2002:str"

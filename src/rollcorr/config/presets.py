@@ -19,7 +19,7 @@ START_WITH = (
     "Start with `measure`: it changes no loss. A framework's own correction stays in force. A few dozen steps "
     "later its numbers say whether a correction is needed, and which one (docs/guides/choosing.md)."
 )
-"""What a newcomer should read before the list."""
+"""Introduction to the list of presets."""
 
 VERL = "verl 0.9.1"
 

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 HIDDEN = "***"
-"""What stands for a secret."""
+"""Replacement text of a secret."""
 
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -86,12 +86,12 @@ _VALUE = re.compile(
 )
 
 _SHORTEST = 4
-"""A hidden value with fewer characters is not looked for in other texts: it would be found in every word."""
+"""A hidden value with fewer characters is not searched for in other texts: it would match every word."""
 _DISTINCT = 8
-"""A hidden value with as many is looked for within words, and in other options."""
+"""A hidden value of at least this length is searched for within words, and in other options."""
 
 _hidden_values: dict[str, bool] = {}
-"""Each hidden value, and whether it is certainly a secret; what a header holds may be an option's value too."""
+"""Hidden value → whether it is certainly a secret; a header's value may also be the value of an option."""
 
 
 def is_secret_name(name: str) -> bool:

@@ -299,7 +299,7 @@ def without_rejection(config: RolloutCorrectionConfig) -> RolloutCorrectionConfi
 
 
 def rejected_unit(config: RolloutCorrectionConfig) -> str | None:
-    """Return the unit of rejection: "token" if any criterion is per token, else "sequence"; or None."""
+    """Return "token" if any criterion is per token, "sequence" for all other criteria or a veto, otherwise None."""
     if any(criterion.scope == "token" for criterion in config.criteria):
         return "token"
     return "sequence" if config.criteria or config.rollout_token_veto_threshold is not None else None

@@ -211,7 +211,7 @@ KINDS: Mapping[str, Kind] = {
     "stale": Kind("one update behind, along the exact gradient", _stale, 40.0),
     "quantized": Kind("logits rounded to a grid", _quantized, 12.0),
 }
-"""Every kind of mismatch that `make_pair` knows."""
+"""Every kind of mismatch for `make_pair`."""
 
 
 def make_pair(

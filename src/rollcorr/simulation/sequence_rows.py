@@ -23,7 +23,7 @@ from torch import Tensor
 from rollcorr.simulation.mismatches import PolicyPair
 
 MOST_ROWS = 300_000
-"""More rows than this are sampled and not summed over: memory, and patience."""
+"""Maximum number of rows for exact sums, which limits memory and time; above it, sample."""
 
 
 @dataclass(frozen=True, eq=False)

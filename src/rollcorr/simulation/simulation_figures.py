@@ -32,7 +32,7 @@ SHOWN = {
     "decoupled_k3_rs_token_tis": "K3-RS-Token-TIS",
     "bypass_ppo_clip": "bypass PPO",
 }
-"""The estimators with a curve of their own."""
+"""Estimators that are drawn as curves."""
 _STYLE = {
     "figure.facecolor": LIGHT.background,
     "axes.titlesize": 8.5,

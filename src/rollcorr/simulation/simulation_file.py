@@ -46,7 +46,7 @@ _DEFAULTS: dict[str, Any] = {
     "samples": 4096,
     "seed": 0,
 }
-"""What a file may leave out. Without `estimators` all of the built-in study are measured."""
+"""Defaults of the optional keys. Without `estimators`, a study measures all built-in ones."""
 
 
 def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:

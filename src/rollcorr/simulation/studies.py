@@ -315,7 +315,7 @@ STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {
     "growth": growth,
     "clamp": clamp,
 }
-"""Name → the function that a cell of that study calls."""
+"""Study → the function that runs its cells."""
 
 
 def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
@@ -334,7 +334,7 @@ def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int)
 
 
 _RANDOM_TOO = ("bias", "deviation", "mse", "direction")
-"""Numbers that the matched random rejection has too."""
+"""Errors that are also reported for the matched random rejection."""
 
 
 def _columns(error: GradientError | None, *names: str, prefix: str = "") -> ResultRow:
