@@ -1,8 +1,8 @@
-"""What to do, as data: the configurations, their presets, and the conversion of older generations.
+"""Configurations as data, their presets, and the conversion of older schemas.
 
-Frozen, keyword-only, checked at construction: a wrong type is a TypeError, a wrong value a ValueError, and an option
-that can have no effect beside the others warns (`InertOptionWarning`). Nothing in this room imports torch, so the
-command line starts fast.
+The dataclasses are frozen, keyword-only and checked at construction. An invalid type raises `TypeError`, an invalid
+value raises `ValueError`, and an option without effect warns (`InertOptionWarning`). This package does not import
+torch, so the command line starts fast.
 """
 
 from rollcorr.config.checks import InertOptionWarning

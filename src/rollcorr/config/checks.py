@@ -1,6 +1,6 @@
-"""Field checks for the configuration family: a wrong type is a TypeError, a wrong value a ValueError.
+"""Field checks for the configurations: an invalid type raises TypeError, an invalid value ValueError.
 
-Every error names the option, the value it got, the limit, and what to write instead.
+Every error names the option, its value, the limit and the fix.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _Options = TypeVar("_Options")
 
 
 class InertOptionWarning(UserWarning):
-    """An option was set that can have no effect beside the other options."""
+    """Warning for an option that has no effect in combination with the other options."""
 
 
 def did_you_mean(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return how an error about a wrong name starts ("Did you mean 'rollout_is'? "); empty if no name is near.
+    """Return the start of an error about an unknown name ("Did you mean 'rollout_is'? "); empty if no name is near.
 
     Args:
-        name: the wrong name.
+        name: the unknown name.
         known: the valid names.
-        elsewhere: names that are valid in another place, and how to write each there.
+        elsewhere: names that are valid in other places, and how to write each there.
     """
     written = elsewhere or {}
     asked, names = name.lower().replace("-", "_"), list(dict.fromkeys([*known, *written]))
 
-    # Names that begin with the wrong one: "clip_ratio" may be either side. Then the same option of another section.
+    # Names that start with the unknown one: "clip_ratio" may be either side. Then the same option of other sections.
     near = [asked] if asked in names else [other for other in names if asked and other.startswith(asked)]
     near = near or [other for other in names if other.endswith(f".{asked.rpartition('.')[2]}")]
     near = near or difflib.get_close_matches(asked, names, n=1, cutoff=0.65)
@@ -47,8 +47,8 @@ def unknown_name(problem: str, name: object, known: Iterable[str], elsewhere: Ma
     """Return the error text for an unknown option, keyword or name: the nearest name, the problem, all valid names.
 
     Args:
-        problem: what is wrong, with the name in it.
-        name: the wrong name.
+        problem: the problem, with the name in it.
+        name: the unknown name.
         known: the valid names.
         elsewhere: as in `did_you_mean`.
     """
@@ -73,7 +73,7 @@ def names_unknown_options(cls: type[_Options]) -> type[_Options]:
 
 
 def in_one_line(error: object, *, characters: int = 1500) -> str:
-    """The text of an error in one line of some length. An error about a stranger's file may quote any part of it."""
+    """Return an error's text as one line of limited length: errors about untrusted files may quote any part of them."""
     text = " ".join(str(error).split())
     if len(text) <= characters:
         return text
@@ -82,15 +82,15 @@ def in_one_line(error: object, *, characters: int = 1500) -> str:
 
 
 def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:
-    """Warn, from a dataclass's `__post_init__`, of each (option, reason) that can have no effect."""
+    """Warn about each (option, reason) without effect. Call it from a dataclass's `__post_init__`."""
     for option, reason in inert:
-        # Frames: here, __post_init__, the generated __init__, that of `names_unknown_options`, its caller.
+        # Frames: here, __post_init__, the generated __init__, the wrapper in `names_unknown_options`, its caller.
         warnings.warn(f"{option}={getattr(config, option)!r} {reason}", InertOptionWarning, stacklevel=5)
 
 
 @functools.lru_cache(maxsize=64)
 def warn_once(message: str, stacklevel: int = 4) -> None:
-    """Warn of something once per process; `stacklevel` as for `warnings.warn`, seen from here."""
+    """Emit a warning once per process; `stacklevel` as for `warnings.warn`, counted from here."""
     warnings.warn(message, stacklevel=stacklevel)
 
 
@@ -99,7 +99,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
 
     Raises:
         TypeError: the value is not a string.
-        ValueError: the value is another string; the nearest choice is suggested.
+        ValueError: the value is not in `choices`; the message suggests the nearest choice.
     """
     if optional and value is None:
         return
@@ -112,7 +112,7 @@ def check_choice(option: str, value: object, choices: Iterable[str], *, optional
 
 
 def check_bool(option: str, value: object) -> None:
-    """Check that a value is True or False, and not 0, 1 or a text.
+    """Check that a value is True or False, and not 0, 1 or a string.
 
     Raises:
         TypeError: the value is of any other type.
@@ -147,7 +147,7 @@ def check_number(
 
 
 def check_integer(option: str, value: object, *, at_least: int) -> int:
-    """Return a whole number of at least `at_least` as an int.
+    """Return an integer of at least `at_least` as an int.
 
     Raises:
         TypeError: the value is not an integer (a bool is not one).

@@ -1,7 +1,7 @@
-"""Read a correction from any of the three generations, from a bare mapping up to a whole verl YAML file.
+"""Read a correction in any of the three schemas, from a bare mapping or a full verl configuration.
 
-`convert` finds the options, decides their generation, and reports what each became; `resolve` is the short form for
-callers that only want a configuration. The field-by-field rules are in `rollcorr.config.generations`.
+`convert` finds the options, detects their schema, and reports the new form of each. `resolve` is the short form for
+callers that only need a configuration. The field-by-field rules are in `rollcorr.config.generations`.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """A configuration, and how each old option became part of it.
+    """Converted configuration with a report on each old option.
 
     Attributes:
-        config: the configuration; None means no correction at all (no weights, no rejection, no metrics).
-        schema: the generation that was read.
-        report: what each old field became, and why.
-        sampling: what the rollout section says about sampling; None without such a section.
-        notes: where the same values give other numbers than before.
+        config: the configuration; None disables the correction (no weights, no rejection, no metrics).
+        schema: the schema that was read.
+        report: the new form of each old field, with the reason.
+        sampling: sampling settings of the rollout section; optional, only set if there is such a section.
+        notes: cases in which the same values produce different numbers than before.
     """
 
     config: RolloutCorrectionConfig | None
@@ -66,20 +66,23 @@ class Conversion:
 
 
 def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversion:
-    """Convert options of any generation.
+    """Convert options of any schema to a `RolloutCorrectionConfig`.
 
     Args:
-        raw: the options themselves, an `algorithm` section, or a whole verl configuration (plain or OmegaConf
+        raw: the options themselves, an `algorithm` section, or a full verl configuration (plain or OmegaConf
             mappings), with the options (or a preset's name) in `algorithm.rollout_correction`, or flat in `algorithm`.
-        schema: the generation to read; None detects it. A bool `rollout_is`, or `rollout_is_` with level, mode,
-            veto_threshold or threshold_lower, means 2025-10; `bypass_old_logprob_for_rollout`,
-            `use_pure_rollout_correction`, `rollout_rs_threshold_lower`, and `rollout_rs` of token, sequence or
-            geometric mean 2025-11, which also takes verl 0.7's mixture with the newest names when asked for by name.
+        schema: the schema to read; optional, detected by default. A bool `rollout_is`, or `rollout_is_` with level,
+            mode, veto_threshold or threshold_lower, means 2025-10. `bypass_old_logprob_for_rollout`,
+            `use_pure_rollout_correction`, `rollout_rs_threshold_lower`, or a `rollout_rs` of token, sequence or
+            geometric, means 2025-11. If set explicitly, 2025-11 also accepts verl 0.7's mixture with the newest names.
+
+    Returns:
+        The configuration with its schema, report, sampling settings and notes.
 
     Raises:
-        TypeError: a section is not a mapping, or a value has the wrong type.
-        ValueError: an unknown key (the nearest is suggested), a mixture of generations, a value outside its limits, or
-            `calculate_log_probs: false` beside a correction.
+        TypeError: a section is not a mapping, or a value has an invalid type.
+        ValueError: an unknown key (the message suggests the nearest), a mixture of schemas, a value outside its limits,
+            or a correction with `calculate_log_probs: false`.
     """
     check_choice("schema", schema, SCHEMAS, optional=True)
     options, flat, rollout = _locate(raw)
@@ -100,13 +103,13 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
 
 
 def resolve(config: RolloutCorrectionConfig | str | Mapping[str, Any] | None) -> RolloutCorrectionConfig | None:
-    """A configuration from a configuration, a preset's name, or options of any generation.
+    """Return a configuration from a configuration, a preset's name, or options of any schema.
 
     Returns:
-        None when the options mean no correction at all.
+        The configuration; None if the options disable the correction.
 
     Raises:
-        TypeError: something else is given.
+        TypeError: `config` has any other type.
         ValueError: as `convert`, or no preset has this name.
     """
     if config is None or isinstance(config, RolloutCorrectionConfig):
@@ -122,13 +125,14 @@ def resolve(config: RolloutCorrectionConfig | str | Mapping[str, Any] | None) ->
 
 
 def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[str, Any]:
-    """The document in its newest form: the same, with `algorithm.rollout_correction` in place of the old options.
+    """Return the document with `algorithm.rollout_correction` in place of the old options.
 
-    The section names the seven public options always, and of the others those that differ from their defaults.
+    The section always contains the seven public options. It contains a further option only if its value is not the
+    default.
 
     Args:
         raw: the document that was converted.
-        conversion: what `convert` made of it.
+        conversion: the result of `convert` for it.
     """
     section = None
     if conversion.config is not None:
@@ -144,10 +148,10 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
 
 
 def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
-    """Find the options, whether they lie flat in `algorithm`, and the rollout section."""
+    """Return the options, whether they are flat in `algorithm`, and the rollout section."""
     _mapping("the configuration", raw)
 
-    # A whole file, an `algorithm` section, or the options alone.
+    # A full file, an `algorithm` section, or only the options.
     rollout = None
     algorithm = raw
     if "algorithm" in raw or "actor_rollout_ref" in raw:
@@ -159,7 +163,7 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
     elif SECTION not in raw:
         return _options(raw), False, None
 
-    # The first generation put its options flat into `algorithm`; later ones have a section of their own.
+    # The first schema put its options flat into `algorithm`; later schemas have their own section.
     _check_spelling("algorithm", algorithm, (*_ALL_KEYS, SECTION))
     flat = {key: value for key, value in algorithm.items() if _is_option(key)}
     options = algorithm.get(SECTION)
@@ -175,8 +179,8 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
 
 
 def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
-    """The generation of a set of known options; a mixture is an error."""
-    # Signs are keys and values that one generation alone knows.
+    """Return the schema of a set of known options; raise `ValueError` for a mixture."""
+    # Signs are keys and values that only one schema has.
     signs = {schema: [key for key in options if _owners(key) == [schema]] for schema in SCHEMAS}
     level, rs = options.get("rollout_is"), options.get("rollout_rs")
     if isinstance(level, bool):
@@ -187,7 +191,7 @@ def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
     if names & (CRITERIA | STEP_CRITERIA).keys():
         signs["newest"].append(f"rollout_rs: {rs}")
 
-    # The newest names without a sign of their own only exclude the first generation.
+    # The newest names without a sign only exclude the first schema.
     later = [key for key in options if "2025-10" not in _owners(key)]
     if isinstance(level, str):
         later.append(f"rollout_is: {level}")
@@ -201,7 +205,7 @@ def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
         raise ValueError(f"these options mix generations ({'; '.join(groups)}); write all of them in one.{hint}")
     if found:
         return found[0]
-    # Only the first generation put its options flat into `algorithm`.
+    # Only the first schema put its options flat into `algorithm`.
     return "2025-10" if flat and not later else "newest"
 
 
@@ -210,7 +214,7 @@ def _owners(key: str) -> list[Schema]:
 
 
 def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
-    """Every key is known: to the schema asked for, or to any when it is still to be found."""
+    """Check that the given schema contains every key; without a schema, that any schema contains it."""
     known = _ALL_KEYS if schema is None else KEYS[schema]
     if schema == "2025-11":
         known += LATE_2025_11
@@ -223,7 +227,7 @@ def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
 
 
 def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | None, draft: Draft) -> SamplingSpec:
-    """The sampling settings of `actor_rollout_ref.rollout`; checks that log-probs are recorded at all."""
+    """Return the sampling settings of `actor_rollout_ref.rollout`; check that log-probs are recorded."""
     _check_spelling(ROLLOUT, rollout, ("calculate_log_probs", "logprobs_mode", *_SAMPLING_KEYS))
     recorded = rollout.get("calculate_log_probs")
     if recorded is not None:
@@ -238,14 +242,14 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
         )
 
     settings = {key: rollout[key] for key in _SAMPLING_KEYS if rollout.get(key) is not None}
-    if settings.get("top_k") == 0:  # how transformers writes a top_k that is off
+    if settings.get("top_k") == 0:  # transformers disables top_k with 0
         settings["top_k"] = -1
     old = dict(rollout)
     name = rollout.get("name")
-    if isinstance(name, str) and name != "???":  # OmegaConf's mark for a value still to be given
+    if isinstance(name, str) and name != "???":  # OmegaConf's marker for a missing value
         settings["engine"] = name
 
-    # `engine_kwargs.vllm` goes over the rollout section's own mode.
+    # `engine_kwargs.vllm` overrides the rollout section's own mode.
     engine_kwargs = _subsection(_subsection(rollout, "engine_kwargs"), "vllm")
     mode = engine_kwargs.get("logprobs_mode", rollout.get("logprobs_mode"))
     if mode is not None:
@@ -269,7 +273,7 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A section's options, without Hydra's `_target_`."""
+    """Return a section's options without Hydra's `_target_`."""
     return {key: value for key, value in section.items() if key != "_target_"}
 
 
@@ -278,19 +282,19 @@ def _is_option(key: object) -> bool:
 
 
 def _subsection(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A nested mapping; missing and null are empty."""
+    """Return a nested mapping; empty if it is missing or null."""
     return _mapping(key, {} if section.get(key) is None else section[key])
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 (any plain value)
-    """Return the value, which must be a mapping."""
+    """Return the value; raise `TypeError` if it is not a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping of options; got {value!r} of type {type(value).__name__}")
     return value
 
 
 def _check_spelling(name: str, section: Mapping[str, Any], known: Sequence[str]) -> None:
-    """A section may hold keys that are not ours, but none that is one of ours misspelt."""
+    """Check that no key of a section is a misspelled option; unrelated keys are allowed."""
     for key in section:
         if key not in known and difflib.get_close_matches(str(key), known, cutoff=0.88):
             raise ValueError(unknown_name(f"unknown key {key!r} in {name}", key, known))

@@ -1,8 +1,8 @@
-"""What to weight, what to reject, and in which mode: `RolloutCorrectionConfig`.
+"""Options for weights, rejection and operating mode: `RolloutCorrectionConfig`.
 
-It is frozen, keyword-only and checked at construction: a wrong type is a TypeError, a wrong value a ValueError, and an
-option that can have no effect beside the others warns (`InertOptionWarning`). Texts are parsed here, once, into typed
-criteria and bounds. Nothing here imports torch.
+It is frozen, keyword-only and checked at construction. An invalid type raises `TypeError`, an invalid value raises
+`ValueError`, and an option without effect warns (`InertOptionWarning`). Strings are parsed once, at construction, into
+typed criteria and bounds. This module does not import torch.
 
 ρ = exp(log π − log μ) is the ratio train / rollout; docs/reference/notation.md has the symbols.
 """
@@ -60,48 +60,48 @@ _CHOICES = {
 SAFETY_BOUND = 20.0
 """Nats: the largest |log ratio| that enters an exponential, in weights, divergences and losses."""
 
-# exp(88.7) is the largest power of e that float32 holds.
+# exp(88.7) is the largest power of e that fits into float32.
 LARGEST_SAFETY_BOUND = 88.0
 
 KERNEL_SAFETY_BOUND = 40.0
-"""Nats: up to here the compiled kernels take it, since they sum squares of weights in float32."""
+"""Nats: limit of the compiled kernels, which sum squares of weights in float32."""
 
 
 @with_named_presets
 @names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(NamedPresets):
-    """What to weight, what to reject, and in which operating mode. The defaults only measure.
+    """Configuration of weights, rejection and operating mode. The defaults only measure.
 
-    The defaults take nothing out of the loss mask but tokens without a usable log-prob (`nonfinite`).
+    By default, only tokens without a usable log-prob leave the loss mask (`nonfinite`).
 
     Attributes:
-        rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T). None
-            computes no weights.
+        rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T).
+            Optional; no weights are computed by default.
         rollout_is_threshold: a ceiling C truncates: min(w, C). A band "lo_hi" zeroes weights outside it (IcePop), and
-            "0_hi" or "lo_inf" leaves a side open. None bounds the weights by `safety_bound` alone.
+            "0_hi" or "lo_inf" leaves a side open. If None, only `safety_bound` limits the weights.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
-        rollout_rs: rejection criteria, in one text with commas or in a list. Each is scope_kind with scope token,
+        rollout_rs: rejection criteria, as one comma-separated string or a list. Each is scope_kind with scope token,
             seq_sum, seq_mean or seq_max and kind k1, k2 or k3 (there is no seq_max_k1); for diffusion also step_kl.
-            All must hold. The field keeps them as one text.
-        rollout_rs_threshold: one threshold for all criteria, or one for each, with commas.
-        bypass_mode: use μ itself as π_old, and skip the old log-probs.
+            A unit is kept if it meets all of them. The field stores them as one string.
+        rollout_rs_threshold: one threshold for all criteria, or a comma-separated list with one for each.
+        bypass_mode: use μ as π_old, and skip the old log-probs.
         loss_type: "ppo_clip", or (bypass only) "reinforce".
-        rollout_token_veto_threshold: reject a sequence with any token of ρ_t strictly below this; None for no veto.
+        rollout_token_veto_threshold: reject a sequence with any token of ρ_t strictly below this; off by default.
         apply_is: False measures the weights and leaves the loss unweighted.
-        nonfinite: what a NaN or ±inf log-prob on a valid token does: reject the token, reject its sequence, count as
+        nonfinite: action for a NaN or ±inf log-prob on a valid token: reject the token, reject its sequence, count as
             ratio 1, or raise an error (which waits for the device).
-        safety_bound: log weights are clamped to ± this many nats before exp. At most 88, where float32 ends.
-        normalizer: the loss is divided by what is "kept", by all "original" tokens, or by the applied "weights".
-        batch_normalize_over: the batch mean is that of all "valid" units, or of the "kept" ones.
-        rollout_is_floor: the smallest weight: max(w, floor), beside a ceiling or alone. A ratio of exactly 0 keeps the
-            weight 0. None leaves small weights as they are.
-        impl: which kernel computes this: "auto" takes the fastest that is proven on the device. It does not say what is
-            computed, so configurations that differ in it alone are equal.
+        safety_bound: log weights are clamped to ± this value, in nats, before exp. At most 88, the limit of float32.
+        normalizer: denominator of the loss: the "kept" units, all "original" tokens, or the applied "weights".
+        batch_normalize_over: units in the batch mean: all "valid" ones, or only the "kept" ones.
+        rollout_is_floor: the smallest weight: max(w, floor), with or without a ceiling. A ratio of exactly 0 keeps the
+            weight 0. Optional; no floor by default.
+        impl: kernel to use: "auto" selects the fastest one proven on the device. It does not change the computation, so
+            configurations that differ only in it are equal.
 
     Raises:
-        TypeError: a value is of the wrong type (a bool is no number, a list no threshold).
-        ValueError: a value is outside its limits, a threshold is malformed, or "reinforce" is asked for without bypass.
+        TypeError: a value has an invalid type (a bool is not a number, a list is not a threshold).
+        ValueError: a value is outside its limits, a threshold is malformed, or "reinforce" is set without bypass.
 
     Example:
         >>> config = RolloutCorrectionConfig(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.5_2.0,0.01")
@@ -126,7 +126,7 @@ class RolloutCorrectionConfig(NamedPresets):
     impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
-        # First each field by itself: choices, switches, numbers. Only `rollout_is` may be None.
+        # First check each field: choices, switches, numbers. Only `rollout_is` may be `None`.
         for option, choices in _CHOICES.items():
             check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
@@ -139,10 +139,10 @@ class RolloutCorrectionConfig(NamedPresets):
             if getattr(self, option) is not None:
                 self._set(option, check_number(option, getattr(self, option), above=0))
 
-        # Thresholds come as numbers or texts, and those of rejection belong to the criteria in `rollout_rs`.
+        # Thresholds are numbers or strings; rejection thresholds belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
 
-        # Then the fields beside each other: one combination is an error, others leave an option without effect.
+        # Then check combinations: one is an error, some leave an option without effect.
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "
@@ -150,37 +150,36 @@ class RolloutCorrectionConfig(NamedPresets):
             )
         self._check_floor()
 
-        # What follows from the fields is known from here on: torch.compile cannot trace a value that is kept when it is
-        # first asked for.
+        # Compute derived values now: torch.compile cannot trace a property that is cached on first use.
         for derived in ("criteria", "is_lower", "is_upper", "is_mode", "weights_reach_loss"):
             getattr(self, derived)
         warn_inert(self, self._inert_options())
 
     @classmethod
     def preset(cls, name: str, **arguments: Threshold | None) -> Self:
-        """The preset of that name, with some of its thresholds replaced.
+        """Return the preset of that name, with some of its thresholds replaced.
 
-        Each preset is a constructor of its own name too: `preset("decoupled_token_is", threshold=5.0)` is
+        Each preset is also a constructor of the same name: `preset("decoupled_token_is", threshold=5.0)` is
         `decoupled_token_is(threshold=5.0)`. docs/reference/presets.md lists them all.
 
         Raises:
-            TypeError: an argument that this preset does not take.
-            ValueError: no preset has this name; the nearest is suggested.
+            TypeError: this preset does not accept an argument.
+            ValueError: no preset has this name; the message suggests the nearest.
 
         Example:
             >>> RolloutCorrectionConfig.preset("decoupled_token_is", threshold=5.0).rollout_is_threshold
             5.0
         """
-        # A name alone always means the same configuration, so it is made and checked once.
+        # A name without arguments is always the same configuration, so cache it.
         if arguments:
             return cls(**preset_fields(name, arguments))
         return cast("Self", _resolved_preset(cast("Any", cls), name))
 
     def with_options(self, **options: Unpack[ConfigOptions]) -> Self:
-        """The same with some fields replaced: `dataclasses.replace`, kept for the next call with the same ones.
+        """Return a copy with some fields replaced: `dataclasses.replace`, cached for calls with the same options.
 
         Raises:
-            TypeError: there is no such field; the nearest is suggested. Or a value is of the wrong type.
+            TypeError: there is no such field (the message suggests the nearest), or a value has an invalid type.
             ValueError: as at construction.
 
         Example:
@@ -188,7 +187,7 @@ class RolloutCorrectionConfig(NamedPresets):
             3.0
         """
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-        # Equal configurations may differ in `impl`, and what is kept for one must not be given to the other.
+        # Equal configurations may differ in `impl`, so the cache key includes it.
         replaced: Self = _replaced(self, self.impl, tuple(sorted(fields.items())))
         return replaced
 
@@ -199,17 +198,17 @@ class RolloutCorrectionConfig(NamedPresets):
 
     @cached_property
     def is_lower(self) -> float | None:
-        """Lower end of the IcePop band on weights; None where it is open, and in the other modes."""
+        """Lower end of the IcePop band on weights; None if it is open, and in the other modes."""
         return parse_is_threshold(self.rollout_is_threshold)[0]
 
     @cached_property
     def is_upper(self) -> float | None:
-        """Ceiling on weights (truncate), or upper end of the band (icepop); None where there is none."""
+        """Ceiling on weights (truncate), or upper end of the band (icepop); None if unbounded."""
         return parse_is_threshold(self.rollout_is_threshold)[1]
 
     @cached_property
     def is_mode(self) -> IsMode:
-        """How weights are bounded: "truncate" by ceiling or floor, "icepop" by a band, "none" by the safety bound."""
+        """Bound on weights: "truncate" is a ceiling or floor, "icepop" a band, "none" only the safety bound."""
         if is_weight_band(self.rollout_is_threshold):
             return "icepop"
         return "none" if self.is_upper is None and self.rollout_is_floor is None else "truncate"
@@ -224,22 +223,22 @@ class RolloutCorrectionConfig(NamedPresets):
     def only_measures(self) -> bool:
         """True iff it has neither weights nor rejection: an adapter then keeps the trainer's mask, counts and loss.
 
-        `nonfinite="reject_token"`, the default, then only keeps missing log-probs out of the metrics.
+        With the default `nonfinite="reject_token"`, missing log-probs then only leave the metrics.
         """
         rejects = bool(self.criteria) or self.rollout_token_veto_threshold is not None
         rejects = rejects or self.nonfinite == "reject_sequence"
         return not (self.bypass_mode or self.weights_reach_loss or rejects)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
+        """Return all fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _set(self, option: str, value: object) -> None:
-        """Write the checked form of a field during construction, past the frozen dataclass."""
+        """Set a field of the frozen dataclass to its checked form during construction."""
         object.__setattr__(self, option, value)
 
     def _parse_thresholds(self) -> None:
-        """Parse the threshold fields, and write them in one form: numbers as floats, criteria without repeats."""
+        """Parse and normalize the threshold fields: numbers become floats, criteria lose duplicates."""
         if self.is_upper is not None and not isinstance(self.rollout_is_threshold, str):
             self._set("rollout_is_threshold", self.is_upper)
 
@@ -252,7 +251,7 @@ class RolloutCorrectionConfig(NamedPresets):
         self._set("rollout_rs_threshold", threshold)
 
     def _check_floor(self) -> None:
-        """A floor raises small weights: beside a band, which zeroes them, or above the ceiling it makes no sense."""
+        """Check the floor: it contradicts a band, which zeroes small weights, and must not exceed the ceiling."""
         floor, ceiling = self.rollout_is_floor, self.is_upper
         if floor is None:
             return
@@ -267,7 +266,7 @@ class RolloutCorrectionConfig(NamedPresets):
             )
 
     def _inert_options(self) -> list[tuple[str, str]]:
-        """Each option that is set but can have no effect beside the others, with the reason and the fix."""
+        """Return each option that is set but has no effect in this combination, with the reason and the fix."""
         computed, applied = self.rollout_is is not None, self.weights_reach_loss
         without_is = "has no effect without rollout_is; set rollout_is, or leave this out"
         cases = [
@@ -326,11 +325,11 @@ class RolloutCorrectionConfig(NamedPresets):
 
 @lru_cache(maxsize=256)
 def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and an instance of it)
-    """A preset without arguments: the call in a training loop that names one pays for its checks once."""
+    """Return a preset without arguments; the cache skips repeated checks in a training loop."""
     return cls(**preset_fields(name, {}))
 
 
 @lru_cache(maxsize=256)
 def _replaced(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
-    """A configuration with some fields replaced: the call in a training loop that names some pays once."""
+    """Return a configuration with some fields replaced; the cache skips repeated checks in a training loop."""
     return dataclasses.replace(config, **({"impl": impl} | dict(options)))

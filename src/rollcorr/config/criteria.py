@@ -1,10 +1,10 @@
-"""Threshold text and rejection criteria: "0.5_2.0,0.01" becomes typed bounds, once.
+"""Threshold strings and rejection criteria: "0.5_2.0,0.01" becomes typed bounds.
 
     number     x        k1: the ratio band [1/x, x] (so x ≥ 1); k2, k3: divergence at most x nats; weights: ceiling x
-    band       lo_hi    k1: lo ≤ ρ ≤ hi; weights: 0 outside (IcePop); k2, k3 take none
+    band       lo_hi    k1: lo ≤ ρ ≤ hi; weights: 0 outside (IcePop); not for k2, k3
     open side  0_hi     k1 and weights: no lower bound
                lo_inf   k1 and weights: no upper bound
-    list       a,b,…    one for each criterion, in the order of the criteria; a single threshold is shared by all
+    list       a,b,…    one for each criterion, in the order of the criteria; a single threshold applies to all
 
 ρ is always train / rollout. Bounds are inclusive.
 """
@@ -37,9 +37,9 @@ CRITERIA: dict[str, tuple[Scope, Kind, Threshold]] = {
     "seq_max_k2": ("seq_max", "k2", 2.0),
     "seq_max_k3": ("seq_max", "k3", 0.1),
 }
-"""Name → scope, divergence, and a threshold to begin with, as in docs/guides/choosing.md."""
+"""Name → scope, divergence, and a threshold to start with, as in docs/guides/choosing.md."""
 
-# For denoising steps only: the two means give their exact KL, so no estimate is needed.
+# For denoising steps only: the KL of the two means is exact, so no estimate is needed.
 STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}
 
 _EVERY = {name: (scope, kind) for name, (scope, kind, _) in CRITERIA.items()} | STEP_CRITERIA
@@ -49,18 +49,18 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """Keep a unit iff lower ≤ ρ ≤ upper (k1), or its divergence ≤ upper (k2, k3, kl).
+    """Rejection criterion: keep a unit iff lower ≤ ρ ≤ upper (k1), or its divergence ≤ upper (k2, k3, kl).
 
     Attributes:
-        scope: "token": each token decides for itself; "seq_sum", "seq_mean", "seq_max": the sequence decides; "step":
-            each denoising step of a diffusion model.
+        scope: unit to keep or reject: "token": each token; "seq_sum", "seq_mean", "seq_max": the sequence; "step": each
+            denoising step of a diffusion model.
         kind: "k1" = −log ρ, bounded through the ratio ρ; "k2" = (log ρ)²/2; "k3" = ρ − 1 − log ρ; "kl" = the exact
             divergence of a denoising step, over all latent dimensions.
-        lower: smallest ratio kept; k1 only. None leaves the side open.
-        upper: largest ratio kept (k1; None leaves the side open), or largest divergence kept (k2, k3, kl), in nats.
+        lower: smallest ratio kept; k1 only. Optional; the side is open by default.
+        upper: largest ratio kept (k1; optional, open by default), or largest divergence kept (k2, k3, kl), in nats.
 
     Raises:
-        TypeError: a bound is no number, or a name is no string.
+        TypeError: a bound is not a number, or a name is not a string.
         ValueError: the name is seq_max_k1 (it does not exist), lower > upper, a bound is not finite and > 0, or k2 or
             k3 has a lower bound or no upper bound.
 
@@ -95,17 +95,18 @@ class Criterion:
 
     @property
     def name(self) -> str:
-        """Name of the criterion as written in `rollout_rs`, for instance "seq_mean_k3"."""
+        """Name of the criterion in `rollout_rs`, for instance "seq_mean_k3"."""
         return f"{self.scope}_{self.kind}"
 
 
 def parse_is_threshold(value: Threshold | None) -> Band:
     """Read `rollout_is_threshold`: a number C → (None, C); "lo_hi" → (lo, hi); None → (None, None).
 
-    A side of a band may be open: "0_hi" → (None, hi), "lo_inf" → (lo, None). `is_weight_band` tells "0_3" from "3".
+    A side of a band may be open: "0_hi" → (None, hi), "lo_inf" → (lo, None). Use `is_weight_band` to
+    distinguish "0_3" from "3".
 
     Raises:
-        TypeError: the value is neither number, text nor None.
+        TypeError: the value is not `None`, a number or a string.
         ValueError: a bound is not a finite number > 0, lo > hi, or both sides of a band are open.
     """
     option = "rollout_is_threshold"
@@ -123,16 +124,19 @@ def parse_is_threshold(value: Threshold | None) -> Band:
 
 
 def is_weight_band(value: Threshold | None) -> bool:
-    """Whether a `rollout_is_threshold` is a band, outside of which weights are 0, and no ceiling."""
+    """Return True for a `rollout_is_threshold` that is a band (weights outside are 0), and False for a ceiling."""
     return isinstance(value, str) and "_" in value
 
 
 def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[Criterion, ...]:
-    """Read `rollout_rs` with `rollout_rs_threshold` into criteria, without repeats.
+    """Parse `rollout_rs` and `rollout_rs_threshold` into criteria.
+
+    Returns:
+        The criteria in the order written, without duplicates.
 
     Raises:
-        TypeError: names or threshold are of a wrong type.
-        ValueError: an unknown name, a missing or malformed threshold, a wrong count, or one name with two bounds.
+        TypeError: names or threshold have an invalid type.
+        ValueError: an unknown name, a missing or malformed threshold, an invalid count, or one name with two bounds.
     """
     listed = criterion_names(names)
     if threshold is None:
@@ -155,7 +159,7 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
 
 
 def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None) -> tuple[str, Threshold | None]:
-    """`rollout_rs` as one text with commas and its threshold, without repeated criteria.
+    """Return `rollout_rs` as one comma-separated string and its threshold, without duplicate criteria.
 
     Raises:
         TypeError, ValueError: as `parse_rejection`.
@@ -167,9 +171,12 @@ def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None)
 def criterion_names(names: str | Sequence[str]) -> list[str]:
     """Split `rollout_rs` into names and check each.
 
+    Returns:
+        The names in the order written.
+
     Raises:
-        TypeError: the value is neither text nor a sequence of texts.
-        ValueError: there is no name, an empty one, or an unknown one. The nearest is suggested.
+        TypeError: the value is not a string or a sequence of strings.
+        ValueError: there is no name, an empty one, or an unknown one. The message suggests the nearest.
     """
     if isinstance(names, str):
         listed = [name.strip() for name in names.split(",")]
@@ -189,10 +196,10 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
 
 
 def check_token_criteria(criteria: Iterable[Criterion]) -> None:
-    """Check that log-probs alone decide every criterion.
+    """Check that every criterion needs only log-probs.
 
     Raises:
-        ValueError: one needs the means of denoising steps.
+        ValueError: a criterion needs the means of denoising steps.
     """
     for criterion in criteria:
         if criterion.name in STEP_CRITERIA:
@@ -203,7 +210,7 @@ def check_token_criteria(criteria: Iterable[Criterion]) -> None:
 
 
 def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[str | None, Threshold | None]:
-    """`rollout_rs` and its threshold without one criterion; None and None where nothing else is named.
+    """Return `rollout_rs` and its threshold without one criterion; None and None if no criterion remains.
 
     Raises:
         TypeError, ValueError: as `parse_rejection`.
@@ -214,7 +221,7 @@ def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[
 
 
 def _restricted(listed: list[str], threshold: Threshold | None, kept: Iterable[str]) -> tuple[str, Threshold | None]:
-    """Some of the criteria listed, with their thresholds; one threshold that all share stays as it is."""
+    """Return a subset of the listed criteria with their thresholds; a shared threshold does not change."""
     if isinstance(threshold, str) and "," in threshold:
         texts = threshold_texts(threshold)
         threshold = ",".join(texts[listed.index(name)] for name in kept)
@@ -225,7 +232,7 @@ def threshold_texts(threshold: Threshold) -> list[str]:
     """Split `rollout_rs_threshold` at commas; a number is a list of one.
 
     Raises:
-        TypeError: neither number nor text.
+        TypeError: the value is not a number or a string.
     """
     if isinstance(threshold, str):
         return [text.strip() for text in threshold.split(",")]
@@ -238,10 +245,10 @@ def threshold_texts(threshold: Threshold) -> list[str]:
 
 
 def join_band(lower: Threshold, upper: Threshold | None) -> str:
-    """Write a band from its two ends the way `rollout_rs_threshold` reads it: (0.5, 2.0) → "0.5_2.0"; lower 0 is open.
+    """Format a band from its two ends for `rollout_rs_threshold`: (0.5, 2.0) → "0.5_2.0"; a lower end of 0 is open.
 
     Raises:
-        TypeError: an end is of a wrong type.
+        TypeError: an end has an invalid type.
         ValueError: an end is missing, is not a finite number, or is a band already.
     """
     ends = {"rollout_rs_threshold_lower": lower, "rollout_rs_threshold": upper}
@@ -257,7 +264,7 @@ def join_band(lower: Threshold, upper: Threshold | None) -> str:
 
 
 def _criterion(name: str, text: str) -> Criterion:
-    """One criterion from its name and the text of its threshold."""
+    """Return a criterion from its name and its threshold string."""
     scope, kind = _EVERY[name]
     option = f"rollout_rs_threshold for {name}"
     if kind != "k1":
@@ -271,7 +278,7 @@ def _criterion(name: str, text: str) -> Criterion:
         return Criterion(scope=scope, kind=kind, lower=ends[0], upper=ends[1])
     (upper,) = ends
     if upper < 1:
-        # [1/x, x] is empty here. Swapping the ends would be a guess: a lower bound alone is more likely meant.
+        # [1/x, x] is empty here. Do not swap the ends: the user more likely meant only a lower bound.
         raise ValueError(
             f"{option}: the number {text} means the ratio band [1/x, x], which is empty for x < 1; "
             f"write '{text}_inf' for a lower bound alone, or '{text}_{1 / upper:g}' for both sides"
@@ -283,7 +290,7 @@ def _ends(option: str, text: str, single: str) -> tuple[float] | Band:
     """Read a number x as (x,), or a band lo_hi as (lo, hi). 0 and inf leave their side of a band open.
 
     Raises:
-        ValueError: another bound is not finite and > 0, or lo > hi.
+        ValueError: any other bound is not finite and > 0, or lo > hi.
     """
     parts = text.split("_")
     if len(parts) > 2:
@@ -304,7 +311,7 @@ def _ends(option: str, text: str, single: str) -> tuple[float] | Band:
 
 
 def _number(text: str, option: str, whole: str, wanted: str) -> float:
-    """A finite number from strict decimal text: no underscore, no NaN, no infinity."""
+    """Parse a finite number from a strict decimal string: no underscore, no NaN, no infinity."""
     text = text.strip()
     if not _NUMBER.fullmatch(text) or abs(float(text)) == float("inf"):
         raise ValueError(f"{option} {whole!r}: {text!r} is not a finite number; expected {wanted}")

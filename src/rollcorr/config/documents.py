@@ -1,9 +1,10 @@
-"""Documents of strangers, YAML and JSON, within limits: bytes, depth, and the number of values that aliases stand for.
+"""Load untrusted YAML and JSON within limits: bytes, depth, and the number of values with aliases expanded.
 
-YAML 1.1 drops underscores from numbers, so an unquoted band `0.5_2` would arrive as 0.52, and it reads `1e-4` as a
-text. Here a threshold with an underscore stays a text, `1e-4` is a number, and a key written twice is an error.
+YAML 1.1 drops underscores from numbers, so an unquoted band `0.5_2` would become 0.52, and it reads `1e-4` as a
+string. These loaders keep a threshold with an underscore as a string, read `1e-4` as a number, and reject duplicate
+keys.
 
-Whatever is wrong with a text is a ValueError of one line.
+An invalid document raises `ValueError` with a one-line message.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any, BinaryIO
 import yaml
 
 MAX_BYTES = 1 << 20
-"""Bytes that a YAML file may have."""
+"""Maximum size of a YAML file, bytes."""
 MAX_VALUES = 20_000
-"""Values that a document may have once its aliases are written out; a long text counts once per 100 characters."""
+"""Maximum number of values with aliases expanded; a long string counts once per 100 characters."""
 MAX_DEPTH = 64
-"""Levels of lists and mappings, or objects, inside each other."""
+"""Maximum nesting depth of lists and mappings, or objects."""
 MAX_INTEGER = 1000
-"""Characters of an integer."""
+"""Maximum length of an integer, characters."""
 
 _TEXT_KEYS = {"rollout_is_threshold", "rollout_rs_threshold"}
 _TEXT = "tag:yaml.org,2002:str"
@@ -39,15 +40,15 @@ _STEP = {**dict.fromkeys(_OPENING, 1), **dict.fromkeys(_CLOSING, -1)}
 
 
 class BadInputError(ValueError):
-    """A run or a log cannot be read; the message names the file, the place and the fix."""
+    """Error for a run or log that cannot be read; the message names the file, the place and the fix."""
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a file to read its bytes. A pipe is opened only as `/dev/stdin` or as `<(command)` of a shell.
+    """Open a file to read its bytes. The only pipes allowed are `/dev/stdin` and a shell's `<(command)`.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is a named pipe, and opening it would wait for a writer.
+        ValueError: it is a named pipe; opening it would wait for a writer.
     """
     if path.is_fifo() and str(path.parent) not in ("/dev", "/dev/fd", "/proc/self/fd"):
         raise ValueError(f"{path} is a named pipe; copy what it gives into a file, or write <(command)")
@@ -55,11 +56,11 @@ def open_input(path: Path) -> BinaryIO:
 
 
 class _LimitError(yaml.MarkedYAMLError):
-    """The document is YAML, but larger or deeper than what is read."""
+    """Error for valid YAML that exceeds the size or depth limit."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with limits, and with thresholds kept as written."""
+    """PyYAML safe loader with limits that keeps thresholds as written."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -68,12 +69,12 @@ class _Loader(yaml.SafeLoader):
         self._written_out: dict[yaml.Node, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next node, or the one that an alias stands for, if the document stays within its limits."""
+        """Return the next node, or the target of an alias; raise if the document exceeds a limit."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         mark = event.start_mark
         is_alias = isinstance(event, yaml.AliasEvent)
 
-        # Composing recurses, and every reader of the document does. So the depth is limited on the way down.
+        # Composing is recursive, and so is every reader of the document, so check the depth on the way down.
         self._open += 1
         self._composed += 1
         self._check(self._composed, self._open, mark)
@@ -82,7 +83,7 @@ class _Loader(yaml.SafeLoader):
         if node is None:
             return None
 
-        # PyYAML shares what an alias stands for. Whoever walks, copies or prints the document writes it out.
+        # PyYAML shares the target of an alias, but walking, copying or printing the document expands it.
         if not is_alias:
             self._written_out[node] = self._size_of(node)
         elif node not in self._written_out:
@@ -91,7 +92,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _size_of(self, node: yaml.Node) -> tuple[int, int]:
-        """Values and depth of a node whose parts are composed."""
+        """Compute the number of values and the depth of a node with composed children."""
         if isinstance(node, yaml.ScalarNode):
             return 1 + len(node.value) // 100, 0
         parts = node.value
@@ -114,7 +115,7 @@ class _Loader(yaml.SafeLoader):
             )
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
-        """The value of a node. A text that does not fit its tag is an error with its line."""
+        """Return the value of a node; raise an error with its line if the text does not match the tag."""
         if node.tag == _INTEGER and len(node.value) > MAX_INTEGER:
             raise _LimitError(
                 None,
@@ -132,7 +133,7 @@ class _Loader(yaml.SafeLoader):
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping without a key twice, with thresholds kept as written."""
+        """Return a mapping with thresholds kept as written; raise for a duplicate key."""
         seen: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -152,8 +153,11 @@ _Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
 )
 
 
-def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document may hold any plain value
-    """Read one YAML document into plain values.
+def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document contains any plain value
+    """Read one YAML document.
+
+    Returns:
+        Plain values: dictionaries, lists, strings, numbers, booleans and nulls.
 
     Raises:
         ValueError: the text is not a YAML document, a mapping has a key twice, or the document exceeds a limit
@@ -168,13 +172,13 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document may hold any plain
 
 
 def read_yaml_text(path: Path) -> str:
-    """The text of a YAML file.
+    """Return the text of a YAML file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is a named pipe, longer than `MAX_BYTES`, or not UTF-8. Only the first message names the file.
     """
-    # Not all of a huge file, nor of a device without an end.
+    # Limit the read: the file may be huge, and a device may never end.
     with open_input(path) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -188,8 +192,8 @@ def read_yaml_text(path: Path) -> str:
         ) from error
 
 
-def read_yaml(path: Path) -> Any:  # noqa: ANN401 - a document may hold any plain value
-    """The document of a YAML file, as plain values.
+def read_yaml(path: Path) -> Any:  # noqa: ANN401 - a document contains any plain value
+    """Read the document of a YAML file into plain values.
 
     Raises:
         OSError: the file cannot be read.
@@ -199,12 +203,12 @@ def read_yaml(path: Path) -> Any:  # noqa: ANN401 - a document may hold any plai
 
 
 def dump_yaml(document: Mapping[str, Any]) -> str:
-    """Write plain values as YAML, in the order given; texts that YAML would read as numbers are quoted."""
+    """Format plain values as YAML, in the given order; quote strings that YAML would read as numbers."""
     return yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _in_one_line(error: yaml.YAMLError) -> str:
-    """What PyYAML says, with the place in front."""
+    """Return PyYAML's message with the place in front."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
@@ -214,24 +218,24 @@ def _in_one_line(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
-def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document may hold any plain value
+def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document contains any plain value
     """Read one JSON document into plain values.
 
     Raises:
         ValueError: the text is not UTF-8 or not JSON, it is nested deeper than `MAX_DEPTH`, an object has a key twice,
             or an integer has more digits than Python reads. The message is one line.
     """
-    # Counting is cheap, and few texts have so many brackets that they could be too deep.
+    # Count brackets first: cheap, and rarely over the limit.
     if openings(text) > MAX_DEPTH and (depth := _depth(text)) > MAX_DEPTH:
         raise ValueError(f"nested {depth:,} levels deep; the limit is {MAX_DEPTH}. Flatten it")
     try:
         return json.loads(text.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_without_repeats)
-    except RecursionError as error:  # a caller that is itself deep
+    except RecursionError as error:  # the caller's stack is already deep
         raise ValueError(f"nested too deep to be read here; the limit is {MAX_DEPTH}. Flatten it") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object whose keys differ: readers disagree on which of two values counts."""
+    """Return an object; raise for a duplicate key, because parsers disagree on which value to use."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -240,13 +244,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def openings(text: bytes) -> int:
-    """Lists and objects that a JSON text opens; brackets within texts count too."""
+    """Compute the number of opening brackets in a JSON text, strings included."""
     return text.count(b"[") + text.count(b"{")
 
 
 def _depth(text: bytes) -> int:
-    """How deep a JSON text is nested. Exact as far as the text is JSON: there its reader would stop too."""
-    # Without escaped characters, every second piece between quotes is outside of texts.
+    """Compute the nesting depth of a JSON text. Exact up to the first syntax error, where the parser stops as well."""
+    # Without escaped characters, every second piece between quotes is outside of strings.
     if b"\\" in text:
         text = re.sub(rb"\\.", b"", text, flags=re.DOTALL)
     brackets = b"".join(text.split(b'"')[::2]).translate(None, _NOT_BRACKETS)

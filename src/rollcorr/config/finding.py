@@ -1,8 +1,8 @@
-"""What is wrong, why, and how to fix it: the one type in which every check of the library answers.
+"""Result type of every check in the library: the problem, its reason and the fix.
 
 The comparison of sampling settings, the validation of rollout logs, the health check, the check of logs and the
-estimate of provenance all return `Finding`s. The comparison is the lowest of them and lives in this room. Imports point
-down only, so the type lives here too, without torch. `rollcorr.diagnostics` exports it as well.
+estimate of provenance all return `Finding`s. The comparison is in this package, below all the other checks, and imports
+only point down. So the type is also in this package, without torch. `rollcorr.diagnostics` exports it as well.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, or worth knowing. A field that does not apply, or that nobody knows, is None or empty.
+    """One problem or note that a check found. A field that is unknown or does not apply is None or empty.
 
     Attributes:
         code: stable identifier of the kind of finding, for programs ("length", "out_of_range", "tempered", …).
-        title: what is wrong, in a few words.
+        title: the problem in a few words.
         value: the number that shows it.
-        limit: what the number should have been, in words.
-        reason: why it matters, or what it means.
-        fix: what to change; empty when nothing is wrong.
-        severity: an error means that the input cannot be trusted, a warning makes the verdict, a note does not.
-        metric: bare name of the metric that shows it.
+        limit: the limit for that number, in words.
+        reason: why it matters, or its meaning.
+        fix: the change to make; empty if there is no problem.
+        severity: an error means that the input cannot be trusted; a warning affects the verdict; a note does not.
+        metric: name of the metric that shows it, without prefix.
         first_step: first training step that showed it.
-        steps: how many training steps showed it.
-        file: the file, as it was given.
+        steps: number of training steps that showed it.
+        file: path of the file, as given.
         column: the column of the rollout log.
         first_row: first row that shows it, counted from 0 within the file.
-        rows: how many rows show it.
-        tokens: how many tokens show it.
-        confidence: z² / (1 + z²), with z the evidence in standard errors. By Cantelli's inequality, chance alone
+        rows: number of rows that show it.
+        tokens: number of tokens that show it.
+        confidence: z² / (1 + z²), with z the evidence in standard errors. By Cantelli's inequality, chance
             produces this evidence with probability 1 − confidence at most. Tokens count as independent.
         evidence: further numbers behind it, by name.
-        confirm: what would confirm it, or rule it out.
+        confirm: a measurement that would confirm it or rule it out.
         row_share: share of the rows that show it; of a mixture of causes, the share of this one.
-        follows_from: the code of the finding that causes this one. A consequence is shown under its cause.
+        follows_from: the code of the finding that causes this one. Reports show a consequence under its cause.
     """
 
     code: str
@@ -65,7 +65,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The file, the first row and the column, as far as they are known."""
+        """The file, the first row and the column, if known."""
         parts = (
             self.file,
             None if self.first_row is None else f"row {self.first_row}",
@@ -81,23 +81,23 @@ class Finding:
 
 
 class HasFindings:
-    """An answer that consists of findings, sorted by severity."""
+    """Mixin for a result that contains findings, sorted by severity."""
 
     findings: tuple[Finding, ...]
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings for which the input cannot be trusted."""
+        """Findings that make the input untrustworthy."""
         return self._of("error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """The findings that make the verdict."""
+        """Findings that affect the verdict."""
         return self._of("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
-        """The findings that are only worth knowing."""
+        """Findings that do not affect the verdict."""
         return self._of("note")
 
     def _of(self, severity: Severity) -> tuple[Finding, ...]:
@@ -105,7 +105,7 @@ class HasFindings:
 
 
 def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """One finding for each code and column: the first one, with the rows and tokens of all of them."""
+    """Merge findings by code and column: keep the first, with the rows and tokens of the entire group."""
     merged: dict[tuple[str, str | None], Finding] = {}
     for finding in findings:
         key = finding.code, finding.column
@@ -117,5 +117,5 @@ def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _sum(one: int | None, other: int | None) -> int | None:
-    """A sum is known only when both of its parts are."""
+    """Compute the sum; None if either part is None."""
     return None if one is None or other is None else one + other

@@ -1,11 +1,11 @@
-"""The three generations of the rollout-correction options, and what each old field becomes.
+"""Convert the three generations of rollout-correction options, field by field.
 
     2025-10   rollout_is (bool), rollout_is_threshold (null = off), _threshold_lower, _level, _mode, _veto_threshold
     2025-11   bypass_old_logprob_for_rollout, use_pure_rollout_correction, rollout_rs ∈ token / sequence / geometric
     newest    the fields of `RolloutCorrectionConfig`
 
-Each converter takes one flat mapping whose keys are known to its generation. `rollcorr.config.conversion` finds that
-mapping and decides the generation; docs/coming_from/migration.md shows examples.
+Each converter expects one flat mapping with keys of its generation. `rollcorr.config.conversion` finds that mapping and
+detects the generation; docs/coming_from/migration.md shows examples.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ KEYS: dict[Schema, tuple[str, ...]] = {
     "newest": tuple(DEFAULTS),
 }
 
-# Names that verl 0.7 already wrote beside the rejection options of 2025-11; read when that schema is asked for.
+# Newer names that verl 0.7 mixed with the rejection options of 2025-11; accepted if that schema is set explicitly.
 LATE_2025_11 = ("bypass_mode", "loss_type", "rollout_is_batch_normalize")
 
 
 @dataclass(frozen=True)
 class FieldReport:
-    """What one old field became. It is the record of a change, not of a fault, so it is not a `Finding`.
+    """Report on the conversion of one old field. It records a change, not a problem, so it is not a `Finding`.
 
     Attributes:
         field: name of the old field.
         value: its value.
-        became: the new fields and values, as YAML would say them.
-        reason: why.
+        became: the new fields and values, in YAML.
+        reason: why it changed.
     """
 
     field: str
@@ -73,7 +73,7 @@ class FieldReport:
 
 
 class Draft:
-    """New fields in the making, with a line of report for every old field and notes where numbers will differ.
+    """Draft of the new fields, with a report line for every old field and a note wherever numbers will differ.
 
     Args:
         old: the options that were given.
@@ -90,7 +90,7 @@ class Draft:
         self.notes: list[str] = []
 
     def put(self, name: str, new: Mapping[str, Any], reason: str) -> None:
-        """Set new fields because of an old one; an old default that is not the default any more is reported too."""
+        """Set new fields from an old one; also report an old default that is no longer the default."""
         self.fields.update(new)
         became = ", ".join(f"{key}: {shown(new_value)}" for key, new_value in new.items())
         if name not in self.old:
@@ -100,12 +100,12 @@ class Draft:
         self.report.append(FieldReport(name, self.values[name], became, reason))
 
     def drop(self, name: str, reason: str) -> None:
-        """Leave an old field out; when it is null there is nothing to say."""
+        """Drop an old field; report it unless it is null."""
         if self.old.get(name) is not None:
             self.report.append(FieldReport(name, self.old[name], "(nothing)", reason))
 
     def put_band(self, upper_name: str, lower_name: str, reason: str) -> None:
-        """Set one band from two old fields: a null lower end is the reciprocal, 0 leaves that side open."""
+        """Set one band from two old fields: a null lower end defaults to the reciprocal, 0 leaves that side open."""
         upper, lower = self.values[upper_name], self.values[lower_name]
         if lower is None:
             self.put(upper_name, {"rollout_rs_threshold": upper}, f"{reason}; the lower end is its reciprocal")
@@ -115,13 +115,13 @@ class Draft:
         self.put(lower_name, band, "lower end of the band" + ("; 0 leaves that side open" if lower == 0 else ""))
 
     def put_veto(self, name: str, reason: str) -> None:
-        """Set the veto, which means the same in every generation."""
+        """Set the veto; its meaning is the same in every generation."""
         if self.values[name] is not None:
             self.put(name, {"rollout_token_veto_threshold": self.values[name]}, reason)
 
 
 def shown(value: object) -> str:
-    """A plain value as YAML writes it: None → null, True → true."""
+    """Format a plain value as YAML: None → null, True → true."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -130,10 +130,10 @@ def shown(value: object) -> str:
 def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None, Draft]:
     """Convert the options of October 2025: one threshold, a level, and a mode for weights and rejection.
 
-    A null `rollout_is_threshold` is no correction at all (None), not metrics only.
+    A null `rollout_is_threshold` disables the correction (returns None); it does not mean metrics only.
 
     Raises:
-        TypeError, ValueError: a value that this generation does not know.
+        TypeError, ValueError: a value is not valid in this generation.
     """
     draft = Draft(old, _OCTOBER)
     apply_is, level, mode = (draft.values[name] for name in ("rollout_is", "rollout_is_level", "rollout_is_mode"))
@@ -157,7 +157,7 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
         draft.put("rollout_is_threshold", {"rollout_is_threshold": threshold}, why)
         draft.drop("rollout_is_threshold_lower", "truncate mode has no lower bound; it only moved a metric")
     else:
-        # Rejection by a k1 band at the level; weights keep the safety bound alone.
+        # Reject by a k1 band at the level; weights only keep the safety bound.
         new = {"rollout_is_threshold": None, "rollout_rs": OLDER_CRITERIA[level]}
         draft.put("rollout_is_mode", new, f"mask mode rejects on the {level} ratio and does not truncate weights")
         draft.put_band("rollout_is_threshold", "rollout_is_threshold_lower", "upper end of the rejection band")
@@ -168,19 +168,19 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
 
 
 def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]:
-    """Convert the options of November 2025: weights and rejection apart, two switches for the operating mode.
+    """Convert the options of November 2025: separate weights and rejection, two switches for the operating mode.
 
     The mode may also be written with the newest names (`LATE_2025_11`), as verl 0.7 did.
 
     Raises:
-        TypeError, ValueError: a value that this generation does not know, or the pure loss without bypass.
+        TypeError, ValueError: a value is not valid in this generation, or the pure loss is set without bypass.
     """
     draft = Draft(old, _NOVEMBER)
     level, threshold, rs = (draft.values[name] for name in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
     if "rollout_is" not in old:
         draft.notes.append("rollout_is is missing: read as null, as in verl's YAML (its Python class said 'sequence').")
 
-    # The weights.
+    # Weights.
     computed = None if threshold is None else level
     reason = "unchanged" if computed == level else "without rollout_is_threshold this generation computed no weights"
     draft.put("rollout_is", {"rollout_is": computed}, reason)
@@ -189,7 +189,7 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
     elif rs is None or old.get("rollout_rs_threshold") is not None:
         draft.drop("rollout_is_threshold", "there are no weights to bound without rollout_is")
 
-    # The rejection, the veto and the operating mode.
+    # Rejection, veto and operating mode.
     if rs is None:
         for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
             draft.drop(name, "it had no effect without rollout_rs")
@@ -207,7 +207,7 @@ def _november_rejection(draft: Draft, rs: str) -> None:
     """Set a k1 band from `rollout_rs` and its thresholds: the upper end defaults to the weights', the lower to 1/upper.
 
     Raises:
-        TypeError, ValueError: `rollout_rs` is not known, or both thresholds are null.
+        TypeError, ValueError: `rollout_rs` is unknown, or both thresholds are null.
     """
     check_choice("rollout_rs", rs, OLDER_CRITERIA, optional=True)
     draft.put("rollout_rs", {"rollout_rs": OLDER_CRITERIA[rs]}, f"a band on the {rs} ratio is now a k1 criterion")
@@ -225,7 +225,7 @@ def _november_mode(draft: Draft) -> None:
     """Set bypass_mode and loss_type from the two switches of 2025-11.
 
     Raises:
-        TypeError, ValueError: a switch is not a bool, is given with its newer name too, or one needs the other.
+        TypeError, ValueError: a switch is not a bool, is set under its old and new name, or one needs the other.
     """
     old = draft.old
     renamed = {"bypass_old_logprob_for_rollout": "bypass_mode", "use_pure_rollout_correction": "loss_type"}
@@ -245,7 +245,7 @@ def _november_mode(draft: Draft) -> None:
         reason = "the pure loss is REINFORCE: −sg(w) log π_θ A" if pure else "the PPO loss"
         draft.put("use_pure_rollout_correction", {"loss_type": "reinforce" if pure else "ppo_clip"}, reason)
 
-    # In bypass mode the PPO ratio is π_θ / μ, so a weight beside it would correct twice.
+    # In bypass mode the PPO ratio is π_θ / μ, so an additional weight would correct twice.
     if not draft.fields["bypass_mode"] or draft.fields["loss_type"] == "reinforce":
         return
     weighted = draft.fields["rollout_is"] is not None
@@ -260,12 +260,12 @@ def _november_mode(draft: Draft) -> None:
 
 
 def from_newest(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]:
-    """Read the newest options; notes say where verl 0.9.1 computes other numbers from the same values.
+    """Read the newest options; notes list the values from which verl 0.9.1 computes different numbers.
 
     Raises:
         TypeError, ValueError: as `RolloutCorrectionConfig`.
     """
-    # YAML 1.1 readers hand 1e-4 over as a text.
+    # YAML 1.1 parsers read 1e-4 as a string.
     texts = [name for name in ("rollout_token_veto_threshold", "safety_bound") if isinstance(old.get(name), str)]
     draft = Draft({**old, **{name: number_or_null(name, old[name]) for name in texts}})
     for name, value in draft.old.items():
@@ -285,7 +285,7 @@ def from_newest(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft]
 
 
 def _orientation_notes(config: RolloutCorrectionConfig) -> list[str]:
-    """One note per k1 band that verl 0.9.1 reads otherwise: it bounds 1/ρ, and so keeps ρ in [1/hi, 1/lo]."""
+    """Return a note per k1 band that verl 0.9.1 reads differently: it bounds 1/ρ, and so keeps ρ in [1/hi, 1/lo]."""
     notes = []
     for criterion in config.criteria:
         lower, upper = criterion.lower, criterion.upper
@@ -300,10 +300,10 @@ def _orientation_notes(config: RolloutCorrectionConfig) -> list[str]:
 
 
 def number_or_null(name: str, value: object) -> float | None:
-    """A number or null; the text of a number counts, since YAML 1.1 reads 1e-4 as a text."""
+    """Return a number or null; accept the string of a number, since YAML 1.1 reads 1e-4 as a string."""
     if isinstance(value, str):
         try:
-            # Python reads "0.5_2" as 0.52; in these options it is a band, which the older generations did not have.
+            # Python reads "0.5_2" as 0.52, but here it is a band, and the older generations had no bands.
             value = float(value.replace("_", " to "))
         except ValueError:
             raise ValueError(f"{name} must be a number or null; got {value!r}") from None

@@ -1,4 +1,4 @@
-"""How the policy loss is clipped and added up: `LossConfig`."""
+"""Options for clipping and aggregation of the policy loss: `LossConfig`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ LOSS_AGG_MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
 @names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """How the policy loss is clipped and added up.
+    """Configuration of clipping and aggregation of the policy loss.
 
     Attributes:
         clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
         clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
-        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1. None turns it off.
-        loss_agg_mode: how token losses become one number. None is "token-mean" for ppo_clip and "seq-mean-token-sum"
-            for reinforce.
-        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens. That mode needs one, because the padded
-            length would make the gradient depend on padding.
+        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1. Optional; off by default.
+        loss_agg_mode: aggregation of token losses into one number. Defaults to "token-mean" for ppo_clip and to
+            "seq-mean-token-sum" for reinforce.
+        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens. That mode requires it, because the
+            padded length would make the gradient depend on padding.
         kl_coef: weight of the divergence from the reference policy, ≥ 0.
-        kl_estimator: its estimate per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl`).
+        kl_estimator: estimator of that divergence per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl`).
         entropy_coef: weight of the entropy bonus, ≥ 0.
 
     Raises:
-        TypeError: a value is of the wrong type.
+        TypeError: a value has an invalid type.
         ValueError: a value is outside its limits.
     """
 

@@ -1,6 +1,6 @@
 """Types of presets and options. Type checkers read `option_types.pyi`, which tools/generate_docs.py writes.
 
-At run time the names stand for plain types, and `with_named_presets` adds the constructors.
+At runtime the names are aliases of plain types, and `with_named_presets` adds the constructors.
 """
 
 from typing import Any
@@ -14,4 +14,4 @@ ConfigOptions = dict[str, Any]
 
 
 class NamedPresets:
-    """Base of a configuration that has a constructor for each preset."""
+    """Base class of a configuration with a constructor for each preset."""

@@ -1,8 +1,8 @@
-"""Named configurations as one table of plain data: what each preset sets, what can be passed, and where it comes from.
+"""Presets as one table of plain data: the fields of each, its arguments and its source.
 
-Only the table is written by hand. `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of the same
-names (`with_named_presets`), those of the verl adapter and the page docs/reference/presets.md are made from it. A field
-that `values` leaves out has the configuration's own default.
+Only the table is written by hand. It defines `RolloutCorrectionConfig.preset(name, **arguments)`, the constructors of
+the same names (`with_named_presets`), the verl adapter's constructors and the page docs/reference/presets.md. A field
+that is not in `values` keeps the configuration's default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ START_WITH = (
     "Start with `measure`: it changes no loss. A framework's own correction stays in force. A few dozen steps "
     "later its numbers say whether a correction is needed, and which one (docs/guides/choosing.md)."
 )
-"""What a newcomer should read before the list."""
+"""Introduction to the list of presets."""
 
 VERL = "verl 0.9.1"
 
@@ -29,9 +29,9 @@ class Preset:
     """One named configuration.
 
     Attributes:
-        description: what it does, in one line.
-        values: field → value. Unnamed fields keep their defaults. `rollout_rs_threshold_lower` is not a field: it is
-            joined with `rollout_rs_threshold` to a band. There None means the reciprocal, and 0 an open side.
+        description: its effect, in one line.
+        values: field → value. Unlisted fields keep their defaults. `rollout_rs_threshold_lower` is not a field: with
+            `rollout_rs_threshold` it makes a band. There None means the reciprocal, and 0 an open side.
         parameters: argument → the fields it sets.
         source: the release that brought the name.
     """
@@ -237,7 +237,7 @@ _ROWS: dict[str, dict[str, _Row]] = {
             {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
             _OLDER_GEO_RS_PARAMETERS,
         ),
-        # Applying the weights would count the behavior ratio twice. Saying so keeps the preset free of the warning.
+        # Applying the weights would count the behavior ratio twice. An explicit False avoids the warning.
         "ppo_is_bypass": (
             "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
             {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
@@ -268,11 +268,11 @@ Config = TypeVar("Config")
 
 
 def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
-    """The fields that a preset sets, with some of its thresholds replaced.
+    """Return the fields that a preset sets, with some of its thresholds replaced.
 
     Raises:
-        TypeError: an argument that this preset does not take.
-        ValueError: no preset has this name; the nearest is suggested.
+        TypeError: this preset does not accept an argument.
+        ValueError: no preset has this name; the message suggests the nearest.
     """
     if name not in PRESETS:
         raise ValueError(unknown_name(f"no preset is named {name!r}", name, PRESETS))
@@ -282,7 +282,7 @@ def preset_fields(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     for argument, value in arguments.items():
         fields.update(dict.fromkeys(preset.parameters[argument], value))
 
-    # The older names give the two ends of a band apart; the configuration takes them as one text.
+    # The older names set the two ends of a band separately; the configuration expects one string.
     lower = fields.pop(BAND_LOWER, None)
     if lower is not None:
         fields["rollout_rs_threshold"] = join_band(lower, fields["rollout_rs_threshold"])
@@ -302,13 +302,13 @@ def preset_constructor(
 
     Args:
         name: the preset.
-        construct: makes a configuration of the class from the preset's name and the arguments that were given.
-        parameters: what the constructor takes, in order; the table's by default.
+        construct: callback that builds a configuration of the class from the preset's name and the given arguments.
+        parameters: parameters of the constructor, in order; defaults to the table's.
     """
     preset = PRESETS[name]
     taken = list(preset.parameters if parameters is None else parameters)
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    # The default of an argument is the value of the first field that it sets.
+    # An argument's default is the value of the first field that it sets.
     defaults = {argument: preset.values.get(fields[0]) for argument, fields in preset.parameters.items()}
     arguments = [inspect.Parameter(argument, kind, default=defaults.get(argument)) for argument in taken]
     signature = inspect.Signature([inspect.Parameter("cls", kind), *arguments])
@@ -325,7 +325,7 @@ def preset_constructor(
 
 
 def with_named_presets(cls: type[Config]) -> type[Config]:
-    """Give a configuration that has `preset(name, **arguments)` one constructor for each row of the table."""
+    """Add one constructor per row of the table to a configuration class with `preset(name, **arguments)`."""
     for name in PRESETS:
         setattr(cls, name, preset_constructor(name, lambda owner, preset, **given: owner.preset(preset, **given)))
     return cls

@@ -1,8 +1,8 @@
-"""What a log-prob is the log-prob of, and which two of them may be subtracted.
+"""Sampling settings behind a log-prob, and the check whether two log-probs may be subtracted.
 
-A `SamplingSpec` goes with every log-prob tensor: from the engine into the rollout log and to the trainer.
-`check_compatible` compares two of them. The table of engines says in which order each applies its transforms and how it
-returns the log-probs of what it sampled. Nothing here imports torch. docs/guides/sampling.md explains the rules.
+A `SamplingSpec` accompanies every log-prob tensor: from the engine into the rollout log and to the trainer.
+`check_compatible` compares two specs. The table of engines contains the order of each engine's transforms and the way
+to get the log-probs of its samples. This module does not import torch. docs/guides/sampling.md explains the rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_ROUNDED_UP = 2.0**-8
 
 _TRUNCATIONS = ("top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-# Raw log-probs leave out every setting; tempered ones leave out the truncation alone.
+# Raw log-probs ignore every setting; tempered ones only ignore the truncation.
 _LEFT_OUT = {"raw": ("temperature", *_PENALTIES, *_TRUNCATIONS), "tempered": _TRUNCATIONS, "processed": ()}
 _LIMITS: Mapping[str, Mapping[str, float]] = {
     "temperature": {"at_least": 0},
@@ -60,15 +60,15 @@ _ACTORS: Mapping[str, Support] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSampling:
-    """How an engine samples, and which log-probs it returns.
+    """Sampling behavior of an engine, and the log-probs that it returns.
 
     Attributes:
-        order: its transforms, first to last. Empty when not known.
-        joint: top-k, top-p and min-p all look at the same unrenormalized softmax; otherwise each looks at what the one
-            before it left, renormalized.
+        order: its transforms, first to last. Empty if unknown.
+        joint: top-k, top-p and min-p all use the same unrenormalized softmax; otherwise each uses the renormalized
+            output of the previous one.
         logprobs: the kinds it can return, its default first.
-        processed: how to get the log-probs of what it sampled.
-        kept_sets: how to get the ids that could be sampled; None when it does not tell.
+        processed: how to get the log-probs of the distribution it sampled from.
+        kept_sets: how to get the ids that could be sampled; None if the engine does not return them.
     """
 
     order: tuple[Transform, ...]
@@ -117,15 +117,15 @@ _DEFAULT = EngineSampling(
 
 
 class IncompatibleSamplingError(ValueError):
-    """Two log-probs that are not comparable were about to be subtracted. The text says why, and what to change."""
+    """Error for a difference of two log-probs that are not comparable; the message contains the reason and the fix."""
 
 
 @names_unknown_options
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """What a log-prob is the log-prob of: the sampling settings, and who applied them.
+    """Distribution of a log-prob: the sampling settings, and the engine or trainer that applied them.
 
-    Two log-probs may be subtracted only when these agree in what changes a probability (`check_compatible`).
+    Two log-probs may be subtracted only if all settings that change a probability agree (`check_compatible`).
 
     Attributes:
         temperature: logits were divided by this; 0 is greedy decoding.
@@ -135,20 +135,20 @@ class SamplingSpec:
         repetition_penalty: divisor of seen tokens' logits, > 0; 1 is off.
         presence_penalty: subtracted once from a seen token's logit; 0 is off.
         frequency_penalty: subtracted for each occurrence; 0 is off.
-        logit_bias: added to logits by token id: a mapping, or the text "id:bias,id:bias". Kept as text, ids rising.
-        min_new_tokens: the end token was forbidden before this many tokens.
-        logprobs: "raw": temperature 1 over the whole vocabulary, whatever was sampled; "tempered": after penalties,
-            bias and temperature, over the whole vocabulary; "processed": after all of the above, renormalized.
-        support: whose set a truncated log-prob is taken over. "engine": that of the one who sampled; "recomputed": the
-            trainer's, from its own logits; "replayed": the engine's recorded sets; "kept_mass": none: a full log-prob
-            minus the log of the recorded kept mass.
-        engine: name of the engine that sampled ("vllm", "transformers", …); None if unknown. Decides the order of
+        logit_bias: added to logits by token id: a mapping, or the string "id:bias,id:bias". Stored as a string, by id.
+        min_new_tokens: the end token was masked before this number of tokens.
+        logprobs: "raw": temperature 1 over the full vocabulary, for any settings; "tempered": after penalties, bias and
+            temperature, over the full vocabulary; "processed": after all of the above, renormalized.
+        support: token set of a truncated log-prob. "engine": the sampling engine's; "recomputed": the trainer's, from
+            its own logits; "replayed": the engine's recorded sets; "kept_mass": no set: a full log-prob minus the log
+            of the recorded kept mass.
+        engine: name of the engine that sampled ("vllm", "transformers", …); optional. Determines the order of
             transforms (`ENGINES`).
-        engine_version: its version; None if unknown.
-        policy_version: number of the weights that sampled; None if unknown.
+        engine_version: its version; optional.
+        policy_version: version number of the weights that sampled; optional.
 
     Raises:
-        TypeError: a value is of the wrong type.
+        TypeError: a value has an invalid type.
         ValueError: a value is outside its limits, or `support` is not the engine's and the log-probs are not processed.
     """
 
@@ -190,34 +190,34 @@ class SamplingSpec:
 
     @property
     def restricts(self) -> bool:
-        """Whether the log-probs come from a softmax over less than the vocabulary."""
+        """True if the log-probs come from a softmax over a subset of the vocabulary."""
         return self.logprobs == "processed" and self.truncates
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p is on."""
+        """True if top-k, top-p or min-p is on."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def engine_sampling(self) -> EngineSampling:
-        """The engine's row of `ENGINES`; for an unknown engine, the order of transformers."""
+        """The engine's row of `ENGINES`; an unknown engine defaults to the order of transformers."""
         return ENGINES.get(self.engine or "", _DEFAULT)
 
     def for_actor(self, actor: Actor, *, temperature: float | None = None) -> SamplingSpec:
-        """What a trainer's log-probs of these tokens are, given what the actor does with its logits.
+        """Return the spec of a trainer's log-probs of these tokens, for a way to process the actor's logits.
 
         Args:
-            actor: "full": divide by the temperature, whole vocabulary (also right for a reference policy);
+            actor: "full": divide by the temperature, full vocabulary (also for a reference policy);
                 "recompute": also truncate its own logits; "replay": take the softmax over the engine's kept sets;
-                "kept_mass": whole vocabulary, minus the log of the engine's kept mass.
-            temperature: what the actor divides by; None for this spec's.
+                "kept_mass": full vocabulary, minus the log of the engine's kept mass.
+            temperature: divisor of the actor's logits; defaults to this spec's.
 
         Returns:
-            A processed spec. Penalties, bias and the ban of the end token are off, for actors see logits alone; one
-            that applies them says so with `dataclasses.replace`.
+            A processed spec. Penalties, bias and the mask of the end token are off, because actors only see logits. Set
+            them with `dataclasses.replace` for an actor that applies them.
 
         Raises:
-            ValueError: `actor` is none of the four.
+            ValueError: `actor` is not one of the four.
         """
         check_choice("actor", actor, _ACTORS)
         on = actor != "full"
@@ -232,23 +232,23 @@ class SamplingSpec:
         )
 
     def biases(self) -> dict[int, float]:
-        """`logit_bias` as numbers by token id."""
+        """Return `logit_bias` as a mapping from token id to number."""
         return _parse_bias(str(self.logit_bias))
 
 
 @dataclass(frozen=True)
 class Comparison(HasFindings):
-    """Whether two log-probs may be subtracted.
+    """Result of the check whether two log-probs may be subtracted.
 
     Attributes:
-        findings: what stands against it. An error forbids the subtraction; a warning makes it approximate.
+        findings: the differences. An error forbids the subtraction; a warning makes it approximate.
     """
 
     findings: tuple[Finding, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
-        """Whether they are the "same", the same up to an "approximate" `reason`, or "different" and not comparable."""
+        """Verdict: "same"; "approximate", the same except for `reason`; or "different", not comparable."""
         if not self.findings:
             return "same"
         return "different" if self.errors else "approximate"
@@ -260,7 +260,7 @@ class Comparison(HasFindings):
 
     @property
     def fix(self) -> str:
-        """What to change; empty for "same"."""
+        """The change to make; empty for "same"."""
         return "; ".join(dict.fromkeys(finding.fix for finding in self._decisive))
 
     @property
@@ -269,17 +269,17 @@ class Comparison(HasFindings):
 
 
 def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
-    """Check that log π − log μ is a log-ratio: the two are comparable, and μ is that of what was sampled.
+    """Check that log π − log μ is a log-ratio: the two are comparable, and μ is the distribution of the samples.
 
     Args:
-        rollout: of the engine's log-probs.
-        trainer: of the trainer's, for instance `rollout.for_actor("replay")`.
+        rollout: spec of the engine's log-probs.
+        trainer: spec of the trainer's log-probs, for instance `rollout.for_actor("replay")`.
 
     Returns:
-        The comparison, "same" or "approximate"; what is approximate is in its `reason`.
+        The comparison, "same" or "approximate"; its `reason` explains the approximation.
 
     Raises:
-        IncompatibleSamplingError: they differ; names what, and what to change.
+        IncompatibleSamplingError: they differ; the message names the difference and the fix.
 
     Example:
         >>> rollout = SamplingSpec(temperature=0.7, top_p=0.9, logprobs="processed", engine="vllm")
@@ -295,7 +295,7 @@ def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison
 
 
 def compare(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
-    """As `check_compatible`, without raising."""
+    """Compare as in `check_compatible`, without raising."""
     checks = (_greedy, _not_what_was_sampled, _settings, _supports)
     return Comparison(tuple(finding for check in checks for finding in check(rollout, trainer)))
 
@@ -317,7 +317,7 @@ def _greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
 
 
 def _not_what_was_sampled(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
-    """Reasons why the rollout's log-probs are not those of the distribution that its tokens came from."""
+    """Yield the reasons why the rollout's log-probs differ from the distribution that sampled its tokens."""
     ignored = _settings_on(rollout, _LEFT_OUT[rollout.logprobs])
     fix = rollout.engine_sampling.processed
     if ignored:
@@ -329,8 +329,8 @@ def _not_what_was_sampled(rollout: SamplingSpec, trainer: SamplingSpec) -> Itera
 
 
 def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
-    """Differences in what changes a probability without changing the support."""
-    # Raw log-probs are at temperature 1, whatever was sampled.
+    """Yield differences in settings that change a probability but not the support."""
+    # Raw log-probs are at temperature 1, for any sampling temperature.
     ours, theirs = (1.0 if spec.logprobs == "raw" else spec.temperature for spec in (rollout, trainer))
     if ours != theirs:
         raw = " (raw)" if rollout.logprobs == "raw" else ""
@@ -349,12 +349,12 @@ def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
 
 
 def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
-    """Differences in the set of tokens that the two softmaxes run over."""
+    """Yield differences in the token sets of the two softmaxes."""
     if rollout == trainer:
         return
     code, replay = "support", "replay the engine's kept sets on the trainer"
 
-    # The rollout's softmax runs over the whole vocabulary.
+    # The rollout's softmax is over the full vocabulary.
     if rollout.logprobs != "processed" or not rollout.truncates:
         if trainer.truncates:
             reason = "the trainer's softmax runs over a truncated set, the rollout's over the whole vocabulary"
@@ -370,7 +370,7 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
             yield _approximate("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
         return
 
-    # It runs over a truncated set. Only a replay gives the trainer exactly that set.
+    # It is over a truncated set. Only a replay uses exactly that set in the trainer.
     named = ", ".join(_settings_on(rollout, _TRUNCATIONS))
     if trainer.support == "replayed":
         return
@@ -391,13 +391,13 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
 
 
 def _settings_on(spec: SamplingSpec, names: Iterable[str]) -> list[str]:
-    """Those of the settings that are on, with their values."""
+    """Return the settings that are on, with their values."""
     values = {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(_OFF, name)}
     return [f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}" for name, value in values.items()]
 
 
 def _canonical_bias(bias: object) -> str:
-    """Biases by token id as one text, ids rising; biases of 0 are left out."""
+    """Format biases by token id as one string, sorted by id; omit biases of 0."""
     if isinstance(bias, str):
         bias = _parse_bias(bias)
     if not isinstance(bias, Mapping):

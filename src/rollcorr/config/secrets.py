@@ -1,17 +1,17 @@
-"""Passwords, tokens and keys: taken from the environment, and never written or shown.
+"""Read passwords, tokens and keys from the environment, and redact them in files and output.
 
-An option may contain `${env:NAME}`. It is resolved where the engine is built, so files hold the reference.
-A secret that stands in the options all the same is written as `***`. Hidden by its place, whatever its name:
+An option may contain `${env:NAME}`. It is resolved where the engine is built, so files only contain the reference.
+A secret that is in the options nevertheless is written as `***`. Hidden by position, for any name:
 
 - the user part of an address, and each value of its query: `http://user:password@host?k=value`, `user:password@host`
 - the path of a webhook
 - each value under `headers`
 
-Elsewhere, and in text:
+In other options, and in text:
 
-- a value whose name is a secret's: `api_keys`, `password`, `HF_TOKEN`, `Authorization`, `{name: API_KEY, value: …}`
-- `Bearer …` and `Basic …`, private keys in PEM, and the shapes that services give to their keys (`hf_…`, `glpat-…`)
-- in text, every value that was hidden in the options of this process, wherever it appears: a server may send it back
+- a value with a secret's name: `api_keys`, `password`, `HF_TOKEN`, `Authorization`, `{name: API_KEY, value: …}`
+- `Bearer …` and `Basic …`, private keys in PEM, and known key formats of services (`hf_…`, `glpat-…`)
+- in text, every value that was hidden in the options of this process: a server may send it back
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 HIDDEN = "***"
-"""What stands for a secret."""
+"""Replacement text of a secret."""
 
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
-# Names are compared in this form: `apiKey`, `API-Key` and `api_key` are the same.
+# Normalize names before comparison: `apiKey`, `API-Key` and `api_key` are equal.
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
 _SECRET_NAME = re.compile(
     r"passw|passphrase|webhook|(?:^|_)pwd(?:_|$)|secret|credential|cookie|bearer|authorization"
     r"|(?:access|api|auth|refresh)_?tokens?_?\d*$|(?:access|account|api|auth|private|signing)_?keys?_?\d*$"
 )
 
-# A name with such an end is a secret's, except after a word that makes it another thing.
+# A name with such a suffix is a secret's, except after a word that changes its meaning.
 _SECRET_END = re.compile(r"(?:token|(?:^|_)(?:key|auth|jwt|pat|sas|sig|signature))_?\d*$")
 _ORDINARY_END = re.compile(
     r"(?:^|_)(?:bos|cache|cls|data|end|eos|group|image|input|mask|output|pad|partition|per|primary|prompt|public|sep"
@@ -46,16 +46,16 @@ _ORDINARY_END = re.compile(
 _HEADERS = re.compile(r"(?:^|_)headers?$")
 _SCHEME = re.compile(r"(?i)^(?:bearer|basic|token|digest|apikey)\s+")
 
-# A text may be quoted in another one, and then backslashes stand before its quotes, and "\n" in place of its line ends.
+# In a text quoted inside a string, backslashes precede its quotes, and "\n" replaces its line ends.
 _QUOTE = r"\\*[\"']?"
 _COMMA = rf"{_QUOTE},?[\s=]+"
 
-# An address up to a space or a quote; the rest is taken apart by hand, for a password may hold any sign.
+# An address up to a space or a quote; the rest is parsed by hand, because a password may contain any character.
 _ADDRESS = re.compile(r"(?<![\w+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>(?:(?!\\+n)[^\s\"'<>`])+)")
 _SECRETS = tuple(
     re.compile(pattern)
     for pattern in (
-        # Private keys: broken into lines, or with "\n" between them, or cut off.
+        # Private keys: split into lines, joined by "\n", or truncated.
         r"(?P<before>-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)(?P<value>[\s\S]*?)(?=-----END|\Z)",
         # Headers; curl's headers and users; the lines of a .netrc.
         rf"(?P<before>(?i:\b(?:proxy-)?(?:authorization|(?:set-)?cookie){_QUOTE}\s*[:=]\s*{_QUOTE}))(?P<value>[^\"'\r\n]+)",
@@ -65,10 +65,10 @@ _SECRETS = tuple(
         # A proxy's user without "https://"; the path of a webhook, which is its password.
         r"(?P<before>(?i:prox(?:y|ies))[^\n@]{0,60}?[\s=:\"'][^\s:@\"'/]{1,200}:)(?P<value>[^\s@\"'/][^\s@\"']{0,200})(?=@)",
         r"(?P<before>://(?:hooks\.|[^\s\"'<>`?#]{0,200}?webhook)[^\s/\"'<>`]{0,200}/)(?P<value>[^\s?#\"'<>`]+)",
-        # The query of an address, whose beginning may be missing; and a query that is one value.
+        # The query of an address, possibly without its start; and a query that is one value.
         r"(?P<before>[?&][^\s?&=#\"'<>`]{1,200}=)(?P<value>[^\s&#\"'<>`]+)",
         r"(?P<before>://[^\s?#\"'<>`]{1,1000}\?)(?P<value>[^\s=&#\"'<>`]{8,})(?![=&])",
-        # Values that show by their look that they are secrets.
+        # Values with the format of a secret.
         r"\b(?P<before>[Bb]earer\s+)(?P<value>[A-Za-z0-9._~+/=-]{6,})",
         r"\b(?P<before>[Bb]asic\s+)(?P<value>(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{6,}={0,2})",
         r"(?P<before>(?<![\w-]))(?P<value>(?:hf|gh[pousr]|npm|gsk|[sr]k_live)_[A-Za-z0-9]{16,}|github_pat_\w{16,}"
@@ -80,18 +80,18 @@ _NAME = re.compile(rf"(?<![\w.-])(?:(?P<flag>--[\w-]+){_COMMA}|(?P<name>[\w.-]+)
 _CALLED = re.compile(rf"{_QUOTE}([\w.-]+)")
 _VALUE = re.compile(
     r"\\+(?P<quote>[\"']).*?\\+(?P=quote)|\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[\[{(](?:[^\n]*[\]})]|[^\n]*)"
-    # YAML: lines of a list, and a text of several lines.
+    # YAML: lines of a list, and a multi-line string.
     r"|(?:-[ \t]+(?:(?!\\+n)[^\n])*(?:(?:\n|\\+n)[ \t]*|$))+|[|>][-+]?[ \t]*\n(?:[ \t]+[^\n]*\n?)+"
     r"|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|(?!\\+n)[^\s&,;\"'<>()\[\]{}])+"
 )
 
 _SHORTEST = 4
-"""A hidden value with fewer characters is not looked for in other texts: it would be found in every word."""
+"""A hidden value with fewer characters is not searched for in other texts: it would match every word."""
 _DISTINCT = 8
-"""A hidden value with as many is looked for within words, and in other options."""
+"""A hidden value of at least this length is searched for within words, and in other options."""
 
 _hidden_values: dict[str, bool] = {}
-"""Each hidden value, and whether it is certainly a secret; what a header holds may be an option's value too."""
+"""Hidden value → whether it is certainly a secret; a header's value may also be the value of an option."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -103,34 +103,34 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)
-    """The same value with `***` for each secret in it; what is hidden here is hidden in every text from now on.
+    """Return the value with `***` for each secret in it; later texts are redacted for the same secrets.
 
     Args:
-        value: mappings, lists, texts, numbers.
-        name: the option that holds it.
+        value: mappings, lists, strings, numbers.
+        name: the option that contains it.
     """
     return _redact(value, name, name, [])
 
 
 def secret_places(value: Any, name: str = "") -> list[str]:  # noqa: ANN401 (any plain value)
-    """The dotted names of the options that hold a secret and not a reference."""
+    """Return the dotted names of the options that contain a secret and not a reference."""
     places: list[str] = []
     _redact(value, name, name, places)
     return places
 
 
 def redact_text(text: str) -> str:
-    """A text for people with `***` for each secret in it: an error message, a progress line, a traceback."""
+    """Return a text with `***` for each secret in it: an error message, a progress line, a traceback."""
     return _redact_text(_without_hidden_values(text), {})
 
 
 def remember(secret: object, *, certain: bool = True) -> None:
-    """Hide a value in every text from now on, also as it looks in an address, in JSON and in a `Basic` header.
+    """Hide a value in every later text, including its form in an address, in JSON and in a `Basic` header.
 
     Args:
         secret: the value.
-        certain: it is a secret, and is hidden in other options too. Otherwise it may be an ordinary word, and is hidden
-            only in texts, if it has 8 characters or more.
+        certain: True hides it in other options as well. False means that it may be an ordinary word: hide it only
+            in texts, and only from 8 characters on. Defaults to True.
     """
     plain = _SCHEME.sub("", str(secret).strip())
     encoded = base64.b64encode(plain.encode()).decode()
@@ -141,22 +141,22 @@ def remember(secret: object, *, certain: bool = True) -> None:
 
 
 def resolve_references(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)
-    """The same value with the environment's values for its references. Errors name the option, never its value.
+    """Return the value with its references replaced from the environment. Errors name the option, never its value.
 
     Raises:
-        ValueError: a variable is not set, a reference has another form, or a `***` stands where a secret was.
+        ValueError: a variable is not set, a reference is malformed, or a `***` is in place of a secret.
     """
     resolved = _resolve(value, name)
-    redact(resolved)  # the password of an address, say, must not appear in an error
+    redact(resolved)  # errors must not contain a secret, such as the password of an address
     return resolved
 
 
 def header_values(headers: Mapping[str, str] | None, headers_env: Mapping[str, str] | None) -> dict[str, str]:
-    """All headers of a request.
+    """Return all headers of a request.
 
     Args:
         headers: name → value.
-        headers_env: name → environment variable that holds the value.
+        headers_env: name → environment variable that contains the value.
 
     Raises:
         ValueError: a variable is not set, a header is given twice, or a value has a line break.
@@ -176,12 +176,12 @@ def header_values(headers: Mapping[str, str] | None, headers_env: Mapping[str, s
 
 
 def hide_in_log(name: str) -> None:
-    """Hide secrets in what a package logs under `name`. May be called twice."""
+    """Hide secrets in the log records of the logger `name`. Repeated calls are safe."""
     logging.getLogger(name).addFilter(_redact_record)
 
 
 def _redact_record(record: logging.LogRecord) -> bool:
-    """Replace the message and the traceback of a record by what may be shown; every record passes."""
+    """Redact the message and the traceback of a record; every record passes the filter."""
     record.msg, record.args = redact_text(record.getMessage()), ()
     if record.exc_info:
         record.exc_text = redact_text(logging.Formatter().formatException(record.exc_info))
@@ -194,7 +194,7 @@ def _words(name: str) -> str:
 
 
 def _redact(value: Any, name: str, path: str, places: list[str], *, inside: bool | None = None) -> Any:  # noqa: ANN401
-    """`redact`; adds the place of each secret to `places`. `inside` is None outside of secrets and headers."""
+    """Redact, and append the place of each secret to `places`. `inside` is None outside secrets and headers."""
     if is_secret_name(name.rpartition(".")[2]):
         inside = True
     elif inside is None and _HEADERS.search(_words(name)):
@@ -223,7 +223,7 @@ def _redact(value: Any, name: str, path: str, places: list[str], *, inside: bool
     if inside is None:
         hidden = _without_hidden_values(_redact_option(value, name), in_option=True)
     elif not _only_references(str(value)):
-        # A cookie is several values, and a server may send one of them back.
+        # A cookie contains several values, and a server may send one of them back.
         remember(value, certain=inside)
         for part in re.split(r"[;,\s=]+", str(value)):
             remember(part, certain=False)
@@ -237,7 +237,7 @@ def _redact_option(value: str, name: str) -> str:
     """Hide the secrets in one option's text, and remember them."""
     found: dict[str, bool] = {}
 
-    # In an address as a whole, also without "https://", the user part ends at the last "@", whatever the password has.
+    # In an option that is an address, also without "https://", the user part ends at the last "@", for any password.
     scheme, mark, rest = value.rpartition("://")
     user_part, at, host = rest.rpartition("@")
     begins = re.fullmatch(r"\s*[A-Za-z][\w+.-]*", scheme) or name in ("url", "uri", "address", "endpoint")
@@ -251,7 +251,7 @@ def _redact_option(value: str, name: str) -> str:
 
 
 def _redact_variable(variable: object, path: str, places: list[str]) -> object:
-    """The name of an environment variable; a secret that stands there by mistake is hidden."""
+    """Return the name of an environment variable; hide a secret that is there by mistake."""
     name = str(variable)
     if name == HIDDEN or re.fullmatch(r"[A-Z_][A-Z0-9_]*", name) or name in os.environ:
         return variable
@@ -261,7 +261,7 @@ def _redact_variable(variable: object, path: str, places: list[str]) -> object:
 
 
 def _redact_text(text: str, found: dict[str, bool]) -> str:
-    """A text with `***` for each secret. Adds to `found` what was hidden, and whether it is certainly a secret."""
+    """Return a text with `***` for each secret. Add each to `found`, and whether it is certainly a secret."""
     text = _ADDRESS.sub(lambda match: _hide_in_address(match, found), text)
     for pattern in _SECRETS:
         text = pattern.sub(lambda match: _hide_value(match, found), text)
@@ -269,11 +269,11 @@ def _redact_text(text: str, found: dict[str, bool]) -> str:
 
 
 def _hide_in_address(match: re.Match[str], found: dict[str, bool]) -> str:
-    """An address without its user part, unless the password is a reference."""
+    """Return an address without its user part, unless the password is a reference."""
     rest = match["rest"]
     authority = re.split(r"[/?#]", REFERENCE.sub(lambda found: "r" * len(found[0]), rest), maxsplit=1)[0]
 
-    # A "/" within the password ends the authority too early. But a text may speak of `http://host:80/path@version`.
+    # A "/" in the password ends the authority early. But a text may contain `http://host:80/path@version`.
     end = rest.rfind("@", 0, len(authority))
     if end < 0 and ":" in authority and not authority.rpartition(":")[2].isdigit():
         end = rest.rfind("@")
@@ -283,7 +283,7 @@ def _hide_in_address(match: re.Match[str], found: dict[str, bool]) -> str:
 
 
 def _is_user_part(user_part: str) -> bool:
-    """Whether a user part has a secret: a password, or a user without one."""
+    """Return True if a user part contains a secret: a password, or a user without one."""
     user, _, password = user_part.partition(":")
     return REFERENCE.sub("", password or user) not in ("", HIDDEN)
 
@@ -303,10 +303,10 @@ def _hide_value(match: re.Match[str], found: dict[str, bool]) -> str:
 
 
 def _hide_assigned(text: str, found: dict[str, bool]) -> str:
-    """`name=value`, `name: value` and `--name value` where the name is a secret's."""
+    """Hide the value in `name=value`, `name: value` and `--name value` if the name is a secret's."""
     shown, position, called = [], 0, ""
     while named := _NAME.search(text, position):
-        # The next search begins at the value, which may hold names itself: `http://host?token=…`.
+        # Continue the search at the value, which may contain further names: `http://host?token=…`.
         shown.append(text[position : named.end()])
         position = named.end()
 
@@ -325,7 +325,7 @@ def _hide_assigned(text: str, found: dict[str, bool]) -> str:
 
 
 def _secret_after(blocks: Sequence[str], name: str, sign: str | None) -> str:
-    """Return the pattern of the values that are secrets after a name; an empty one if none is."""
+    """Return the pattern of the values that are secrets after a name; empty if there are no such values."""
     if any(_HEADERS.search(_words(block)) for block in blocks):
         return r"[\s\S]+"
     if _HEADERS.search(_words(name)):
@@ -335,7 +335,7 @@ def _secret_after(blocks: Sequence[str], name: str, sign: str | None) -> str:
     if sign is None:  # a flag, in a command line or in a sentence
         return r"(?![a-z]+\Z|-)[\s\S]+"
 
-    # In this library a token is mostly what a model samples: "token=17", "key: value" are ordinary words.
+    # In this library a token is usually a model's sample: "token=17" and "key: value" are ordinary words.
     if re.fullmatch(r"-*(?:auth|jwt|key|pat|sas|sig|signature|token)", name.lower()):
         return "" if ":" in sign else r"(?!(?:[-+.\d\s,()\[\]]+|True|False|None|null)\Z)[\s\S]+"
     return r"[\s\S]+"
@@ -352,7 +352,7 @@ def _without_hidden_values(text: str, *, in_option: bool = False) -> str:
 
 
 def _only_references(value: str) -> bool:
-    """Whether a value has no secret of its own: references, `***`, and the word before a token (`Bearer`)."""
+    """Return True for a value without a secret: references, `***`, and the word before a token (`Bearer`)."""
     rest = REFERENCE.sub("", _SCHEME.sub("", value.strip())).replace(HIDDEN, "")
     return not rest.strip(" :}")
 
@@ -391,7 +391,7 @@ def _environment(variable: str, option: str) -> str:
 
 
 def advice(places: Sequence[str]) -> str:
-    """One line about secrets that stand in the options, from `secret_places`."""
+    """Return one line of advice about secrets in the options, from `secret_places`."""
     verb = "holds a secret" if len(places) == 1 else "hold secrets"
     return (
         f"{', '.join(places)} {verb}: files and messages show {HIDDEN}. Write ${{env:NAME}} instead, or a run cannot "

@@ -1,4 +1,4 @@
-"""The estimators that a study measures: every preset, weight and criterion, by name, each configuration once."""
+"""Estimators for the studies: every preset, weight and criterion, by name, without duplicate configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WEIGHTS: Mapping[str, tuple[str, Threshold | None]] = {
     "sequence_truncated_4": ("sequence", 4.0),
 }
 
-# Scope, and whether the bound is one on a ratio → thresholds that go from all rejected to none at T × KL = 1.
+# (scope, bound on a ratio?) → thresholds, from strict (rejects all) to open (rejects no unit), at T × KL = 1.
 _THRESHOLDS: Mapping[tuple[str, bool], tuple[float, ...]] = {
     ("token", True): (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
     ("token", False): (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 1.0),
@@ -33,7 +33,7 @@ Estimators = dict[str, RolloutCorrectionConfig | None]
 
 
 def every_estimator() -> Estimators:
-    """Each preset, then weights and criteria that no preset has. A configuration with two names keeps the first."""
+    """Return each preset, then weights and criteria that no preset has. The first name of a configuration counts."""
     named: Estimators = {
         NONE: None,
         **{name: RolloutCorrectionConfig.preset(name) for name in PRESETS},
@@ -51,7 +51,7 @@ def every_estimator() -> Estimators:
 
 
 def threshold_sweep() -> dict[str, Estimators]:
-    """A family → the same setting at each threshold, from strict to open."""
+    """Return family → the same configuration at each threshold, from strict to open."""
     return {
         **{
             f"{level} ceiling": {

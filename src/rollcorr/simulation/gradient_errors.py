@@ -1,4 +1,4 @@
-"""How wrong an estimator of the gradient is: bias, variance, MSE and ESS against the exact gradient.
+"""Compute the errors of a gradient estimator: bias, variance, MSE and ESS against the exact gradient.
 
 The estimator of a batch of B sequences is Σ_i f_i / K: f_i = Σ_t κ_it A_i ∇log π(y_it) with κ from the package's loss,
 and K the number of sequences with a token in the loss (normalizer "kept") or B ("original"). Sequences are
@@ -9,16 +9,16 @@ independent, so with p = P(kept), q₀ = (1 − p)^B, m = E[f | kept] and Σ = t
     bias        |mean − ∇J|
     MSE         bias² + variance
 
-for every batch size B from one set of sums. Over exact rows these are the estimator's own numbers. Over sampled rows
-they are estimates: the noise of m is taken out of bias², and a jackknife over groups gives the standard errors.
+for every batch size B from one set of sums. Over exact rows these values are exact. Over sampled rows they are
+estimates: the noise of m is subtracted from bias², and a jackknife over groups estimates the standard errors.
 
 κ is read from the package's own functions: the gradient of the policy loss in log π(y_t) is −κ_t A / denominator,
-whatever weights, clips and masks did. So one backward pass of `rollcorr.policy_loss` with the denominator 1 gives κ_t A
+for any weights, clips and masks. So one backward pass of `rollcorr.policy_loss` with the denominator 1 computes κ_t A
 of every token of every row. π_θ = π_old, the first update on a batch: decoupled PPO then has r = 1, and a decoupled
-preset and the bypass REINFORCE preset with the same weights give the same gradient.
+preset and the bypass REINFORCE preset with the same weights have the same gradient.
 
 Variance and MSE are sums over the S · V entries of the gradient. Divided by |∇J|² they are relative: an estimator that
-always says 0 has a relative MSE of 1.
+always returns 0 has a relative MSE of 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rollcorr.correction import PolicyLogProbs, correct, policy_loss
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.simulation.sequence_rows import SequenceRows
 
-# The Σ_t of the policy-gradient theorem, averaged over sequences: one scale for all estimators.
+# Σ_t as in the policy-gradient theorem, averaged over sequences: one scale for all estimators.
 SUM_OVER_TOKENS = LossConfig(loss_agg_mode="seq-mean-token-sum")
 
 GROUPS = 20
@@ -47,10 +47,10 @@ CHUNK = 2_000_000
 
 
 class LossCoefficients(NamedTuple):
-    """κ_t A and the tokens in the loss.
+    """Coefficients κ_t A and the mask of the tokens in the loss.
 
     Attributes:
-        coefficients: κ_t A_i, (n, T) float64: what multiplies ∇log π(y_t) before the division.
+        coefficients: κ_t A_i, (n, T) float64: the factor of ∇log π(y_t) before the division.
         loss_mask: tokens in the loss, (n, T) bool.
     """
 
@@ -63,7 +63,7 @@ def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None
 
     Args:
         rows: any rows. Their probabilities are not used.
-        config: a correction; None: plain PPO, which knows nothing of μ.
+        config: a correction; None means plain PPO, which does not use μ.
     """
     log_prob = rows.train_log_prob.clone().requires_grad_()
     output = _first_loss(rows, config, log_prob, Denominators(1.0, 1.0))
@@ -72,14 +72,14 @@ def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None
 
 
 def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -> Tensor:
-    """The whole gradient of one batch, with the package's own denominators: what a trainer would step along. (S, V).
+    """Compute the full gradient of one batch, (S, V), with the package's own denominators, as in a trainer's step.
 
-    The way that `loss_coefficients` saves: the tests hold the two against each other, and normalizers whose
-    denominators are sums of weights can be measured in no other way.
+    It is slower than `loss_coefficients`; the tests compare the two. It is the only way to measure normalizers whose
+    denominators are sums of weights.
 
     Args:
         rows: the batch.
-        config: the estimator; None corrects nothing.
+        config: the estimator; None means no correction.
     """
     logits = rows.pair.trainer.logits.clone().requires_grad_()
     log_prob = logits.log_softmax(-1)[rows.states, rows.tokens]
@@ -91,7 +91,7 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
 def _first_loss(
     rows: SequenceRows, config: RolloutCorrectionConfig | None, log_prob: Tensor, denominators: Denominators | None
 ) -> PolicyLossOutput:
-    """Compute the loss of the first update, by the call that the configuration's mode needs."""
+    """Compute the loss of the first update with the call for the configuration's mode."""
     bypass_mode = config is not None and config.bypass_mode
     correction = None
     if config is not None and not bypass_mode:
@@ -113,7 +113,7 @@ def _first_loss(
 
 
 class Estimate(NamedTuple):
-    """A number and its standard error; 0 where it is exact."""
+    """A value and its standard error; the error is 0 for an exact value."""
 
     value: float
     error: float
@@ -121,7 +121,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientError:
-    """How wrong one estimator is with batches of one size. Each number is an `Estimate`.
+    """Errors of one estimator at one batch size. Each value is an `Estimate`.
 
     Attributes:
         batch_size: B, sequences.
@@ -129,11 +129,11 @@ class GradientError:
         deviation: √(tr Cov ĝ) / |∇J|.
         mse: E|ĝ − ∇J|² / |∇J|².
         direction: √(1 − (E[ĝ] · ∇J)² / (|∇J|² E|ĝ|²)), in [0, 1]: √MSE with the best step size. It ranks
-            estimators whatever their scale: 0 is ∇J times a constant, 1 is noise, or no gradient at all.
-        ess: (E κ)² / E κ² over the valid tokens, κ = 0 where rejected or clipped; 1 where all count alike.
+            estimators independently of their scale: 0 is ∇J times a constant, 1 is noise or a zero gradient.
+        ess: (E κ)² / E κ² over the valid tokens, κ = 0 if rejected or clipped; 1 if all weights are equal.
         kept: share of valid tokens in the loss.
         kept_sequences: share of sequences with a token in the loss.
-        exact: no sampling was needed.
+        exact: True if computed without sampling.
     """
 
     batch_size: int
@@ -149,18 +149,18 @@ class GradientError:
 
 @dataclass(frozen=True, eq=False)
 class GradientSums:
-    """Sums of f over rows, a row of each tensor per group: all that any of the numbers needs.
+    """Sums of f over rows, sufficient for every value in `GradientError`. Each tensor has one row per group.
 
     Attributes:
         weight: Σ p, (G,).
         kept_weight: Σ p over rows with a token in the loss, (G,).
         first: Σ p f, (G, S · V).
         second: Σ p f², entry by entry, (G, S · V).
-        token_second: Σ p Σ_t |κ_t A ∇log π_t|², (G,): what random rejection of tokens adds.
-        factors: Σ p Σ_t κ, and of κ², (G, 2), over the tokens whose A is not 0.
-        tokens: Σ p of such tokens, of valid tokens, and of tokens in the loss, (G, 3).
-        rows: sampled rows; None where the rows were exact.
-        by_original: the estimator divides by B.
+        token_second: Σ p Σ_t |κ_t A ∇log π_t|², (G,): variance term of random token rejection.
+        factors: Σ p Σ_t κ and Σ p Σ_t κ², (G, 2), over the tokens with A ≠ 0.
+        tokens: Σ p of tokens with A ≠ 0, of valid tokens, and of tokens in the loss, (G, 3).
+        rows: number of sampled rows; None for exact rows.
+        by_original: True if the estimator divides by B.
     """
 
     weight: Tensor
@@ -174,7 +174,7 @@ class GradientSums:
     by_original: bool
 
     def without(self, group: int) -> GradientSums:
-        """The sums of all other groups, for the jackknife."""
+        """Return the sums of all other groups, for the jackknife."""
         others = torch.arange(len(self.weight), device=self.weight.device) != group
         kept = {name: getattr(self, name)[others] for name in _SUMS}
         rows = None if self.rows is None else self.rows - self.rows // len(self.weight)
@@ -185,18 +185,21 @@ _SUMS = ("weight", "kept_weight", "first", "second", "token_second", "factors", 
 
 
 def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossCoefficients | None) -> GradientSums:
-    """Measure every row once.
+    """Compute the sums of an estimator, with one evaluation per row.
 
     Args:
-        rows: sampled or exact rows, whole (their probabilities sum to 1).
-        estimator: a configuration; None: no correction; or `LossCoefficients` of these rows, for a formula of your own:
+        rows: sampled or exact rows, unsplit (their probabilities sum to 1).
+        estimator: a configuration; None for no correction; or `LossCoefficients` of these rows, for a custom formula:
             with weights w (n, T), `LossCoefficients(w * rows.advantages[:, None], rows.mask)`. Tokens outside its mask
-            are rejected. A row's numbers must not depend on other rows.
+            are rejected. A row's values must not depend on other rows.
+
+    Returns:
+        The sums, from which `gradient_error` computes the errors at any batch size.
 
     Raises:
-        ValueError: one row's gradient depends on the others (batch normalization, the normalizer "weights"). Such an
-            estimator is no mean over rows: measure batches, with `batch_gradient`. Or coefficients have another shape
-            than the rows, or one is not finite.
+        ValueError: one row's gradient depends on other rows (batch normalization, the normalizer "weights"). Such an
+            estimator is not a mean over rows: measure batches, with `batch_gradient`. Or the coefficients and the rows
+            differ in shape, or a coefficient is not finite.
     """
     config = estimator if isinstance(estimator, RolloutCorrectionConfig) else None
     own = _checked(rows, estimator) if isinstance(estimator, LossCoefficients) else None
@@ -222,24 +225,27 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
 
 
 def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> GradientError:
-    """The numbers of one estimator at one batch size.
+    """Compute the errors of one estimator at one batch size.
 
     Args:
-        sums: of its rows.
+        sums: the result of `gradient_sums`.
         truth: the exact gradient, (S, V).
         batch_size: B, at least 1.
+
+    Returns:
+        The errors, each with its standard error.
     """
     value = _numbers(sums, truth, batch_size)
     if sums.rows is None:
         errors = dict.fromkeys(value, 0.0)
     else:
-        # Delete-one-group jackknife: each number's own variability, whatever function of the sums it is.
+        # Delete-one-group jackknife: valid for any function of the sums.
         groups = len(sums.weight)
         left_out = [_numbers(sums.without(group), truth, batch_size) for group in range(groups)]
         errors = {name: math.sqrt(groups - 1) * float(np.std([one[name] for one in left_out])) for name in value}
 
-    # A square below 0 by noise counts as 0, and would have no error there: the bias is off by what one more standard
-    # error of its square makes of it.
+    # Noise can make the square negative. It then counts as 0, where a first-order error would vanish. So the error of
+    # the bias is its change when the square grows by one standard error.
     square, spread = value.pop("squared_bias"), errors.pop("squared_bias")
     errors["bias"] = math.sqrt(max(square, 0.0) + spread) - value["bias"]
     estimates = {name: Estimate(value[name], errors[name]) for name in value}
@@ -249,16 +255,19 @@ def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> Gradie
 def random_rejection(
     filtered: GradientSums, unfiltered: GradientSums, rows: SequenceRows, *, unit: str
 ) -> GradientSums:
-    """The sums of an estimator that rejects as many units as a filter does, chosen at random.
+    """Compute the sums of an estimator that rejects the same share of units as a filter, but at random.
 
-    With the same weights, units are kept with probability r, independent of the data; r is the filter's kept share. No
-    draw is needed: E[f] = r f, and tokens chosen one by one add r (1 − r) Σ_t |κ_t A ∇log π_t|² to E|f|².
+    With the same weights, units are kept with probability r, independent of the data; r is the filter's kept share. The
+    sums are exact, without draws: E[f] = r f, and independent tokens add r (1 − r) Σ_t |κ_t A ∇log π_t|² to E|f|².
 
     Args:
-        filtered: of the filter.
-        unfiltered: of the same configuration without its criteria and veto.
-        rows: what both were measured on.
-        unit: "sequence" or "token": what the filter rejects.
+        filtered: sums of the filter.
+        unfiltered: sums of the same configuration without its criteria and veto.
+        rows: the rows of both measurements.
+        unit: "sequence" or "token": the unit that the filter rejects.
+
+    Returns:
+        The sums of the random rejection, with the matched share of units in the loss.
     """
     if unit == "sequence":
         kept = filtered.kept_weight.sum() / filtered.weight.sum()
@@ -267,7 +276,8 @@ def random_rejection(
         kept = filtered.tokens[:, 2].sum() / filtered.tokens[:, 1].sum()
         kept_weight = unfiltered.weight * float(rows.probability @ (1 - (1 - kept) ** rows.mask.sum(-1)))
 
-        # `second` holds entries, and the added variance is known in sum: it is spread evenly. No number here sees that.
+        # `second` has one value per entry, but only the total added variance is known: spread it evenly. Every error
+        # depends only on the total.
         spread = (kept * (1 - kept) * unfiltered.token_second)[:, None] / unfiltered.second.shape[1]
         second = kept.square() * unfiltered.second + spread
 
@@ -284,19 +294,19 @@ def random_rejection(
 
 
 def without_rejection(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The same weights and loss, with no criterion and no veto."""
+    """Return the configuration with the same weights and loss, but without criteria and veto."""
     return replace(config, rollout_rs=None, rollout_rs_threshold=None, rollout_token_veto_threshold=None)
 
 
 def rejected_unit(config: RolloutCorrectionConfig) -> str | None:
-    """What a configuration rejects: "token" if any criterion judges tokens, else "sequence"; None: nothing."""
+    """Return "token" if any criterion is per token, "sequence" for all other criteria or a veto, otherwise None."""
     if any(criterion.scope == "token" for criterion in config.criteria):
         return "token"
     return "sequence" if config.criteria or config.rollout_token_veto_threshold is not None else None
 
 
 def inverse_kept(batch_size: int, kept: float) -> float:
-    """E[1{K > 0} / K] for K ~ Binomial(B, p), p > 0."""
+    """Compute E[1{K > 0} / K] for K ~ Binomial(B, p), p > 0."""
     if kept >= 1:
         return 1 / batch_size
     count = torch.arange(1, batch_size + 1, dtype=torch.float64, device="cpu")
@@ -305,10 +315,10 @@ def inverse_kept(batch_size: int, kept: float) -> float:
 
 
 def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
-    """Coefficients that fit the rows, 0 where a token is not in the loss.
+    """Check coefficients against the rows, and set them to 0 for tokens that are not in the loss.
 
     Raises:
-        ValueError: they have another shape than the rows, or one of a token in the loss is not finite.
+        ValueError: the shapes differ, or the coefficient of a token in the loss is not finite.
     """
     if {one.shape for one in own} != {rows.mask.shape}:
         shapes = " and ".join(str(tuple(one.shape)) for one in own)
@@ -322,11 +332,11 @@ def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
 
 
 def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor]:
-    """What each row adds to each sum."""
+    """Compute each row's contribution to each sum."""
     coefficients, loss_mask = used
     gradient = rows.score_sums(coefficients).flatten(1)
 
-    # κ is what the loss multiplied A with. Where A is 0 it cannot be read back.
+    # κ is the loss's factor of A. It cannot be recovered if A is 0.
     advantages = rows.advantages
     readable = rows.mask & (advantages.abs() > 1e-12)[:, None]
     divisor = torch.where(advantages.abs() > 1e-12, advantages, 1.0)
@@ -350,7 +360,7 @@ def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, fl
     truth = truth.flatten()
     scale = float(truth.square().sum())
 
-    # A fixed denominator is the case in which every row counts as kept.
+    # A fixed denominator is the special case in which every row is kept.
     divisor = weight if sums.by_original else kept_weight
     p = 1.0 if sums.by_original else kept_weight / weight
     if divisor == 0:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class MarkovPolicy:
-    """p(a | s) = softmax(logits[s])[a], and the state after token a is next_state[s, a].
+    """Tabular policy: p(a | s) = softmax(logits[s])[a], and the state after token a is next_state[s, a].
 
     Attributes:
         logits: (S, V) float64, nats. −inf is probability 0, as after top-p.
@@ -59,22 +59,22 @@ class MarkovPolicy:
         return self.logits.log_softmax(-1)
 
     def with_logits(self, logits: Tensor) -> MarkovPolicy:
-        """The same states with other logits.
+        """Return a policy with the same states and new logits.
 
         Args:
-            logits: (S, V).
+            logits: the new logits, (S, V).
         """
         return MarkovPolicy(logits, self.next_state)
 
     def start(self) -> Tensor:
-        """Probability 1 of state 0, (S,): where every sequence begins."""
+        """Initial distribution, (S,): probability 1 of state 0."""
         return (torch.arange(self.states, device=self.logits.device) == 0).to(self.logits.dtype)
 
     def move(self, flow: Tensor) -> Tensor:
-        """(S, V) mass on tokens → (S,) mass on the states after them.
+        """Compute the mass on the next states, (S,), from the mass on tokens.
 
         Args:
-            flow: mass on each (state, token).
+            flow: mass on each (state, token), (S, V).
         """
         return torch.zeros_like(flow[:, 0]).index_add(0, self.next_state.flatten(), flow.flatten())
 
@@ -86,16 +86,16 @@ def last_token_state(states: int, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RewardRule:
-    """R = Σ_t points[s_t, a_t] / T; or with a goal, R = 1 if Σ_t points ≥ goal, else 0.
+    """Reward of a sequence: R = Σ_t points[s_t, a_t] / T; or with a goal, R = 1 if Σ_t points ≥ goal, else 0.
 
-    The mean is dense: every token adds its share. The goal is an outcome: only the whole sequence decides.
+    The mean is a dense reward: every token adds its share. The goal is an outcome reward: only the total decides.
 
     Attributes:
-        points: (S, V) float64. With a goal they are whole numbers, so that the exact sum over totals is finite.
-        goal: the least total that succeeds. None: the mean.
+        points: (S, V) float64. With a goal they are integers, so that the exact sum over totals is finite.
+        goal: the smallest total that succeeds. Optional; the mean by default.
 
     Raises:
-        ValueError: there is a goal, and a point is no whole number.
+        ValueError: there is a goal, and a point is not an integer.
     """
 
     points: Tensor
@@ -106,7 +106,7 @@ class RewardRule:
             raise ValueError(f"with goal={self.goal:g} every point must be a whole number; round them, or leave it out")
 
     def of_totals(self, totals: Tensor, length: int) -> Tensor:
-        """The reward of sequences from their totals Σ_t points.
+        """Compute the reward of sequences from their totals Σ_t points.
 
         Args:
             totals: Σ_t points of each sequence, of any shape.
@@ -118,12 +118,15 @@ class RewardRule:
 
 
 def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
-    """J = Σ_y p(y) R(y) over every sequence y, by dynamic programming. 0-d float64, differentiable in the logits.
+    """Compute J = Σ_y p(y) R(y) over every sequence y, by dynamic programming.
 
     Args:
-        policy: whose distribution.
-        rule: which sequences are rewarded, and how.
+        policy: distribution of the sequences.
+        rule: the reward.
         length: T, tokens per sequence.
+
+    Returns:
+        J, 0-d float64, differentiable in the logits.
     """
     if rule.goal is not None:
         return _probability_of_goal(policy, rule.points.long(), rule.goal, length)
@@ -132,14 +135,17 @@ def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tens
 
 
 def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tensor:
-    """∇_θ J = Σ_y π(y) R(y) Σ_t ∇log π(y_t | s_t), summed over every sequence. (S, V) float64.
+    """Compute ∇_θ J = Σ_y π(y) R(y) Σ_t ∇log π(y_t | s_t), summed over every sequence.
 
     The sum is the derivative of `expected_reward`, so it costs T · S · V operations and not V^T.
 
     Args:
-        policy: whose distribution.
-        rule: which sequences are rewarded, and how.
+        policy: distribution of the sequences.
+        rule: the reward.
         length: T, tokens per sequence.
+
+    Returns:
+        (S, V) float64.
     """
     logits = policy.logits.detach().clone().requires_grad_()
     value = expected_reward(policy.with_logits(logits), rule, length)
@@ -148,10 +154,10 @@ def exact_gradient(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tenso
 
 
 def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
-    """n(s) = Σ_t P(s_t = s): expected tokens that are sampled in each state. (S,) float64.
+    """Compute n(s) = Σ_t P(s_t = s), the expected number of tokens sampled in each state. (S,) float64.
 
     Args:
-        policy: whose visits.
+        policy: distribution of the sequences.
         length: T, tokens per sequence.
     """
     probabilities, reached = policy.logits.softmax(-1), policy.start()
@@ -163,12 +169,12 @@ def state_visits(policy: MarkovPolicy, length: int) -> Tensor:
 
 
 def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> Tensor:
-    """log E[Π_t exp log_factors[s_t, a_t]] over sequences of the policy. 0-d float64.
+    """Compute log E[Π_t exp log_factors[s_t, a_t]] over sequences of the policy. 0-d float64.
 
     With log_factors = 2 d under μ this is log E_μ[ρ(y)²] = log(1 + χ²(π‖μ)).
 
     Args:
-        policy: whose distribution.
+        policy: distribution of the sequences.
         log_factors: (S, V), nats.
         length: T, tokens per sequence.
     """
@@ -179,20 +185,20 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
     for _ in range(length):
         reached = policy.move(reached[:, None] * factors)
 
-        # Products of many ratios leave float64's range, so the scale is kept in log space.
+        # Long products of ratios overflow float64, so keep the scale in log space.
         scale = reached.sum().clamp(min=1e-300)
         reached, log_scale = reached / scale, log_scale + scale.log()
     return log_scale + reached.sum().log()
 
 
 def _probability_of_goal(policy: MarkovPolicy, points: Tensor, goal: float, length: int) -> Tensor:
-    """P(total ≥ goal): the mass of each (state, total so far) moves one token at a time."""
+    """Compute P(total ≥ goal): move the mass of each (state, total so far) by one token at a time."""
     probabilities = policy.logits.softmax(-1)[:, :, None]
     lowest, highest = int(points.min()), int(points.max())
     width = length * (highest - lowest) + 1
     totals = torch.arange(width, device=points.device)
 
-    # Totals are stored above the lowest that is possible after as many tokens, so they only rise.
+    # Store totals relative to the lowest total possible after that number of tokens, so they never decrease.
     rises = (points - lowest)[:, :, None] + totals
     target = policy.next_state[:, :, None] * width + rises.clamp(max=width - 1)
     reached = policy.start()[:, None] * (totals == 0)

@@ -1,4 +1,4 @@
-"""Pairs of policies with a known mismatch: a trainer, a rollout policy made from it, and everything exact about them.
+"""Pairs of policies with a known mismatch: a trainer, a rollout policy derived from it, and their exact statistics.
 
 kind           rollout logits, from the trainer's logits z         severity, 0 = the same policy
 noise          z + σ ε, ε normal, one draw per (state, token)       σ, nats
@@ -38,7 +38,7 @@ Reports = Literal["sampled", "raw"]
 
 @dataclass(frozen=True, eq=False)
 class PolicyPair:
-    """Who trains, who samples, what is rewarded, and for how long: all that an exact answer needs.
+    """Trainer policy, rollout policy, reward rule and length: the inputs of every exact computation.
 
     Attributes:
         trainer: π, with finite logits.
@@ -46,13 +46,14 @@ class PolicyPair:
         rule: the reward.
         length: T, the tokens of a sequence.
         kind: name of the mismatch, or "given".
-        severity: what the kind was made with; NaN when given.
-        reports: what the sampler reports as log μ. "sampled": its own log-probs. "raw": those of the trainer's logits
-            before temperature and truncation, as engines that return raw log-probs do; then d is 0 everywhere.
-        advantage_offset: added to the advantages R − E_μ[R] of every sequence. 0 is a group baseline.
+        severity: severity of the kind; NaN for "given".
+        reports: log-probs that the sampler reports as log μ. "sampled": its own log-probs. "raw": log-probs of the
+            trainer's logits before temperature and truncation, as from engines that return raw log-probs; then d is 0
+            everywhere.
+        advantage_offset: added to the advantage R − E_μ[R] of every sequence. 0 is a group baseline.
 
     Raises:
-        ValueError: the two policies have other states or tokens, or the trainer gives a token probability 0.
+        ValueError: the states or tokens of the two policies differ, or a token has probability 0 under the trainer.
     """
 
     trainer: MarkovPolicy
@@ -77,12 +78,12 @@ class PolicyPair:
 
     @cached_property
     def reported_log_probs(self) -> Tensor:
-        """What the sampler reports for each (state, token), (S, V), nats."""
+        """Reported log-prob of each (state, token), (S, V), nats."""
         return self.rollout.log_probs if self.reports == "sampled" else self.trainer.log_probs
 
     @cached_property
     def log_ratios(self) -> Tensor:
-        """d = log π − log μ of the sampler's own probabilities, (S, V), nats; +inf where μ cannot sample."""
+        """d = log π − log μ of the sampler's own probabilities, (S, V), nats; +inf for tokens that μ cannot sample."""
         return self.trainer.log_probs - self.rollout.log_probs
 
     @cached_property
@@ -97,12 +98,12 @@ class PolicyPair:
 
     @cached_property
     def visits(self) -> Tensor:
-        """Expected tokens that μ samples in each state, (S,)."""
+        """Expected number of tokens that μ samples in each state, (S,)."""
         return state_visits(self.rollout, self.length)
 
     @property
     def sequence_kl(self) -> float:
-        """KL(μ‖π) of whole sequences, nats: Σ_t E_μ[−d_t]."""
+        """KL(μ‖π) of sequences, nats: Σ_t E_μ[−d_t]."""
         return self._rollout_sum(self.rollout.log_probs.exp() * -self.log_ratios)
 
     @property
@@ -114,42 +115,42 @@ class PolicyPair:
     def chi2(self) -> float:
         """χ̄² = E_μ[ρ_t²] − 1 per token, over μ's visits and over the tokens that μ can sample.
 
-        Where truncation took tokens away, E_μ[ρ] is below 1, and this may be negative.
+        If truncation removed tokens, E_μ[ρ] is below 1, and this may be negative.
         """
         squares = self.trainer.log_probs.exp().square() / self.rollout.log_probs.exp()
         return self._rollout_sum(squares) / self.length - 1
 
     @property
     def sequence_log_second_moment(self) -> float:
-        """log E_μ[ρ(y)²] = log(1 + χ²) of whole sequences, over those that μ can sample."""
+        """log E_μ[ρ(y)²] = log(1 + χ²) of sequences, over the ones that μ can sample."""
         log_squares = (2 * self.log_ratios).masked_fill(self.rollout.log_probs == -torch.inf, 0.0)
         return float(expected_product(self.rollout, log_squares, self.length))
 
     @property
     def sequence_chi2(self) -> float:
-        """χ²(π‖μ) of whole sequences; inf where float64 ends."""
+        """χ²(π‖μ) of sequences; inf beyond the range of float64."""
         exponent = self.sequence_log_second_moment
         return math.inf if exponent > 700 else math.expm1(exponent)
 
     def with_length(self, length: int) -> PolicyPair:
-        """The same policies and rule for another T. A goal stays the same number of points."""
+        """Return a pair with the same policies and rule and a new T. A goal remains the same number of points."""
         return replace(self, length=length)
 
     def _rollout_sum(self, values: Tensor) -> float:
-        """Σ of (S, V) values over the tokens that μ can sample, and over its visits to each state."""
+        """Compute Σ of (S, V) values over the tokens that μ can sample, weighted by its visits to each state."""
         per_state = values.masked_fill(self.rollout.log_probs.exp() == 0, 0.0).sum(-1)
         return float((self.visits * per_state).sum())
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way in which a sampler differs.
+    """Kind of mismatch between sampler and trainer.
 
     Attributes:
-        description: in one line.
-        logits: rollout logits from a pair's trainer, a severity and a generator for noise.
-        largest: the greatest severity that `pair_at_kl` tries.
-        whole: severities are whole numbers.
+        description: its description in one line.
+        logits: function that computes the rollout logits from a pair, a severity and a generator for noise.
+        largest: the largest severity that `pair_at_kl` tries.
+        whole: True if severities are integers.
     """
 
     description: str
@@ -210,7 +211,7 @@ KINDS: Mapping[str, Kind] = {
     "stale": Kind("one update behind, along the exact gradient", _stale, 40.0),
     "quantized": Kind("logits rounded to a grid", _quantized, 12.0),
 }
-"""Every kind of mismatch that `make_pair` knows."""
+"""Every kind of mismatch for `make_pair`."""
 
 
 def make_pair(
@@ -225,22 +226,23 @@ def make_pair(
     outcome: bool = False,
     reports: Reports = "sampled",
 ) -> PolicyPair:
-    """A random trainer policy, and a rollout policy that differs from it in a known way.
+    """Create a random trainer policy, and a rollout policy with a known mismatch.
 
     Args:
         kind: a name of `KINDS`.
-        severity: how far; its meaning depends on the kind, and 0 is no mismatch.
+        severity: size of the mismatch; its meaning depends on the kind, and 0 is no mismatch.
         length: T.
         vocabulary: V.
-        states: S. None: V, and the state is the last token. 1: tokens are independent.
+        states: S. Defaults to V: the state is the last token. 1: tokens are independent.
         spread: standard deviation of the trainer's logits, nats.
-        seed: of the logits, the points and the noise.
-        outcome: False: the reward is the mean of normal points. True: points are 0 or 1, every other token, and the
-            reward is 1 where their sum reaches the trainer's mean, so about half of the sequences succeed.
+        seed: seed of the logits, the points and the noise.
+        outcome: False: the reward is the mean of normal points. True: points alternate between 0 and 1 over the
+            tokens, and the reward is 1 if their sum reaches the trainer's mean, so about half of the sequences
+            succeed.
         reports: see `PolicyPair`.
 
     Raises:
-        TypeError, ValueError: an argument is of a wrong type, unknown, or outside its limits.
+        TypeError, ValueError: an argument has an invalid type, is unknown, or is outside its limits.
 
     Example:
         >>> pair = make_pair("tempered", 0.3, vocabulary=4, length=6)
@@ -270,13 +272,13 @@ def make_pair(
 
 
 def with_mismatch(pair: PolicyPair, kind: str, severity: float, *, seed: int = 0) -> PolicyPair:
-    """The same trainer and reward, with a rollout policy that differs in another way.
+    """Return a pair with the same trainer and reward, and a rollout policy with a different mismatch.
 
     Args:
-        pair: whose trainer it is; its rollout policy is not read.
+        pair: pair with the trainer and the reward; its rollout policy is not used.
         kind: a name of `KINDS`.
-        severity: how far; 0 is no mismatch.
-        seed: of the noise. One seed is one noise at every severity.
+        severity: size of the mismatch; 0 is no mismatch.
+        seed: seed of the noise. The same seed draws the same noise at every severity.
 
     Raises:
         ValueError: the kind is unknown, or its severity outside its limits.
@@ -288,21 +290,21 @@ def with_mismatch(pair: PolicyPair, kind: str, severity: float, *, seed: int = 0
 
 
 def pair_at_kl(kind: str, kl: float, **options: object) -> PolicyPair:
-    """The pair of a kind whose KL(μ‖π) per token is as close to `kl` as its severity allows, by bisection.
+    """Find the pair of a kind with KL(μ‖π) per token closest to `kl`, by bisection on the severity.
 
-    Truncated and quantized policies change in steps, so their KL may stay off the target: read `pair.kl`.
+    Truncated and quantized policies change in steps, so their KL may differ from the target: check `pair.kl`.
 
     Args:
         kind: a name of `KINDS`.
         kl: nats per token.
-        **options: those of `make_pair`.
+        **options: options of `make_pair`.
 
     Raises:
-        ValueError: `kl` is not above 0, or the kind cannot come that far.
+        ValueError: `kl` is not above 0, or the kind cannot reach it.
     """
     target = check_number("kl", kl, above=0)
 
-    # One pair for all severities: its exact gradient is found once.
+    # One pair for all severities: compute its exact gradient once.
     alike = make_pair(kind, 0.0, **options)  # type: ignore[arg-type]
     seed = int(options.get("seed", 0)) + 2  # type: ignore[call-overload]
 
@@ -322,5 +324,5 @@ def pair_at_kl(kind: str, kl: float, **options: object) -> PolicyPair:
         middle = (low + high) / 2
         low, high = (middle, high) if made(middle).kl < target else (low, middle)
 
-    # On a step, the side that is nearer on a log scale.
+    # At a step, return the side that is nearer on a log scale.
     return min((made(low), made(high)), key=distance)

@@ -1,4 +1,4 @@
-"""The published orders of bias and variance, as slopes on exact numbers, and the constants behind better ones.
+"""Published orders of bias and variance, checked as slopes of exact values, with the constants of tighter bounds.
 
 Fang and Khazi (2025, "Mismatch Praxis: Rollout Settings and IS Corrections",
 https://www.llmdata.com/blog/mismatch-praxis/, Table 1) list, after Liu, Li et al. (2025, "When Speed Kills Stability",
@@ -8,11 +8,11 @@ https://richardli.xyz/rl-collapse):
     sequence weights, untruncated         bias 0                   variance O((1 + χ̄²)^T)
     sequence weights, min(Π ρ_t, C)       bias O(T (1 + χ²) / C)   variance O(T² C²)
 
-All are upper bounds. A slope is the exponent of a power law between exact numbers at the ends of a stated range, by
-least squares on logarithms. An order is attained where some pair of policies has its slope.
+All are upper bounds. A slope is the exponent of a power law, fitted to exact values over a stated range by least
+squares on logarithms. An order is attained if some pair of policies has its slope.
 
 Scores are martingale differences: E_π[∇log π(y_t) | prefix] = 0, so E_π|Σ_t ∇log π(y_t)|² ≤ T F, F being the largest
-E|∇log π|² of a state. With |A| ≤ a this gives orders that are lower by one power of T, and by one of C:
+E|∇log π|² of a state. With |A| ≤ a, the orders are therefore lower by one power of T, and by one of C:
 
     E_μ|Σ_t ρ_t A ∇log π_t|²          = a² Σ_t E_μ[ρ_t² |∇log π_t|²]                          token, untruncated, A = ±a
     E_μ[min(ρ, C)² |A Σ_t ∇log π|²]   ≤ a² C E_μ[ρ |Σ_t ∇log π|²] = a² C E_π|Σ_t ∇log π|² ≤ a² C T F
@@ -38,7 +38,7 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Fit log y = a + slope · log x to values above 0, three or more.
 
     Returns:
-        The slope, and its standard error from the residuals: on exact numbers it measures curvature alone.
+        The slope, and its standard error from the residuals: on exact values it only measures curvature.
     """
     coefficients, covariance = np.polyfit(np.log(x), np.log(y), 1, cov=True)
     return float(coefficients[0]), math.sqrt(covariance[0, 0])
@@ -46,14 +46,14 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class OrderCheck:
-    """One entry of the table: what is published, and how it is measured.
+    """One entry of the table, with its published order and its measurement.
 
     Attributes:
         estimator: token, sequence or truncated sequence weights.
-        quantity: "bias" or "variance", with what it is a function of.
+        quantity: "bias" or "variance", with its variable.
         published: the exponent of the published order.
-        pair: in words, the policies whose numbers are fitted.
-        attained: whether the published exponent is expected of this pair; False: a lower one is proved.
+        pair: description of the policies in the fit.
+        attained: True if the published exponent is expected for this pair; False if a lower one is proved.
         points: x and y of the fit.
     """
 
@@ -68,14 +68,14 @@ class OrderCheck:
 def independent_pair(
     train: Iterable[float], rollout: Iterable[float], points: Iterable[float], length: int, goal: float | None = None
 ) -> PolicyPair:
-    """Independent tokens (S = 1) from probabilities, which are normalized.
+    """Create a pair with independent tokens (S = 1) from probabilities, and normalize these.
 
     Args:
         train: π of each token, V of them.
         rollout: μ of each token.
-        points: of each token.
+        points: points of each token.
         length: T, tokens per sequence.
-        goal: the least total that succeeds. None: the reward is the mean of the points.
+        goal: the smallest total that succeeds. By default, the reward is the mean of the points.
     """
     pi, mu = (torch.tensor([list(values)], dtype=torch.float64, device="cpu") for values in (train, rollout))
     table = torch.tensor([list(points)], dtype=torch.float64, device="cpu")
@@ -84,17 +84,17 @@ def independent_pair(
 
 
 def one_mistake(mistake: float, extra: float, length: int) -> PolicyPair:
-    """π errs with probability p at every token, μ with p + Δ; the reward is 1 without a mistake.
+    """Create a pair in which π errs with probability p per token, and μ with p + Δ; the reward is 1 without a mistake.
 
-    Every earlier and later token decides the reward, so token weights miss T − 1 others at each of T tokens: this
-    attains the bias T² Δ while T (p + Δ) is small.
+    The reward depends on all T tokens, but each token weight only corrects its own. So T − 1 ratios are missing at each
+    of T tokens, which attains the bias T² Δ while T (p + Δ) is small.
     """
     worse = mistake + extra
     return independent_pair((1 - mistake, mistake), (1 - worse, worse), (0, -1), length, goal=0)
 
 
 def pareto_ratios(index: float, octaves: int) -> PolicyPair:
-    """One token with ratios ρ = 2^i and μ-probability ∝ 2^(−index · i): P_μ(ρ > x) falls like x^−index.
+    """Create a pair for one token with ρ = 2^i and μ-probability ∝ 2^(−index · i): P_μ(ρ > x) falls like x^−index.
 
     Index 2 attains the truncation bias 1 / C, index 1 the second moment E[min(ρ, C)²] ∝ C.
     """
@@ -104,9 +104,9 @@ def pareto_ratios(index: float, octaves: int) -> PolicyPair:
 
 
 def rare_jump(length: int, *, jumps: float = 0.05, size: float = 20.0) -> PolicyPair:
-    """A third token that π takes `size` times as often as μ, `jumps` per sequence under μ at any length.
+    """Create a pair with a third token: ρ is `size`, and μ samples it `jumps` times per sequence at any length.
 
-    So χ² of whole sequences does not depend on T, and the bias of truncation is a function of T alone.
+    So χ² of a sequence does not depend on T, and the bias of truncation is only a function of T.
     """
     rare = jumps / length
     train = (0.5 - size * rare / 2, 0.5 - size * rare / 2, size * rare)
@@ -115,7 +115,7 @@ def rare_jump(length: int, *, jumps: float = 0.05, size: float = 20.0) -> Policy
 
 
 def absolute_error(pair: PolicyPair, level: str, ceiling: float | None) -> tuple[float, float]:
-    """|bias| and variance of one sequence's gradient, not divided by |∇J|: exact."""
+    """Compute the exact |bias| and variance of one sequence's gradient, not divided by |∇J|."""
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=ceiling, safety_bound=80.0)  # type: ignore[arg-type]
     sums = gradient_sums(every_count(pair), config)
     error = gradient_error(sums, pair.gradient, 1)
@@ -223,20 +223,20 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
 
 
 def _level_coin(second: float, length: int) -> PolicyPair:
-    """The coin, with the goal where μ reaches it half of the time, so that the advantage stays ±1/2 at any length."""
+    """Return the coin with a goal that μ reaches half of the time, so that the advantage is ±1/2 at any length."""
     return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil((1 - second) * length))
 
 
 def _always_rewarded(chi2: float, length: int) -> PolicyPair:
-    """The coin with the reward 0 and the advantage 1, so that the variance is that of the weighted score alone."""
+    """Return the coin with reward 0 and advantage 1, so that only the weighted score contributes variance."""
     rule = RewardRule(torch.tensor([[1e-9, 0]], dtype=torch.float64, device="cpu"))
     return replace(coin_with_chi2(chi2, length), rule=rule, advantage_offset=1.0)
 
 
 def coin_with_chi2(chi2: float, length: int) -> PolicyPair:
-    """A fair coin π and the μ for which χ² per token is exactly `chi2`: 1/(4q) + 1/(4(1 − q)) = 1 + χ².
+    """Return a fair coin π with the μ for which χ² per token is exactly `chi2`: 1/(4q) + 1/(4(1 − q)) = 1 + χ².
 
-    The reward is 1 for at least half of the first side.
+    The reward is 1 if at least half of the tokens are the first side.
     """
     second = (1 - math.sqrt(1 - 1 / (1 + chi2))) / 2
     return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil(length / 2))

@@ -1,13 +1,13 @@
 """Sequences as rows: sampled from μ, or all of them with their exact probability.
 
-Three ways give the same kind of rows, so that one measurement serves them all:
+Three functions create the same type of rows, so every measurement accepts all three:
 
     sample_rows      n draws from μ; any length
     every_sequence   each sequence that μ can sample, V^T of them at most; any policy, short
     every_count      one sequence for each vector of token counts, where tokens are independent (S = 1); V small, long
 
-`every_count` is exact because with one state nothing here depends on the order of tokens: not d's sum, mean or maximum,
-not the reward, not the score.
+`every_count` is exact because with one state the order of tokens does not matter: d's sum, mean and maximum, the reward
+and the score are invariant.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch import Tensor
 from rollcorr.simulation.mismatches import PolicyPair
 
 MOST_ROWS = 300_000
-"""More rows than this are sampled and not summed over: memory, and patience."""
+"""Maximum number of rows for exact sums, which limits memory and time; above it, sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceRows:
-    """Rows of tokens with all that a trainer would see, and how likely μ was to sample each.
+    """Rows of tokens with all inputs of a trainer, and the probability of each row under μ.
 
     Attributes:
-        pair: where the rows come from.
+        pair: the pair of policies behind the rows.
         tokens: (n, T) int64.
         states: (n, T) int64, the state in which each token was sampled.
         train_log_prob: log π, (n, T) float64, nats.
-        rollout_log_prob: log μ as the sampler reported it, same.
+        rollout_log_prob: log μ as reported by the sampler, same shape and unit.
         rewards: (n,) float64.
-        probability: (n,) float64 that sum to 1: μ(y), or 1/n where sampled.
-        exact: the rows are every sequence, so sums over them are expectations.
+        probability: (n,) float64, sums to 1: μ(y), or 1/n for sampled rows.
+        exact: True if the rows are all sequences, so that sums over them are expectations.
     """
 
     pair: PolicyPair
@@ -56,26 +56,26 @@ class SequenceRows:
 
     @property
     def mask(self) -> Tensor:
-        """(n, T) bool, for functions that take a mask: every token was sampled."""
+        """All-ones mask, (n, T) bool: every token was sampled."""
         return torch.ones_like(self.tokens, dtype=torch.bool)
 
     @property
     def advantages(self) -> Tensor:
-        """A = R − E_μ[R] + the pair's offset, (n,). The mean is exact, so it adds no noise of its own."""
+        """A = R − E_μ[R] + the pair's offset, (n,). The mean is exact, so it adds no noise."""
         return self.rewards - self.pair.baseline + self.pair.advantage_offset
 
     def pick(self, index: slice | Tensor) -> SequenceRows:
-        """Some of the rows. The probabilities keep their values, so they may no longer sum to 1.
+        """Return a subset of the rows. The probabilities do not change, so they may no longer sum to 1.
 
         Args:
-            index: which rows, and in which order: a slice, or 1-D int64 or bool.
+            index: rows to return, in order: a slice, or 1-D int64 or bool.
         """
         return replace(self, **{name: getattr(self, name)[index] for name in _TENSORS})
 
     def score_sums(self, coefficients: Tensor) -> Tensor:
-        """Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
+        """Compute Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
 
-        ∇ log π(a | s) is 1 at (s, a), less π(· | s) in row s.
+        ∇ log π(a | s) is 1 at (s, a), minus π(· | s) in row s.
 
         Args:
             coefficients: c, of shape (n, T).
@@ -99,12 +99,15 @@ _TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "rewards",
 
 
 def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
-    """`count` sequences drawn from μ.
+    """Sample `count` sequences from μ.
 
     Args:
         pair: sampler and trainer.
-        count: B, how many sequences.
-        generator: draws the tokens.
+        count: B, number of sequences.
+        generator: random generator for the tokens.
+
+    Returns:
+        B rows, each with probability 1/B.
 
     Raises:
         ValueError: `count` is below 1.
@@ -115,7 +118,7 @@ def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> Seq
     tokens = torch.zeros(count, pair.length, dtype=torch.int64, device="cpu")
     state = torch.zeros(count, dtype=torch.int64, device="cpu")
     for t in range(pair.length):
-        # The last sum may be below 1 by rounding. Scaled by it, no draw lies beyond the last token with probability.
+        # Rounding can make the last sum less than 1. Scale by it, so that no draw is beyond the last possible token.
         thresholds = cumulative[state]
         draw = torch.rand(count, 1, dtype=torch.float64, generator=generator, device="cpu") * thresholds[:, -1:]
         tokens[:, t] = (thresholds <= draw).sum(-1)
@@ -125,23 +128,23 @@ def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> Seq
 
 
 def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> SequenceRows:
-    """Sampled rows of which a share, in [0, 1], comes from another sampler of the same trainer: a mixture of policies.
+    """Replace a share of sampled rows, in [0, 1], by rows of a second sampler with the same trainer: a policy mixture.
 
     Each sequence reports the log-probs of the policy that sampled it, as when some workers are broken or stale. The
-    pair of `rows` is the mixture's, so its baseline stays.
+    mixture keeps the pair of `rows`, and so its baseline.
     """
     count = round(share * len(rows))
     joined: dict[str, Any] = {
         name: torch.cat([getattr(rows, name)[count:], getattr(others, name)[:count]]) for name in _TENSORS
     }
 
-    # A jackknife divides rows by their place, so both parts are spread over all places.
+    # The jackknife groups rows by position, so interleave both parts.
     places = torch.randperm(len(rows), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu")
     return replace(rows, **joined).pick(places)
 
 
 def exact_rows(pair: PolicyPair) -> SequenceRows | None:
-    """`every_count` or `every_sequence`, whichever fits into `MOST_ROWS`; None where neither does."""
+    """Return the rows of `every_count` or `every_sequence`, whichever fits into `MOST_ROWS`; None if neither does."""
     vocabulary = pair.trainer.vocabulary
     count_vectors = math.comb(pair.length + vocabulary - 1, vocabulary - 1)
     if pair.trainer.states == 1 and count_vectors <= MOST_ROWS:
@@ -152,7 +155,7 @@ def exact_rows(pair: PolicyPair) -> SequenceRows | None:
 
 
 def every_sequence(pair: PolicyPair) -> SequenceRows:
-    """Each of the V^T sequences that μ can sample, with μ(y)."""
+    """Return each of the V^T sequences that μ can sample, with its probability μ(y)."""
     token = torch.arange(pair.trainer.vocabulary, device="cpu")
     tokens = torch.cartesian_prod(*[token] * pair.length).view(-1, pair.length)
     rows = _rows(pair, tokens, torch.ones(len(tokens), dtype=torch.float64, device="cpu"), exact=True)
@@ -161,23 +164,23 @@ def every_sequence(pair: PolicyPair) -> SequenceRows:
 
 
 def every_count(pair: PolicyPair) -> SequenceRows:
-    """One sequence for each vector of token counts, with the probability of all its orders together.
+    """Return one sequence for each vector of token counts, with the total probability of all its orders.
 
-    Counts decide only where tokens are independent: S = 1.
+    Counts are only sufficient for independent tokens: S = 1.
     """
     counts = _compositions(pair.length, pair.trainer.vocabulary)
     log_mu = pair.rollout.log_probs[0]
     log_probability = (counts * log_mu).masked_fill(counts == 0, 0.0).sum(-1)
     log_probability = log_probability + math.lgamma(pair.length + 1) - torch.lgamma(counts.double() + 1).sum(-1)
 
-    # The token at place t is the first whose cumulative count exceeds t.
+    # The token at position t is the first with a cumulative count above t.
     position = torch.arange(pair.length, device="cpu").expand(len(counts), -1).contiguous()
     tokens = torch.searchsorted(counts.cumsum(-1), position, right=True)
     return _possible(_rows(pair, tokens, log_probability.exp(), exact=True))
 
 
 def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool) -> SequenceRows:
-    """Follow the states of the tokens, and look everything else up."""
+    """Compute the states of the tokens, and look up all remaining values."""
     states = torch.zeros_like(tokens)
     for t in range(1, pair.length):
         states[:, t] = pair.trainer.next_state[states[:, t - 1], tokens[:, t - 1]]
@@ -194,12 +197,12 @@ def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool)
 
 
 def _possible(rows: SequenceRows) -> SequenceRows:
-    """Leave out rows of probability 0: their log μ is −inf, and no sampler reports that."""
+    """Drop rows of probability 0: their log μ is −inf, and no sampler reports that."""
     return rows.pick(rows.probability > 0)
 
 
 def _compositions(total: int, parts: int) -> Tensor:
-    """Every vector of `parts` counts ≥ 0 that sum to `total`, (n, parts) int64."""
+    """Return every vector of `parts` counts ≥ 0 that sum to `total`, (n, parts) int64."""
     # Stars and bars: parts − 1 bars among total + parts − 1 places, and the counts are the stars between them.
     places = total + parts - 1
     bars = itertools.combinations(range(places), parts - 1)

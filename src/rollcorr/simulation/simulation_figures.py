@@ -1,4 +1,4 @@
-"""The figures of the built-in study, from its rows. They need matplotlib."""
+"""Draw the figures of the built-in study from its rows. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN = {
     "decoupled_k3_rs_token_tis": "K3-RS-Token-TIS",
     "bypass_ppo_clip": "bypass PPO",
 }
-"""The estimators with a curve of their own."""
+"""Estimators that are drawn as curves."""
 _STYLE = {
     "figure.facecolor": LIGHT.background,
     "axes.titlesize": 8.5,
@@ -59,7 +59,7 @@ COLORS = ("#1f2328", "#2563c9", "#b45309", "#f0a04b", "#7c3aed", "#15803d", "#c0
 
 
 def write_figures(rows: Mapping[str, Rows], folder: Path) -> list[Path]:
-    """Draw every figure whose study is there, as PNG files in a folder; their paths."""
+    """Draw the figures of all available studies as PNG files in a folder, and return their paths."""
     drawn: dict[str, Callable[[Rows], Figure]] = {
         "regimes": draw_regimes,
         "length": lambda found: draw_sweep(found, "T", "length T, tokens"),
@@ -80,13 +80,13 @@ def write_figures(rows: Mapping[str, Rows], folder: Path) -> list[Path]:
 
 
 def draw_regimes(rows: Rows) -> Figure:
-    """Direction error of every estimator, for every kind, a panel per regime; best on top."""
+    """Draw the direction error of every estimator, for every kind, a panel per regime; best on top."""
     regimes = [regime for regime in REGIMES if any(row["regime"] == regime for row in rows)]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     batch_size = max(row["batch_size"] for row in rows)
     cells = {(r["estimator"], r["regime"], r["kind"]): r["direction"] for r in rows if r["batch_size"] == batch_size}
 
-    # The kinds of `APART` have no say: raw log-probs make all estimators alike, and broken sequences are a fault.
+    # Exclude the kinds of `APART` from the order: raw log-probs make all estimators equal; broken sequences are a bug.
     directions: dict[str, list[float]] = {}
     for (name, _, kind), direction in cells.items():
         if kind not in APART:
@@ -107,7 +107,7 @@ def draw_regimes(rows: Rows) -> Figure:
 
 
 def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
-    """Bias, deviation, direction error and ESS of the main estimators against one column."""
+    """Draw bias, deviation, direction error and ESS of the main estimators against one column."""
     found = [row for row in rows if row["kind"] == rows[0]["kind"] and row["batch_size"] == 256]
     titles = {
         "bias": "bias / |∇J|",
@@ -119,7 +119,7 @@ def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
 
 
 def draw_batch_sizes(rows: Rows) -> Figure:
-    """Root MSE against the batch size, at a short, a medium and a long length."""
+    """Draw the root MSE against the batch size, at a short, a medium and a long length."""
     found = [row | {"root_mse": math.sqrt(row["mse"])} for row in rows if row["kind"] == rows[0]["kind"]]
     lengths = sorted({row["T"] for row in rows})
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
@@ -148,7 +148,7 @@ def _curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label
 
 
 def draw_thresholds(rows: Rows) -> Figure:
-    """Direction error against the threshold, a panel per family; the matched random rejection is dashed."""
+    """Draw the direction error against the threshold, a panel per family; the matched random rejection is dashed."""
     families = _grouped([row for row in rows if row["batch_size"] == 1024], "family")
     figure, panels = _figure(13.0, 2.1, len(families), columns=6)
     for axes, (family, members) in zip(panels, families.items(), strict=True):
@@ -165,7 +165,7 @@ def draw_thresholds(rows: Rows) -> Figure:
 
 
 def draw_orders(rows: Rows) -> Figure:
-    """The points of each fitted order, with its slope and the published one."""
+    """Draw the points of each fitted order, with its slope and the published one."""
     checks = _grouped([row | {"check": f"{row['estimator']}: {row['quantity']}"} for row in rows], "check")
     figure, panels = _figure(11.4, 2.6, len(checks), columns=3)
     for axes, (title, found) in zip(panels, checks.items(), strict=True):
@@ -181,7 +181,7 @@ def draw_orders(rows: Rows) -> Figure:
 
 
 def draw_growth(rows: Rows) -> Figure:
-    """χ² of whole sequences: exact, by (1 + χ̄²)^T, and as a batch of 1,024 sees it."""
+    """Draw χ² of sequences: exact, from (1 + χ̄²)^T, and as estimated by a batch of 1,024."""
     pairs = _grouped(rows, "pair")
     figure, panels = _figure(10.4, 3.2, len(pairs))
     for axes, (name, found) in zip(panels, pairs.items(), strict=True):
@@ -198,7 +198,7 @@ def draw_growth(rows: Rows) -> Figure:
 
 
 def _figure(width: float, row_height: float, count: int, *, columns: int | None = None) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels in rows of `columns`, or in one row."""
+    """Return a figure with `count` panels in rows of `columns`; in one row by default."""
     columns = columns or count
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(width, row_height * rows), layout="constrained")
@@ -210,7 +210,7 @@ def _figure(width: float, row_height: float, count: int, *, columns: int | None 
 
 
 def _grouped(rows: Rows, column: str) -> dict[str, list[ResultRow]]:
-    """Value of a column → the rows that have it, in their order."""
+    """Group rows by the value of a column, in order."""
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row[column], []).append(row)
@@ -218,7 +218,7 @@ def _grouped(rows: Rows, column: str) -> dict[str, list[ResultRow]]:
 
 
 def _label(axes: Axes, title: str, label: str) -> None:
-    # Between powers of ten, labels of minor ticks would run into each other.
+    # Between powers of ten, labels of minor ticks would overlap.
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
     if axes.get_xscale() == "log":

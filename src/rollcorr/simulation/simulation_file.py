@@ -1,4 +1,4 @@
-"""A study of one's own in YAML: a pair of policies, the estimators, and for which lengths and batches.
+"""Custom study in YAML: a pair of policies, the estimators, the lengths and the batch sizes.
 
     pair: {kind: tempered, severity: 0.3, vocabulary: 8}     # or kl: 0.01 in place of severity
     length: [16, 64, 256]
@@ -11,8 +11,8 @@
     seed: 0
 
 A pair may also be given as tables: `trainer` and `rollout` are logits, `reward` the points, each a list of S lists of V
-numbers; `next_state` of the same shape is optional (the state is then the last token, or the only one), and so is
-`goal`.
+numbers. `next_state` of the same shape is optional; by default the state is the last token, or the only state. `goal`
+is optional as well.
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ _DEFAULTS: dict[str, Any] = {
     "samples": 4096,
     "seed": 0,
 }
-"""What a file may leave out. Without `estimators` all of the built-in study are measured."""
+"""Defaults of the optional keys. Without `estimators`, a study measures all built-in ones."""
 
 
 def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
-    """Read and check a file. Returns one cell for each length.
+    """Read and check a file.
+
+    Returns:
+        One cell for each length.
 
     Raises:
-        OSError: it cannot be read.
-        TypeError, ValueError: it is no YAML, or a key or value in it is wrong; the message names it, its limit and the
-            nearest name.
+        OSError: the file cannot be read.
+        TypeError, ValueError: the file is not YAML, or contains an invalid key or value; the message names it, its
+            limit and the nearest name.
     """
     document = read_yaml(Path(path))
     if not isinstance(document, Mapping):
@@ -71,7 +74,7 @@ def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
     check_integer("seed", options["seed"], at_least=0)
     lengths = _integers("length", options["length"])
 
-    # Both are made once here, so that a mistake is found before the first cell and not after an hour.
+    # Build both once here, so that an error is raised before the first cell and not after an hour.
     chosen_estimators(chosen)
     for length in lengths:
         pair_of(pair, length)
@@ -87,10 +90,10 @@ def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
 
 
 def _integers(option: str, values: object) -> list[int]:
-    """One whole number, or a list of them.
+    """Return one integer or a list of integers as a list.
 
     Raises:
-        TypeError, ValueError: there is none, or one is no whole number above 0.
+        TypeError, ValueError: the list is empty, or an entry is not an integer above 0.
     """
     listed = values if isinstance(values, list) else [values]
     if not listed:
@@ -99,7 +102,7 @@ def _integers(option: str, values: object) -> list[int]:
 
 
 def run_file_cell(cell: Cell) -> list[ResultRow]:
-    """Measure one length of a file: exactly where the sums fit, else from samples."""
+    """Measure one length of a file: exactly if the sums fit, otherwise from samples."""
     settings = cell.settings
     pair = pair_of(settings["pair"], settings["length"])
     rows = exact_rows(pair)
@@ -110,10 +113,10 @@ def run_file_cell(cell: Cell) -> list[ResultRow]:
 
 
 def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
-    """The pair that a file's `pair` describes.
+    """Return the pair described by a file's `pair`.
 
     Raises:
-        TypeError, ValueError: a key is unknown, or a value is wrong.
+        TypeError, ValueError: a key is unknown, or a value is invalid.
     """
     if "kind" in options:
         _check_keys("pair", options, _MADE)
@@ -136,10 +139,10 @@ def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
 
 
 def chosen_estimators(chosen: object) -> Estimators:
-    """Names and mappings → configurations; None: every estimator of the built-in study.
+    """Return configurations from names and mappings; defaults to every estimator of the built-in study.
 
     Raises:
-        TypeError, ValueError: an entry is neither, a name is unknown, or a configuration is wrong.
+        TypeError, ValueError: an entry is neither, a name is unknown, or a configuration is invalid.
     """
     built_in = every_estimator()
     if chosen is None:
@@ -162,15 +165,15 @@ def chosen_estimators(chosen: object) -> Estimators:
 
 
 def _configuration(name: str, options: dict[str, Any]) -> RolloutCorrectionConfig:
-    """An estimator of one's own: fields of a configuration, or a preset with some of its fields replaced.
+    """Return a custom estimator: fields of a configuration, or a preset with some of its fields replaced.
 
     Raises:
-        TypeError, ValueError: an option or the preset is unknown, or a value is wrong.
+        TypeError, ValueError: an option or the preset is unknown, or a value is invalid.
     """
     preset = options.pop("preset", None)
     _check_keys(f"estimator {name!r}", options, ["preset", *RolloutCorrectionConfig().to_dict()])
 
-    # A warning of the configuration does not know which of the estimators it is about.
+    # A warning of the configuration does not contain the estimator's name, so add it.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if preset is None:
@@ -189,7 +192,7 @@ def _check_keys(where: str, given: Mapping[Any, Any], known: Any) -> None:  # no
 
 
 def _table(name: str, values: object) -> Tensor:
-    """A list of lists of numbers as (S, V) float64."""
+    """Convert a list of lists of numbers to (S, V) float64."""
     try:
         table = torch.tensor(values, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""The built-in study, cell by cell: what each cell measures, as a function from its settings to rows.
+"""Cells of the built-in study: for each type of cell, a function from its settings to rows.
 
-A cell is small (seconds), named, and made from plain values, so that a run can stop between any two and go on later.
+A cell is small (seconds), named, and built from plain values, so that a run can stop between any two and resume later.
 A row is a flat dictionary; the rows of a study become one CSV file.
 
     agreement    sampled against exact, for every kind and estimator
@@ -8,9 +8,9 @@ A row is a flat dictionary; the rows of a study become one CSV file.
     length, kl   every estimator against one of them, the other fixed; exact
     threshold    every weight and criterion against its threshold at T × KL = 1; sampled
     orders       the slopes of the published orders; exact
-    growth       log E[ρ²] beside T log(1 + χ̄²)
-    clamp        what happens to sequence weights at T_max = 20 / KL; sampled
-    batch        normalizers whose denominators are weights: whole batches, sampled
+    growth       log E[ρ²] compared with T log(1 + χ̄²)
+    clamp        clamping and ESS of sequence weights at T_max = 20 / KL; sampled
+    batch        normalizers whose denominators are weights: full batches, sampled
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ PUBLISHED_LENGTHS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One piece of a study.
+    """Unit of work of a study.
 
     Attributes:
         study: a name of `STUDIES`.
-        settings: plain values, all that the result depends on.
+        settings: plain values that fully determine the result.
     """
 
     study: str
@@ -73,8 +73,8 @@ class Cell:
 
 
 def laboratory_cells(*, quick: bool = False) -> list[Cell]:
-    """The cells of the whole study, or with `quick` of a subset that takes the same paths in seconds."""
-    # The quick study has the same cells on fewer kinds, lengths and samples.
+    """Return the cells of the full study; `quick` returns a subset that runs the same code in seconds."""
+    # The quick study has the same types of cells, with fewer kinds, lengths and samples.
     kinds = ["noise", "truncated"] if quick else list(KINDS)
     draws, samples = (20_000, 256) if quick else (1_000_000, 2048)
     length = 32 if quick else 128
@@ -107,7 +107,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
 
 
 def run_cell(cell: Cell) -> list[ResultRow]:
-    """Measure one cell: the same settings give the same rows."""
+    """Measure one cell. The same settings return the same rows."""
     return STUDIES[cell.study](**cell.settings)
 
 
@@ -117,19 +117,22 @@ def measure(
     batch_sizes: tuple[int, ...],
     **labels: object,
 ) -> list[ResultRow]:
-    """A row for each estimator and batch size, with the matched random rejection beside each filter.
+    """Measure each estimator at each batch size, and each filter together with its matched random rejection.
 
     Args:
         rows: sampled or exact.
-        estimators: name → configuration; None is no correction; or a formula of your own, as `gradient_sums` takes it.
+        estimators: name → configuration, None for no correction, or a custom formula as in `gradient_sums`.
         batch_sizes: B, sequences.
-        **labels: written in front of each row.
+        **labels: first columns of each row.
+
+    Returns:
+        One row for each estimator and batch size.
     """
     pair = rows.pair
     facts = {"T": pair.length, "kl": pair.kl, "t_times_kl": pair.sequence_kl, "chi2": pair.chi2, "sequences": len(rows)}
     found: list[ResultRow] = []
 
-    # Many filters stand on the same weights, so what they are compared with is measured once.
+    # Filters often share the same weights, so measure their unfiltered baseline once.
     measured = functools.cache(functools.partial(gradient_sums, rows))
     for name, estimator in estimators.items():
         sums, unit, control = measured(estimator), None, None
@@ -150,11 +153,11 @@ def measure(
 
 
 def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
-    """Sampled means of every entry of the gradient against exact ones, in exact standard errors."""
+    """Compare sampled means of every entry of the gradient with exact ones, in exact standard errors."""
     pair = make_pair(kind, 1.0 if KINDS[kind].whole else 0.3, vocabulary=4, length=5, seed=3)
     every, sample = every_sequence(pair), sample_rows(pair, draws, torch.Generator(device="cpu").manual_seed(seed))
 
-    # Equal sequences give equal gradients, so the estimators see each sampled sequence once, with its count.
+    # Equal sequences have equal gradients, so evaluate each distinct sequence once, with its count.
     digits = 4 ** torch.arange(pair.length, device="cpu")
     codes, count = torch.unique((sample.tokens * digits).sum(-1), return_counts=True)
     place = torch.searchsorted(codes, (every.tokens * digits).sum(-1)).clamp(max=len(codes) - 1)
@@ -178,27 +181,27 @@ def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
             }
         )
 
-    # Four standard errors for one comparison; for many, the same chance that any of them is beyond.
+    # Four standard errors for one comparison; for several, the same probability that any exceeds the limit.
     comparisons = sum(row["entries"] for row in found) * len(KINDS)
     limit = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(4)) / comparisons)
     return [row | {"limit": limit} for row in found]
 
 
 def regimes(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
-    """Every estimator on sampled sequences of a Markov policy with 16 tokens, at one T × KL."""
+    """Measure every estimator on sampled sequences of a Markov policy with 16 tokens, at one T × KL."""
     rows = _sampled(kind, t_times_kl, length, samples, seed)
     return measure(rows, every_estimator(), (64, 1024), kind=kind, regime=t_times_kl)
 
 
 def swept(kind: str, length: int, kl: float) -> list[ResultRow]:
-    """Every estimator on every sequence of three independent tokens, with an outcome reward."""
+    """Measure every estimator on every sequence of three independent tokens, with an outcome reward."""
     options: dict[str, Any] = {"vocabulary": 3, "states": 1, "length": length, "spread": 1.0, "seed": 2}
     rows = every_count(pair_at_kl(kind, kl, **options, outcome=True))
     return measure(rows, every_estimator(), BATCH_SIZES, kind=kind)
 
 
 def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
-    """Each family of weights and each criterion, from strict to open, on the sequences of `regimes`."""
+    """Measure each family of weights and each criterion, from strict to open, on the sequences of `regimes`."""
     rows = _sampled(kind, t_times_kl, length, samples, seed)
     found = []
     for family, estimators in threshold_sweep().items():
@@ -208,7 +211,7 @@ def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int
 
 
 def orders(index: int) -> list[ResultRow]:
-    """One published order: its fitted slope, and the points."""
+    """Fit the slope of one published order, and return it with the points."""
     check = ORDER_CHECKS[index]
     x, y = check.points()
     slope, error = fit_slope(x, y)
@@ -225,7 +228,7 @@ def orders(index: int) -> list[ResultRow]:
 
 
 def growth(length: int) -> list[ResultRow]:
-    """(1 + χ̄²)^T beside the exact second moment, and beside what a batch of 1,024 sees of it."""
+    """Compare (1 + χ̄²)^T with the exact second moment and with its estimate from a batch of 1,024."""
     state_dependent = pair_at_kl("stale", 0.01, vocabulary=8, length=300, seed=2).with_length(length)
     found = []
     for name, pair in (
@@ -251,12 +254,12 @@ def growth(length: int) -> list[ResultRow]:
 
 
 def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]:
-    """Sequence weights at the longest viable length, and how much earlier their effective sample size is gone."""
+    """Measure sequence weights at the longest viable length, and how much earlier their ESS vanishes."""
     limit = round(CLAMP / kl)
     pair = pair_at_kl("noise", kl, vocabulary=8, states=1, length=1, spread=1.5, seed=seed).with_length(limit)
     generator = torch.Generator(device="cpu").manual_seed(seed)
 
-    # A few sequences at a time, merged exactly: a whole batch of 33,000 tokens each would fill the memory.
+    # Process a few sequences at a time and merge exactly: a full batch of 33,000 tokens each would exhaust the memory.
     merged = []
     for _ in range(4):
         rows = sample_rows(pair, samples // 4, generator)
@@ -279,7 +282,7 @@ def clamp(kl: float, published: int, samples: int, seed: int) -> list[ResultRow]
 
 
 def batch(length: int, kl: float, batch_size: int, batches: int, seed: int) -> list[ResultRow]:
-    """Whole batches with the package's own denominators, for normalizers that divide by weights."""
+    """Measure full batches with the package's own denominators, for normalizers that divide by weights."""
     pair = pair_at_kl("noise", kl, vocabulary=4, length=length, seed=3)
     rows = sample_rows(pair, batch_size * batches, torch.Generator(device="cpu").manual_seed(seed))
     found = []
@@ -312,11 +315,11 @@ STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {
     "growth": growth,
     "clamp": clamp,
 }
-"""Name → the function that a cell of that study calls."""
+"""Study → the function that runs its cells."""
 
 
 def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
-    """Sequences of a Markov policy with 16 tokens; the reward is a mean over tokens."""
+    """Sample sequences of a Markov policy with 16 tokens; the reward is a mean over tokens."""
     name, _, extra = kind.partition(", ")
     options: dict[str, Any] = {"vocabulary": 16, "length": length, "spread": 2.0, "seed": seed}
     pair = pair_at_kl(name, t_times_kl / length, **options, reports="raw" if extra == "raw" else "sampled")
@@ -325,17 +328,17 @@ def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int)
     if extra != "garbage":
         return rows
 
-    # A broken worker samples every token alike.
+    # A broken worker samples uniformly.
     broken = dataclasses.replace(pair, rollout=pair.trainer.with_logits(torch.zeros_like(pair.trainer.logits)))
     return mixed_rows(rows, sample_rows(broken, samples, generator), GARBAGE)
 
 
 _RANDOM_TOO = ("bias", "deviation", "mse", "direction")
-"""Numbers that the matched random rejection has too."""
+"""Errors that are also reported for the matched random rejection."""
 
 
 def _columns(error: GradientError | None, *names: str, prefix: str = "") -> ResultRow:
-    """Some numbers, each followed by its standard error; empty where there is nothing to compare with."""
+    """Return columns for some estimates, each followed by its standard error; empty strings if `error` is None."""
     columns: ResultRow = {}
     for name in names:
         value, spread = ("", "") if error is None else getattr(error, name)
@@ -344,7 +347,7 @@ def _columns(error: GradientError | None, *names: str, prefix: str = "") -> Resu
 
 
 def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
-    """Direction error, relative bias and deviation of `gradients`, with the noise of their mean taken out."""
+    """Compute direction error, relative bias and deviation of `gradients`, with the noise of their mean subtracted."""
     count, truth = len(gradients), pair.gradient.flatten()
     scale = float(truth.square().sum())
     mean = gradients.mean(0)

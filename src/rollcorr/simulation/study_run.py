@@ -1,10 +1,10 @@
-"""Run cells one by one, keep each result at once, and write one table per study.
+"""Run cells one by one, save each result immediately, and write one table per study.
 
-    OUTPUT/cells/KEY.json    what a finished cell gave; a later run with the same settings takes it from there
+    OUTPUT/cells/KEY.json    result of a finished cell; later runs with the same settings reuse it
     OUTPUT/STUDY.csv         the rows of a study, in the order of its cells
-    OUTPUT/run.json          command, versions, processor, seconds, and how many cells are done
+    OUTPUT/run.json          command, versions, processor, seconds, and number of finished cells
 
-Ctrl-C ends the run after what is finished: the tables then hold those cells, and the same command goes on from there.
+Ctrl-C stops the run. The tables then contain the finished cells, and the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ OnCell = Callable[[Cell, int, int], None]
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a run has.
+    """Result of a run, complete or interrupted.
 
     Attributes:
         rows: study → rows of its finished cells.
         done: finished cells.
         total: cells of the study.
-        reused: finished cells that an earlier run had measured.
-        cpu_seconds: of all finished cells together, also of earlier runs.
-        interrupted: Ctrl-C ended the run.
+        reused: finished cells measured by an earlier run.
+        cpu_seconds: total of all finished cells, including earlier runs.
+        interrupted: True if Ctrl-C ended the run.
     """
 
     rows: dict[str, list[ResultRow]]
@@ -62,18 +62,21 @@ def run_cells(
     run: Callable[[Cell], list[ResultRow]] = run_cell,
     on_cell: OnCell | None = None,
 ) -> StudyResult:
-    """Run what is not there yet, then write the tables.
+    """Run the cells without a stored result, then write the tables.
 
     Args:
-        cells: of the study.
-        folder: where results are kept; made if it is missing.
+        cells: the cells of the study.
+        folder: folder of the results; created if missing.
         command: written into run.json, so that a reader can repeat the run.
-        run: measures one cell.
-        on_cell: called before each cell, with its number and how many there are.
+        run: function that measures one cell.
+        on_cell: callback before each cell, with its number and the total.
+
+    Returns:
+        The rows of all finished cells, with counts and CPU time.
 
     Raises:
         OSError: the folder cannot be written.
-        ValueError: a setting of a cell is wrong.
+        ValueError: a setting of a cell is invalid.
     """
     folder = Path(folder)
     (folder / "cells").mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,7 @@ def run_cells(
             if on_cell is not None:
                 on_cell(cell, number, len(cells))
             path = folder / "cells" / f"{cell_key(cell)}.json"
-            # A stored cell is never computed again: the same command resumes.
+            # A stored cell is never recomputed: the same command resumes.
             record = _stored(path)
             reused += record is not None
             if record is None:
@@ -118,13 +121,13 @@ def run_cells(
 
 
 def cell_key(cell: Cell) -> str:
-    """A name for the cell's file, from all that its result depends on."""
+    """Return a name for the cell's file from everything that determines its result."""
     text = json.dumps([FORMAT, cell.study, dict(cell.settings)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def to_csv(rows: Sequence[ResultRow]) -> str:
-    """The rows under the columns of the first; six significant digits."""
+    """Format rows as CSV with the columns of the first row and six significant digits."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -134,7 +137,7 @@ def to_csv(rows: Sequence[ResultRow]) -> str:
 
 
 def _stored(path: Path) -> dict[str, Any] | None:
-    """Rows and seconds of a finished cell; None where there is no whole file."""
+    """Return rows and seconds of a finished cell; None if the file is missing or incomplete."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -142,7 +145,7 @@ def _stored(path: Path) -> dict[str, Any] | None:
 
 
 def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
-    """Study → the seeds of its draws. Those of the policies are fixed in the studies themselves."""
+    """Return study → the seeds of its draws. The seeds of the policies are fixed in the studies."""
     seeds: dict[str, set[int]] = {}
     for cell in cells:
         if "seed" in cell.settings:
@@ -151,7 +154,7 @@ def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
 
 
 def processor_name() -> str:
-    """The processor as the system names it."""
+    """Return the system's name of the processor."""
     facts = Path("/proc/cpuinfo")
     named = re.search(r"(?m)^model name\s*: (.*)$", facts.read_text(encoding="utf-8") if facts.exists() else "")
     return named[1].strip() if named else platform.processor() or platform.machine()
