@@ -107,8 +107,8 @@ it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks, and runs no operation in threads of its own. Masks are float64 too, because eager torch sums numbers several
 times as fast as bools. A block takes some 140 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
-torch rows above are of an earlier second path for host memory. The general one takes 2.4 to 4.5 times as long at 8 M
-tokens (`benchmarks/paired.py --cases torch --tokens 8388608`, 8 pairs), about 8 × verl.
+torch rows above are of an earlier second path for host memory. The general one takes 3.8 to 4.3 times as long at 8 M
+tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so 6 to 9 × verl.
 
 ## On a GPU
 
