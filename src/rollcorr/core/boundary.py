@@ -30,7 +30,12 @@ _REAL = FLOATING | INTEGERS | {torch.bool}
 _PLAIN = Tensor, torch.nn.Parameter
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 _active_mode = torch._C._get_dispatch_mode  # returns torch's active tracing mode, or None
+_is_tracing = torch._C._is_tracing
+_transforms_are_active = torch._C._are_functorch_transforms_active
 _STAND_INS = ("FakeTensor", "FunctionalTensor")  # torch's substitutes for plain tensors while tracing
+
+TRACED = "torch is tracing it, or transforming it by torch.func"
+"""What `why_no_address` returns inside a trace or a transform."""
 
 NO_LIMIT = 1 << 31
 """End of a range of ids or lengths without a known limit: greater than any int32."""
@@ -68,7 +73,7 @@ def check_tensors(**tensors: object) -> None:
             raise ValueError(f"{name} is {tensor.dtype}; real numbers or bool are needed, e.g. {name}.float()")
 
         # Torch would read address 0, which kills the process.
-        if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
+        if not traced and not tensor.untyped_storage().nbytes() and tensor.numel():
             raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
@@ -130,15 +135,18 @@ def check_positive(name: str, value: float) -> None:
 
 def in_transform() -> bool:
     """Return whether a `torch.func` transform (vmap, grad, jvp, functionalize) runs: its tensors have no memory."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() and _transforms_are_active()
 
 
 def is_traced() -> bool:
     """Return whether torch is recording or transforming operations, so every operation must go through torch."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return True
-    modes = _active_mode(_FAKE), _active_mode(_PROXY)
-    return torch._C._are_functorch_transforms_active() or modes != (None, None)
+    return (
+        torch.compiler.is_compiling()
+        or _is_tracing()
+        or _transforms_are_active()
+        or _active_mode(_FAKE) is not None
+        or _active_mode(_PROXY) is not None
+    )
 
 
 def in_host_memory(*tensors: Tensor) -> bool:
@@ -149,7 +157,7 @@ def in_host_memory(*tensors: Tensor) -> bool:
 def why_no_address(**tensors: Tensor) -> str | None:
     """Return why a kernel must not read these tensors by their addresses, or None if it may."""
     if is_traced():
-        return "torch is tracing it, or transforming it by torch.func"
+        return TRACED
     for name, tensor in tensors.items():
         if type(tensor) not in _PLAIN:
             return f"{name} is a {type(tensor).__name__}, whose memory it cannot read"

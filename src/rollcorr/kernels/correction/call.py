@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.boundary import check_tensors, is_traced, why_no_address
+from rollcorr.core.boundary import TRACED, check_tensors, why_no_address
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.weights import between, divergence_bound, exceeds, log_band, masked_weights, ratio_above, ratio_below
 
@@ -106,9 +106,10 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             raise ValueError(f"{kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
 
     # Traced tensors have no address to compare.
-    if is_traced():
+    reason = why_no_address(**buffers)
+    if reason == TRACED:
         return
-    if (reason := why_no_address(**buffers)) is not None:
+    if reason is not None:
         raise ValueError(reason)
     spans = [(other, *_span(tensor)) for other, tensor in inputs.items()]
     for kind, buffer in buffers.items():
