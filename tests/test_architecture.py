@@ -60,7 +60,7 @@ BUDGETS = {
     "cli": 591,
     "config": 1504,
     "core": 1463,
-    "correction": 1232,
+    "correction": 1234,
     "demo": 171,
     "diffusion": 490,
     "engines": 1834,

@@ -34,8 +34,8 @@ _is_tracing = torch._C._is_tracing
 _transforms_are_active = torch._C._are_functorch_transforms_active
 _STAND_INS = ("FakeTensor", "FunctionalTensor")  # torch's substitutes for plain tensors while tracing
 
+# What `why_no_address` returns inside a trace or a transform.
 TRACED = "torch is tracing it, or transforming it by torch.func"
-"""What `why_no_address` returns inside a trace or a transform."""
 
 NO_LIMIT = 1 << 31
 """End of a range of ids or lengths without a known limit: greater than any int32."""

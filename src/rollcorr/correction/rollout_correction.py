@@ -13,7 +13,14 @@ from torch import Tensor
 from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
-from rollcorr.core.boundary import bounded_offsets, check_floating, in_host_memory, plain, truth
+from rollcorr.core.boundary import (
+    bounded_offsets,
+    check_floating,
+    check_tensors,
+    in_host_memory,
+    plain,
+    truth,
+)
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
@@ -108,12 +115,14 @@ def correct(
         tensor([[1.6487, 1.0000, 0.0000]])
     """
     # Kernels do not check the pointers they receive, so everything but the values of `cu_seqlens` is checked first.
-    check_shapes(
-        cu_seqlens=cu_seqlens,
-        train_log_prob=train_log_prob,
-        rollout_log_prob=rollout_log_prob,
-        response_mask=response_mask,
-    )
+    tensors = {
+        "train_log_prob": train_log_prob,
+        "rollout_log_prob": rollout_log_prob,
+        "response_mask": response_mask,
+    }
+    buffers = {} if out is None else dict(zip(("out weights", "out loss_mask"), out, strict=True))
+    check_tensors(**tensors, **buffers, cu_seqlens=cu_seqlens)
+    check_shapes(cu_seqlens=cu_seqlens, **tensors)
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     for name in options:
         if name not in _OPTIONS:
@@ -124,8 +133,7 @@ def correct(
         config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
     )
     if out is not None:
-        log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
-        check_out(out, resolved, **log_probs, response_mask=response_mask)
+        check_out(out, resolved, **tensors)
 
     # No rank may be counted twice.
     peers = None if group is None else members(group)

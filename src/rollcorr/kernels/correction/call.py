@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.boundary import TRACED, check_tensors, why_no_address
+from rollcorr.core.boundary import TRACED, why_no_address
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.weights import between, divergence_bound, exceeds, log_band, masked_weights, ratio_above, ratio_below
 
@@ -73,7 +73,7 @@ def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> O
 
 
 def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor) -> None:
-    """Check that the caller's buffers fit the batch and are not part of it.
+    """Check that the caller's buffers, which passed `check_tensors`, fit the batch and are not part of it.
 
     Args:
         out: (weights, loss_mask).
@@ -81,8 +81,8 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
         inputs: tensors of the batch, by name.
 
     Raises:
-        ValueError: a buffer is missing or unused, has an invalid dtype, shape or device, is not contiguous, or shares
-            memory with an input.
+        ValueError: a buffer is missing or unused, has an invalid dtype or shape, is not contiguous, or shares memory
+            with an input.
     """
     needed = config is not None and config.rollout_is is not None
     if needed and out[0] is None:
@@ -96,7 +96,6 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
     name, like = next(iter(inputs.items()))
     types = {"out weights": torch.float32, "out loss_mask": torch.bool}
     buffers = {kind: buffer for kind, buffer in zip(types, out, strict=True) if buffer is not None}
-    check_tensors(**{name: like}, **buffers)
     for kind, buffer in buffers.items():
         if buffer.dtype != types[kind]:
             raise ValueError(f"{kind} must have dtype {types[kind]}, got {buffer.dtype}")
