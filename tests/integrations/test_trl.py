@@ -728,7 +728,7 @@ def test_an_engine_answers_as_vllm_does():
         ),
     ],
 )
-def test_an_error_names_the_settings_that_an_engine_needs(sampling, temperature, reason):
+def test_an_error_names_missing_engine_settings(sampling, temperature, reason):
     trainer = StandInTrainer()
     trainer.temperature = temperature
     with pytest.raises(IncompatibleSamplingError) as caught:
