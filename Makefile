@@ -27,7 +27,7 @@ VERL_NEEDS += pybind11 pylatexenc pyvers pyzmq ray torchdata TransferQueue uvico
 OLDEST_TESTS := tests/config tests/core tests/correction tests/diffusion tests/distributed tests/kernels tests/layouts
 # What runs once per implementation of the correction.
 BEHAVIOR := tests/correction/test_oracle.py tests/test_known_failures.py tests/correction/test_correction.py tests/correction/test_correction_golden.py \
-	tests/correction/test_correction_out.py tests/kernels/test_detail.py
+	tests/correction/test_correction_out.py tests/kernels/test_detail.py tests/test_recipes.py
 
 ##@ First steps
 

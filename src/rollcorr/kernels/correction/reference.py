@@ -10,7 +10,7 @@ from torch import Tensor
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
 from rollcorr.core.mergeable_statistics import extremes_of
-from rollcorr.core.weights import ratio_above, ratio_below, within_ratio_band
+from rollcorr.core.weights import ratio_above, ratio_below
 from rollcorr.kernels.correction.call import (
     Batch,
     CorrectionOutput,
@@ -86,11 +86,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
 
     # χ² and the shares include ρ = 0, but it has no logarithm to average.
     rows.sample("log_ratio", d, measured)
-    sums["abs_log_ratio"] = _masked_sum(d.abs(), measured)
-    sums["k3"] = _masked_sum(divergence.k3(d), measured)
-    sums["chi2_token"] = _masked_sum(divergence.chi_squared(d), compared)
-    sums["capped"] = (measured & (d.abs() > divergence.SAFETY_BOUND)).sum()
-    sums["ratio_outside_10pct"] = (compared & ~within_ratio_band(d, lower=0.9, upper=1.1)).sum()
+    rows.add_tokens(d, measured, compared, config)
 
     difference = divergence.probability_difference(batch.train, batch.rollout)
     sums["prob_diff_abs"] = _masked_sum(difference, compared)

@@ -1,8 +1,8 @@
 """The list of statistics: every row that a correction returns, with its kind, condition and description.
 
-Each row is defined once, here. Its metric reads it by name (`rollcorr.core.metric_registry`). A row that follows from
-sums over each sequence has its formula here (`of`), and `reference` and `torch` both use it. Each implementation
-computes the other rows:
+Each row is defined once, here. Its metric reads it by name (`rollcorr.core.metric_registry`). `reference` and `torch`
+share the formula of a row that follows from sums over each sequence (`of`), or from the log-ratio of each token
+(`measured`, `compared`; torch has shorter ways to some). Each implementation computes the other rows:
 
     reference, torch    a missing row, or one that is not on the list, raises an error that names it
     cpu                 the library reports its rows, which are compared with the list when it is loaded
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.criteria import check_token_criteria
-from rollcorr.core import divergence
+from rollcorr.core import divergence, weights
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
 from rollcorr.kernels.correction.call import exceedance_band
 
@@ -80,6 +80,8 @@ class Row(NamedTuple):
             scope of the criteria that have it.
         of: optional; the contribution of each sequence, (B,), a number or a bool. The row is their sum, or their
             extremes over the sequences with a measured token. By default each implementation computes the row.
+        measured: optional; the contribution of each measured token, from d. The row is their sum.
+        compared: optional; the same for each compared token. At probability zero d is below every bound.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Row(NamedTuple):
     what: str
     when: str
     of: Callable[[Sequences], Tensor] | None = None
+    measured: Callable[[Tensor], Tensor] | None = None
+    compared: Callable[[Tensor], Tensor] | None = None
 
 
 def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
@@ -119,11 +123,23 @@ ROWS: tuple[Row, ...] = (
     # Mismatch of the policies, per token.
     Row("log_ratio", "moments", "d of measured tokens", "always"),
     Row("log_ratio", "extremes", "d of measured tokens", "always"),
-    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", "always"),
-    Row("k3", "sums", "Σ k3 of measured tokens", "always"),
-    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", "always"),
-    Row("capped", "sums", "measured tokens with |d| > 20", "always"),
-    Row("ratio_outside_10pct", "sums", "compared tokens with ρ outside [0.9, 1.1]", "always"),
+    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", "always", measured=torch.abs),
+    Row("k3", "sums", "Σ k3 of measured tokens", "always", measured=divergence.k3),
+    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", "always", compared=divergence.chi_squared),
+    Row(
+        "capped",
+        "sums",
+        "measured tokens with |d| > 20",
+        "always",
+        measured=lambda d: d.abs() > divergence.SAFETY_BOUND,
+    ),
+    Row(
+        "ratio_outside_10pct",
+        "sums",
+        "compared tokens with ρ outside [0.9, 1.1]",
+        "always",
+        compared=lambda d: ~weights.within_ratio_band(d, lower=0.9, upper=1.1),
+    ),
     Row("prob_diff_abs", "sums", "Σ |π − μ| of compared tokens", "always"),
     Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", "always"),
     Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", "always"),
@@ -254,6 +270,22 @@ class Computed(NamedTuple):
             elif row.of is not None:
                 self.extremes[row.name] = extremes_of(row.of(sequences), sequences.has_measured)
         return added
+
+    def add_tokens(
+        self,
+        log_ratio: Tensor,
+        measured: Tensor,
+        compared: Tensor,
+        config: RolloutCorrectionConfig,
+        skip: Container[str] = (),
+    ) -> None:
+        """Compute the sums that have a formula for tokens, except those in `skip`."""
+        self.sums.update(
+            (row.name, formula(log_ratio).masked_fill(mask.logical_not(), 0).sum())
+            for row in rows_of(config)
+            for formula, mask in ((row.measured, measured), (row.compared, compared))
+            if formula is not None and row.name not in skip
+        )
 
     def statistics(self, config: RolloutCorrectionConfig, implementation: str) -> Statistics:
         """Return the rows in the order of the list.

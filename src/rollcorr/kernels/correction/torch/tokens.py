@@ -97,6 +97,7 @@ class TokenPass:
         self.table["k3"] = self._block.sum(self._k3).clamp_(min=0.0)  # rounding may return −1e-17
         rho_1 = rho_1.sub_(self._zero).view(-1)
         sums["chi2_token"] = torch.dot(rho_1, rho_1) + 2.0 * rho_1.sum()
+        self.rows.add_tokens(self._log_ratio, self._measured, self._compared, self._config, {*sums, *self.table})
 
         # The maximum over a sequence follows from the range of d: the divergences are convex.
         if any(criterion.scope == "seq_max" for criterion in self._config.criteria):

@@ -39,25 +39,20 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
     put(rows, PLAN.sums["tokens_measured"], measured)
     put(rows, PLAN.sums["tokens_compared"], compared)
     put(rows, PLAN.sums["tokens_counted"], valid if PLAN.nonfinite == "neutral" else compared)
-    put(rows, PLAN.sums["k3"], column(cells, PLAN.columns["k3"]))
-    put(rows, PLAN.sums["abs_log_ratio"], column(cells, PLAN.columns["abs_log_ratio"]))
-    capped = column(cells, PLAN.columns["capped_low"])
-    put(rows, PLAN.sums["capped"], capped + column(cells, PLAN.columns["capped_high"]))
-    put(rows, PLAN.sums["chi2_token"], column(cells, PLAN.columns["chi2"]))
-    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
-    put(rows, PLAN.sums["prob_diff_abs"], column(cells, PLAN.columns["difference"]))
-    # A sequence without a compared token must not affect the extremes.
-    largest = highest(cells, there, PLAN.columns["difference_max"])
-    put_extremes(
+    for i in tl.static_range(len(PLAN.token_sums)):
+        put(rows, PLAN.sums[PLAN.token_sums[i]], column(cells, PLAN.columns[PLAN.token_sums[i]]))
+    put(
         rows,
-        PLAN.extremes["prob_diff_abs"],
-        tl.where(compared > 0, 0.0, INFINITY),
-        tl.where(compared > 0, largest, -INFINITY),
-        PLAN,
+        PLAN.sums["capped"],
+        column(cells, PLAN.columns["capped_low"]) + column(cells, PLAN.columns["capped_high"]),
     )
-    N: tl.constexpr = PLAN.columns["measured"]
-    MEAN: tl.constexpr = PLAN.columns["log_ratio_mean"]
-    put_token_moments(rows, PLAN.moments["log_ratio"], cells, N, MEAN, 1.0, PLAN)
+    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
+    # A sequence without a compared token must not affect the extremes.
+    largest = tl.where(compared > 0, highest(cells, there, PLAN.columns["difference_max"]), -INFINITY)
+    put_extremes(rows, PLAN.extremes["prob_diff_abs"], tl.where(compared > 0, 0.0, INFINITY), largest, PLAN)
+    put_token_moments(
+        rows, PLAN.moments["log_ratio"], cells, PLAN.columns["measured"], PLAN.columns["log_ratio_mean"], 1.0, PLAN
+    )
     put_extremes(rows, PLAN.extremes["log_ratio"], low, high, PLAN)
     bound = limits[PLAN.limits["safety_bound"]] + 0.0 * valid
     put_extremes(rows, PLAN.extremes["safety_bound"], bound, bound, PLAN)

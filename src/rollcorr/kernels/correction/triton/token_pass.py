@@ -107,12 +107,26 @@ def _beyond(d, lost, low, high):
 
 
 @triton.jit
+def add_token_sums(sums, d, k3, chi2, gap):
+    """Add a block to the sums of `TOKEN_SUMS`, in that order.
+
+    Tokens have d, 0 where unmeasured, and |π − μ| in `gap`; `k3` and `chi2` are already sums of the lanes.
+    """
+    return (
+        sums[0] + lane_sum(tl.abs(d)),
+        sums[1] + k3,
+        sums[2] + chi2,
+        sums[3] + lane_sum(gap),
+    )
+
+
+@triton.jit
 def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr, REGULAR: tl.constexpr):
     """Add a block to the sums independent of the correction; `rho_1` is ρ − 1, `log_mu` has log μ also at π = 0.
 
     For a regular block also return each lane's Σ (ρ − 1).
     """
-    total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
+    total, train, rollout, shift, second, low, high, sums, largest, k2 = state
     shift, _, second, low, high = _described((shift, shift, second, low, high), d, measured, REGULAR)
 
     # exp is applied to Σ d: it is exact but for the last digit of float64.
@@ -123,23 +137,21 @@ def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.cons
         total_here = of_train - of_rollout
         # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1), and ρ − 1 = d + k3.
         sum_1 += total_here.to(tl.float32)
-        chi2 += lane_sum(rho_1 * rho_1) + 2.0 * sum_1
+        chi2 = lane_sum(rho_1 * rho_1) + 2.0 * sum_1
     else:
         total_here = lane_sum(d.to(tl.float64)) + lane_sum(lost).to(tl.float64)
-        chi2 += lane_sum(rho_1 * (rho_1 + 2.0))
+        chi2 = lane_sum(rho_1 * (rho_1 + 2.0))
     total, train, rollout = total + total_here, train + of_train, rollout + of_rollout
-    absolute, k3s = absolute + lane_sum(tl.abs(d)), k3s + k3_here
 
     # |π − μ| = μ |ρ − 1|; where ρ is capped, replace μ by π e^−20.
     if not REGULAR:
         log_mu = tl.minimum(log_mu, LARGEST_EXPONENT)
     gap = tl.exp(log_mu) * tl.abs(rho_1)
-    difference += lane_sum(gap)
+    sums = add_token_sums(sums, d, k3_here, chi2, gap)
     largest = tl.maximum(largest, lane_max(gap))
     if PLAN.k2:
         k2 += lane_sum(d * d * 0.5)
-    state = total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2
-    return state, sum_1
+    return (total, train, rollout, shift, second, low, high, sums, largest, k2), sum_1
 
 
 @triton.jit
@@ -395,7 +407,7 @@ def _how_regular(pi, mu, bits, shift, limits, PLAN: tl.constexpr):
 @triton.jit
 def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns that every configuration has."""
-    total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
+    total, train, rollout, shift, second, low, high, sums, largest, k2 = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
     shift = tl.where(measured > 0, shift, 0.0)
@@ -407,8 +419,8 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     add_count(cell, again, PLAN.columns["capped_low"], counts[2], 0)
     add_count(cell, again, PLAN.columns["capped_high"], counts[2], 1)
     add_extremes(cell, again, PLAN.columns["log_ratio_min"], low, high)
-    lanes = (train, rollout, absolute, k3s, chi2, difference)
-    for i in tl.static_range(6):
+    lanes = (train, rollout) + sums  # noqa: RUF005 (Triton unpacks none)
+    for i in tl.static_range(2 + len(PLAN.token_sums)):
         add_lanes(cell, again, PLAN.columns["train"] + i, lanes[i])
     place = cell + PLAN.columns["difference_max"]
     tl.store(place, tl.maximum(tl.load(place, mask=again, other=0.0), tl.max(largest, axis=0).to(tl.float64)))
@@ -539,7 +551,7 @@ def read_tokens(
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
         low, high = x + float("inf"), x + float("-inf")
         total = tl.zeros([LANES], dtype=tl.float64)
-        counts, state = (n, n, n), (total, total, total, high, x, low, high, x, x, x, x, x, x)
+        counts, state = (n, n, n), (total, total, total, high, x, low, high, (x,) * len(PLAN.token_sums), x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), AT_ONCE):
             how = 0
