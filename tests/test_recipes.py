@@ -10,7 +10,6 @@ A block marked `recipe=NAME` contains lines under headers that name their place:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -222,24 +221,32 @@ assert metrics(narrow)["rollout_rs_masked_fraction"] == 0.4
     run(code, source)
 
 
-def command(source: Path, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
-    """Run `rollcorr` on the copy; return its output."""
-    program = [sys.executable, "-m", "rollcorr", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(program, env=environment, cwd=source, capture_output=True, text=True)
-    assert done.returncode in codes, done.stdout + done.stderr
-    return done.stdout
+# One process runs all commands of a recipe: importing torch takes longer than a command.
+COMMAND = """
+import contextlib, io, json, pathlib, sys
+from rollcorr.cli import main
 
+def command(*arguments, codes=(0,)):
+    sys.argv, shown, code = ["rollcorr", *map(str, arguments)], io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(shown):
+            main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    assert code in codes, shown.getvalue()
+    return shown.getvalue()
 
 ONE_STEP = ["recipe=grpo", "model.path=demo", "steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2"]
-ONE_STEP += ["rollout.max_new_tokens=4", "log.null=0", "checkpoint.every=1"]
+ONE_STEP += ["rollout.max_new_tokens=4", "log.null=0", "checkpoint.every=1", "run_dir=run"]
+"""
 
 
 def test_the_recipe_for_a_sink(source):
     apply(recipe("sink"), source)
-    command(source, "train", *ONE_STEP, "log.sinks=[csv]", "run_dir=run")
-    assert "1,reward/mean," in (source / "run" / "metrics.csv").read_text(encoding="utf-8")
     code = """
+command("train", *ONE_STEP, "log.sinks=[csv]")
+assert "1,reward/mean," in open("run/metrics.csv").read()
+
 from rollcorr import Monitor
 
 with Monitor("runs/watched", "tis", sinks=["csv"]) as monitor:
@@ -247,30 +254,35 @@ with Monitor("runs/watched", "tis", sinks=["csv"]) as monitor:
     monitor.step()
 assert "rollout_corr/k3_kl" in open("runs/watched/metrics.csv").read()
 """
-    run(code, source)
+    run(COMMAND + code, source)
 
 
 def test_the_recipe_for_an_engine(source):
     apply(recipe("engine"), source)
-    command(source, "train", *ONE_STEP, "rollout.engine=single_precision", "run_dir=run")
-    policy = next((source / "run" / "checkpoints").rglob("config.json")).parent
-    (source / "prompts.txt").write_text("1+2=?\n3+4=?\n" * 8, encoding="utf-8")
-    sampling = ["--prompts", "prompts.txt", "--max-new-tokens", 4, "-o", "null.json"]
-    shown = command(source, "null", "--engine", "single_precision", "--model", policy, *sampling)
-    assert shown.startswith("null.json: 256 sequences")
+    code = """
+command("train", *ONE_STEP, "rollout.engine=single_precision")
+policy = next(pathlib.Path("run/checkpoints").rglob("config.json")).parent
+pathlib.Path("prompts.txt").write_text("1+2=?\\n3+4=?\\n" * 8)
+sampling = ["--prompts", "prompts.txt", "--max-new-tokens", 4, "-o", "null.json"]
+shown = command("null", "--engine", "single_precision", "--model", policy, *sampling)
+assert shown.startswith("null.json: 256 sequences"), shown
+"""
+    run(COMMAND + code, source)
 
 
 def test_the_recipe_for_a_dump(source):
     """The two policies differ by 0.01 nats in every second token."""
     apply(recipe("dump"), source)
-    rows = (
-        {"step": row // 32, "sampler_logps": [-1.0] * 64, "trainer_logps": [-1.01, -1.0] * 32} for row in range(256)
-    )
-    (source / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    code = """
+values = {"sampler_logps": [-1.0] * 64, "trainer_logps": [-1.01, -1.0] * 32}
+rows = (json.dumps({"step": row // 32, **values}) for row in range(256))
+pathlib.Path("steps.jsonl").write_text("\\n".join(rows))
 
-    command(source, "null", "steps.jsonl", "-o", "null.json")
-    command(source, "import", "steps.jsonl", "-o", "log.parquet")
-    for log in ("steps.jsonl", "log.parquet"):
-        assert command(source, "check", log, "--null", "null.json").startswith("healthy  256 sequences")
-    command(source, "advise", "steps.jsonl", "--null", "null.json", codes=(0, 1, 3))
-    command(source, "calibrate", "null.json", codes=(0, 1, 3))
+command("null", "steps.jsonl", "-o", "null.json")
+command("import", "steps.jsonl", "-o", "log.parquet")
+for log in ("steps.jsonl", "log.parquet"):
+    assert command("check", log, "--null", "null.json").startswith("healthy  256 sequences")
+command("advise", "steps.jsonl", "--null", "null.json", codes=(0, 1, 3))
+command("calibrate", "null.json", codes=(0, 1, 3))
+"""
+    run(COMMAND + code, source)
