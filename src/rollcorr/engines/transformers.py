@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SYNC_TOLERANCE = 1e-4
 
 # Settings that continuous batching ignores, at most with a warning.
-_DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
+_UNSUPPORTED_SETTINGS = ("min_p", "repetition_penalty", "min_new_tokens")
 
 
 class TransformersEngine(Engine):
@@ -303,7 +303,7 @@ def _check_continuous_batching(sampling: SamplingSpec) -> None:
             f"logprobs={sampling.logprobs!r}: continuous batching returns processed log-probs alone; set "
             "logprobs='processed', or leave continuous_batching out"
         )
-    refuse_settings(sampling, _DROPPED, "continuous batching, which would leave it out")
+    refuse_settings(sampling, _UNSUPPORTED_SETTINGS, "continuous batching, which would leave it out")
 
 
 def generate_continuously(
