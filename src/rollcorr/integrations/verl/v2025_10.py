@@ -31,7 +31,7 @@ __all__ = [
 
 PREFIX = "mismatch/"
 VETO_METRICS = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
-_GAP = (
+_GAP_METRICS = (
     "training_ppl",
     "training_log_ppl",
     "kl",
@@ -197,4 +197,4 @@ def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return mismatch_ metrics. The guide's ppl_ratio is the exponential of a mean; parity averages exponentials."""
     if "ppl_ratio_geo" in metrics:
         metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
-    return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}
+    return {f"mismatch_{name}": metrics[name] for name in _GAP_METRICS if name in metrics}
