@@ -73,8 +73,8 @@ class Epilogue:
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, measured: Tensor | None, running: Running
     ) -> None:
         """Add logits, not yet divided by the temperature, to the running sums. May overwrite the logits."""
-        _divide(logits, temperature)
-        inside, place = _inside(local_ids, logits.shape[-1])
+        _divide_by_temperature(logits, temperature)
+        inside, place = _locate_ids(local_ids, logits.shape[-1])
         running.target = torch.where(inside, logits.gather(1, place).squeeze(-1), running.target)
         largest = torch.maximum(running.largest, logits.amax(-1))
         anchor = largest.masked_fill(largest == -torch.inf, 0.0)
@@ -94,7 +94,7 @@ class Epilogue:
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, upstream: Upstream, dtype: torch.dtype
     ) -> Tensor:
         """Compute the gradient of the loss in these logits, in the given type; in place if it is theirs."""
-        _divide(logits, temperature)
+        _divide_by_temperature(logits, temperature)
         powers = logits.sub_(upstream.log_total.unsqueeze(-1)).exp_()
         if upstream.entropies is None:
             powers.mul_(upstream.of_sum.unsqueeze(-1))
@@ -104,7 +104,7 @@ class Epilogue:
             change = (torch.special.entr(p) - p * entropy.unsqueeze(-1)) * of_entropy.unsqueeze(-1)
             powers.mul_(upstream.of_sum.unsqueeze(-1))
             powers = powers.add_(change) if rows is None else powers.index_add_(0, rows, change)
-        inside, place = _inside(local_ids, logits.shape[-1])
+        inside, place = _locate_ids(local_ids, logits.shape[-1])
         return powers.scatter_add_(1, place, upstream.of_target.where(inside, 0.0).unsqueeze(-1)).to(dtype)
 
 
@@ -119,10 +119,12 @@ def dense_sums(problem: Problem, epilogue: Epilogue, *, measured: Tensor | None 
             default is all tokens.
         entropy: whether any entropy is needed.
     """
-    return LogSums(*_Dense.apply(problem.hidden, problem.weight, problem.bias, problem, epilogue, measured, entropy))
+    return LogSums(
+        *_DenseLogProb.apply(problem.hidden, problem.weight, problem.bias, problem, epilogue, measured, entropy)
+    )
 
 
-class _Dense(torch.autograd.Function):
+class _DenseLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
@@ -143,7 +145,7 @@ class _Dense(torch.autograd.Function):
         )
         local_ids = problem.token_ids - problem.first_id
         with float32_products(problem.precision, hidden.device):
-            for first, _, logits, _ in _chunks(hidden, weight, bias, problem):
+            for first, _, logits, _ in _logit_chunks(hidden, weight, bias, problem):
                 epilogue.absorb(logits, local_ids - first, problem.temperature, measured, running)
 
         log_sum = running.total.log()
@@ -196,7 +198,7 @@ class _Dense(torch.autograd.Function):
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         local_ids = problem.token_ids - problem.first_id
         with float32_products(problem.precision, hidden.device):
-            for first, operand, logits, head in _chunks(problem.hidden, weight, bias, problem):
+            for first, operand, logits, head in _logit_chunks(problem.hidden, weight, bias, problem):
                 G = ctx.epilogue.to_gradient(logits, local_ids - first, problem.temperature, upstream, operand.dtype)
                 if of_states is not None:
                     add_product(of_states, G, head)
@@ -208,7 +210,7 @@ class _Dense(torch.autograd.Function):
         return of_states, gradient.result(), of_bias, None, None, None, None
 
 
-def _chunks(
+def _logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """Yield for each chunk: its first row, hidden states and rows as operands, and logits in a reused buffer."""
@@ -226,11 +228,11 @@ def _chunks(
         yield first, operand, logits, head
 
 
-def _divide(logits: Tensor, temperature: float | Tensor) -> None:
+def _divide_by_temperature(logits: Tensor, temperature: float | Tensor) -> None:
     if isinstance(temperature, Tensor) or temperature != 1.0:
         logits.div_(column(temperature))
 
 
-def _inside(local_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _locate_ids(local_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return whether each token's id is in a chunk, (n,), and its index in the chunk (clamped), (n, 1)."""
     return (local_ids >= 0) & (local_ids < size), local_ids.clamp(0, size - 1).unsqueeze(-1)
