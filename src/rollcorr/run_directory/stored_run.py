@@ -107,7 +107,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         series=tuple(by_step[step] for step in sorted(by_step)),
         config=config,
         config_text=config_text,
-        remarks=(*remarks, *config_remarks, *_changes(directory.history, path)),
+        remarks=(*remarks, *config_remarks, *_describe_changes(directory.history, path)),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
         pictures=tuple((heading, file) for heading, file in drawn if file not in strange and file.is_file()),
     )
@@ -138,7 +138,7 @@ def _leads_out(path: Path, run: Path) -> bool:
         return True
 
 
-def _changes(path: Path, run: Path) -> list[str]:
+def _describe_changes(path: Path, run: Path) -> list[str]:
     """Return a remark for each change of options in a history.json; an empty list for an unreadable file."""
     if _leads_out(path, run):
         return [f"{path.name} {LINK_LEFT_OUT}"]
