@@ -126,7 +126,11 @@ def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHisto
             "move the directory away"
         )
     if stored is None:
-        strangers = [path.name for path in directory.written if path.exists() and not _says(path, directory, config)]
+        strangers = [
+            path.name
+            for path in directory.written
+            if path.exists() and not _is_null_or_same_config(path, directory, config)
+        ]
         if strangers:
             raise FileExistsError(
                 f"{place} holds files that are not of a run and would be written over: {', '.join(strangers)}. Choose "
@@ -146,7 +150,7 @@ def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHisto
     return Beginning(checkpoint=None, history=history, changes=changes, damaged=[])
 
 
-def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
+def _is_null_or_same_config(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
     """Return whether a file is a null, which is kept, or a config.yaml with the same options."""
     if path != directory.config:
         return path == directory.null
@@ -184,13 +188,16 @@ def end_lines(config: RunConfig, *, saved: int | None, failure: str | None, stop
         stopped_by: source of a request to stop before the end; optional.
     """
     if failure is not None:
-        return [f"stopped: {failure}", _next(config, saved)]
+        return [f"stopped: {failure}", _describe_next_start(config, saved)]
     if stopped_by is not None:
-        return [f"stopped by {stopped_by} after step {saved or 0} of {config.steps}", _next(config, saved)]
+        return [
+            f"stopped by {stopped_by} after step {saved or 0} of {config.steps}",
+            _describe_next_start(config, saved),
+        ]
     return [f"finished: {saved} of {config.steps} steps; the same command reports this and trains nothing"]
 
 
-def _next(config: RunConfig, saved: int | None) -> str:
+def _describe_next_start(config: RunConfig, saved: int | None) -> str:
     command = "the same command without resume=false" if config.resume is False else "the same command"
     if saved is None:
         return f"{command} starts again, because nothing is saved yet"

@@ -48,7 +48,7 @@ class StopRequests(ExitStack):
             if self._seconds < math.inf:
                 listened.append(signal.SIGALRM)
             for number in listened:
-                self.callback(signal.signal, number, signal.signal(number, self._request))
+                self.callback(signal.signal, number, signal.signal(number, self._handle_signal))
             if self._seconds < math.inf:
                 signal.setitimer(signal.ITIMER_REAL, self._seconds)
                 self.callback(signal.setitimer, signal.ITIMER_REAL, 0)
@@ -72,7 +72,7 @@ class StopRequests(ExitStack):
         finally:
             self._raises = False
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self._reason is not None:
             return
         self._reason = "stop_after_minutes" if number == signal.SIGALRM else signal.Signals(number).name

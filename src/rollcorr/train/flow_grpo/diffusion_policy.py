@@ -140,7 +140,7 @@ def load_policy(
     file = directory / "base.json"
     note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     base = Path(note.get("path", directory))
-    part = {name: _part(directory, base, name, note.get(name)) for name in ("transformer", "scheduler")}
+    part = {name: _part_folder(directory, base, name, note.get(name)) for name in ("transformer", "scheduler")}
     class_name = _class_name(part["transformer"] / "config.json")
     if class_name not in FAMILIES:
         raise ValueError(f"transformer class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}")
@@ -269,7 +269,7 @@ def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
 
 def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width: int | None) -> tuple[int, int]:  # noqa: ANN401
     """Return height and width in latent pixels."""
-    factor = 1 if vae is None else _downsampling(vae.config)
+    factor = 1 if vae is None else _downsampling_factor(vae.config)
     if height is None:
         if "sample_size" not in config:
             raise ValueError("this model has no size of its own; set model.height (and model.width) in pixels")
@@ -280,14 +280,14 @@ def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width:
     return pixels[0] // factor, pixels[1] // factor
 
 
-def _downsampling(config: Mapping[str, Any]) -> int:
+def _downsampling_factor(config: Mapping[str, Any]) -> int:
     """Return the pixels per latent pixel along each side."""
     if "block_out_channels" in config:
         return int(2 ** (len(config["block_out_channels"]) - 1))
     return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
 
 
-def _part(directory: Path, base: Path, name: str, noted: str | None) -> Path:
+def _part_folder(directory: Path, base: Path, name: str, noted: str | None) -> Path:
     """Return the folder of a part: in the directory, at the path in base.json, or in the base."""
     if (directory / name).is_dir():
         return directory / name

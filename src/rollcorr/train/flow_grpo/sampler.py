@@ -82,15 +82,15 @@ class Schedule:
         Returns:
             m in the shape of the sample, s (B,).
         """
-        mean, std = self._step(velocity, sample, steps, self.noise_level)
+        mean, std = self._step_mean_and_std(velocity, sample, steps, self.noise_level)
         assert std is not None, "a step without noise has no log-prob"
         return mean, std.flatten()
 
     def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
         """Compute x + (σ_next − σ) v, the Euler step of the ODE, (B, …)."""
-        return self._step(velocity, sample, steps, 0.0)[0]
+        return self._step_mean_and_std(velocity, sample, steps, 0.0)[0]
 
-    def _step(
+    def _step_mean_and_std(
         self, velocity: Tensor, sample: Tensor, steps: Tensor, noise_level: float
     ) -> tuple[Tensor, Tensor | None]:
         sigma, sigma_next = self.at(steps)
@@ -199,12 +199,12 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
     """Compute s · e4m3(w / s), s = max |w| / 448: the weight of a weight-only fp8 layer, in the input's dtype.
 
     Args:
-        weight: (out, in); s is one for each output channel.
+        weight: (out, in); the scale s is one for each output channel.
 
     Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
-    s = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight / s).to(torch.float8_e4m3fn).to(weight.dtype) * s
+    scale = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
 def _linear_weights(model: nn.Module) -> set[str]:

@@ -92,7 +92,7 @@ def likeness(images: Tensor, classes: Tensor) -> Tensor:
     """
     # Use the nearest picture, because a prompt does not specify position and size.
     templates = _templates()[classes.cpu()]
-    flat = (_small(images) * 2 - 1).flatten(1)[:, None]
+    flat = (_downscale(images) * 2 - 1).flatten(1)[:, None]
     distance = (flat - templates).square().sum(-1)
     blank = (templates - (GROUND * 2 - 1)).square().sum(-1)
     best = distance.argmin(1, keepdim=True)
@@ -124,13 +124,13 @@ def recognized(images: Tensor) -> Tensor:
 
 def background_noise(images: Tensor) -> float:
     """Compute the RMS deviation of the outermost pixels, which no shape reaches by more than its edge, from ground."""
-    pictures = _small(images)
+    pictures = _downscale(images)
     ring = torch.ones(SIZE, SIZE, dtype=torch.bool, device="cpu")
     ring[1:-1, 1:-1] = False
     return float((pictures[:, :, ring] - GROUND).double().square().mean().sqrt())
 
 
-def _small(images: Tensor) -> Tensor:
+def _downscale(images: Tensor) -> Tensor:
     """Average pictures down to 16 × 16, float32, on the CPU."""
     pictures = images.detach().float().cpu()
     if pictures.shape[-2:] != (SIZE, SIZE):
@@ -141,7 +141,7 @@ def _small(images: Tensor) -> Tensor:
 def _distances(images: Tensor) -> Tensor:
     """Compute the squared distance of each picture to the nearest picture of each class, (B, classes)."""
     templates = _templates()
-    flat = (_small(images) * 2 - 1).flatten(1)
+    flat = (_downscale(images) * 2 - 1).flatten(1)
     # Avoid the matmul form of `cdist`, which loses digits: these distances are compared with each other.
     found = torch.cdist(flat, templates.flatten(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
     return found.view(len(flat), *templates.shape[:2]).amin(2).square()
