@@ -257,7 +257,7 @@ def check_count(values: Tensor, mask: Tensor, name: str) -> None:
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", of: str = "tokens") -> None:
     """Check the values of `cu_seqlens`: start at 0, never decrease, end at the token count.
 
-    Reads values: free on the CPU, a sync on a device; call it there only in loaders and on request.
+    Reads values: free on the CPU, a sync on a device. Check device tensors only in loaders or on request.
 
     Args:
         cu_seqlens: (B + 1,) token offsets: the first token of each sequence, then the number of tokens.

@@ -64,7 +64,7 @@ _METRIC_LIMITS: dict[str, tuple[str, float | None, float | None, float | None, f
 }
 
 # metric: meaning of a value beyond its limit, and the recommended fix
-_ADVICE = {
+_METRIC_ADVICE = {
     "rollout_is_mean": (
         "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
         "comparable, or that truncation or underflow removed the mass",
@@ -136,7 +136,7 @@ _ADVICE = {
 
 # The limits of the KL apply on both sides of 0.
 RANGES: dict[str, HealthyRange] = {
-    metric: HealthyRange(*limits, metric == "kl", *_ADVICE[metric]) for metric, limits in _METRIC_LIMITS.items()
+    metric: HealthyRange(*limits, metric == "kl", *_METRIC_ADVICE[metric]) for metric, limits in _METRIC_LIMITS.items()
 }
 
 CRITERION_RANGES: dict[str, HealthyRange] = {"masked_fraction": RANGES["rollout_rs_masked_fraction"]}

@@ -183,7 +183,7 @@ def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> di
             continue  # one value, or two policies that agree up to rounding, have no spread to measure by
 
         distance = _distance_to_bound(criterion, seen.mean) / seen.std
-        if not OUT_OF_REACH < distance < math.inf:
+        if not OUT_OF_REACH < distance < math.inf:  # also skips NaN, and criteria without a bound
             continue
         if config.reduction == "mean" and criterion.kind != "kl":
             fix = (

@@ -180,17 +180,17 @@ def _criterion_rows(kl: Tensor, correction: Correction, rejects: Tensor, bound: 
     """Return the rows of step_kl, named like the rows of each criterion."""
     row = f"rs/{STEP_KL}"
     measured = kl.isfinite()
-    seen = measured.any(1)
+    is_judged = measured.any(1)
     per_sample = kl.masked_fill(~measured, 0.0).sum(1) / measured.sum(1).clamp(min=1)
 
     # The loss mask is that of the other criteria: these steps are rejected by step_kl only.
     rejected_alone = rejects & correction.loss_mask
-    none = torch.zeros_like(rejects.sum())  # a KL has no lower bound
+    zero = torch.zeros_like(rejects.sum())  # a KL has no lower bound
     sums = {
         f"{row}/high": (rejects & measured).sum(),
-        f"{row}/low": none,
-        f"{row}/seq_high": (seen & exceeds(per_sample, bound)).sum(),
-        f"{row}/seq_low": none,
+        f"{row}/low": zero,
+        f"{row}/seq_high": (is_judged & exceeds(per_sample, bound)).sum(),
+        f"{row}/seq_low": zero,
         f"{row}/tokens": rejects.sum(),
         f"{row}/sequences": rejects.any(1).sum(),
         f"{row}/tokens_alone": rejected_alone.sum(),
@@ -198,6 +198,6 @@ def _criterion_rows(kl: Tensor, correction: Correction, rejects: Tensor, bound: 
     }
     return Statistics.of(
         sums=sums,
-        moments={row: moments_of(kl, measured), f"{row}/seq": moments_of(per_sample, seen)},
-        extremes={row: extremes_of(kl, measured), f"{row}/seq": extremes_of(per_sample, seen)},
+        moments={row: moments_of(kl, measured), f"{row}/seq": moments_of(per_sample, is_judged)},
+        extremes={row: extremes_of(kl, measured), f"{row}/seq": extremes_of(per_sample, is_judged)},
     )

@@ -124,7 +124,7 @@ def rollout_from_completions(
         rollout_log_prob=padded(_read_column(completions, "log_probs", check_log_prob), torch.float32),
         raw_log_prob=padded(_read_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
-        kept=_kept_sets(completions, token_id, device),
+        kept=_collect_kept_sets(completions, token_id, device),
         log_kept_mass=padded(_read_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
@@ -277,7 +277,7 @@ def _check_integer(value: Any, where: str, kind: str, largest: int = LARGEST_INT
     return int(value)
 
 
-def _kept_sets(
+def _collect_kept_sets(
     completions: Sequence[Completion], token_id: Callable[[Any, str], int], device: torch.device | str
 ) -> KeptSets | None:
     def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (unchecked JSON)

@@ -160,7 +160,7 @@ class CTranslate2Engine(Engine):
         with _SEED_LOCK, _translate_exceptions():
             self._package.set_random_seed(seed % UNSEEDED)
             self._generator = self._load(self.compute_type, self._files)
-            for rows in _rows_of_one_length(prompts, self.batch_size or len(prompts)):
+            for rows in _rows_by_length(prompts, self.batch_size or len(prompts)):
                 completions |= zip(rows, self._sample([prompts[row] for row in rows]), strict=True)
 
         return rollout_from_completions(
@@ -341,7 +341,7 @@ def rounded_to_bits(weight: Tensor, bits: int) -> Tensor:
     return steps * spacing
 
 
-def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+def _rows_by_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
     """Yield row indices of prompts of equal length, at most `size` at a time, in order of first appearance."""
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):

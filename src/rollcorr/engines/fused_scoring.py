@@ -112,11 +112,11 @@ def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]: 
         hidden = response_logits(model, tokens)
     finally:
         model.set_output_embeddings(head)
-    _check_factor(hidden, seen, head)
+    _check_head_input(hidden, seen, head)
     return hidden, head
 
 
-def _check_factor(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:
+def _check_head_input(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:
     """Raise a ValueError unless the model returned its head's input, or a multiple of it.
 
     This waits for the device only if the model modifies its logits.

@@ -321,7 +321,7 @@ class RemoteEngine(Engine, abc.ABC):
 
         self._expected = score_probe(model, self._probe, dtype=self._dtype)
         with self._unusable_on_failure():
-            self._verify(self._expected)
+            self._verify_weights(self._expected)
         self._faults_at_proof = self._faults
 
     @property
@@ -343,7 +343,7 @@ class RemoteEngine(Engine, abc.ABC):
                     self._read_server_properties()
                     self._check_again()
                 if was_away or not (names_weights or self._server is None):
-                    self._verify(self._expected)
+                    self._verify_weights(self._expected)
                 self._faults_at_proof = self._faults
                 return answer
             except (EngineRestartedError, WeightSyncError) as error:
@@ -377,14 +377,14 @@ class RemoteEngine(Engine, abc.ABC):
             faults = self._faults
             try:
                 self._load(version)
-                self._verify(expected)
+                self._verify_weights(expected)
                 break
             except (EngineAnswerError, WeightSyncError):
                 if is_last or self._faults == faults:
                     raise
         self._faults_at_proof = self._faults
 
-    def _verify(self, expected: Tensor) -> None:
+    def _verify_weights(self, expected: Tensor) -> None:
         """Check that the engine's scores of the probe match `expected`."""
         tolerance = self.options.sync_tolerance
         if tolerance is None:

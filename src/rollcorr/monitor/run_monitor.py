@@ -165,7 +165,7 @@ class Monitor:
             self.flush()
         except Exception as error:  # trackers have errors of their own
             problem = error
-        problem_anywhere, earlier = self._exchange_start(problem, earlier)
+        problem_anywhere, earlier = self._agree_on_start(problem, earlier)
         if problem_anywhere is not None:
             self.close()
             raise problem or problem_anywhere
@@ -412,7 +412,7 @@ class Monitor:
             first_of_context = self._context_group is None or self._context_group.rank() == 0
             self._rollouts = CollectedRollouts(self._sample, self._exchange.rank, writes=first_of_context)
 
-    def _exchange_start(
+    def _agree_on_start(
         self, problem: Exception | None, earlier: list[dict[str, Any]]
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
         """Exchange the first problem of any rank, and the steps that the writing rank has read."""

@@ -278,7 +278,7 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
     metrics: dict[str, float] = {}
     for (source, name), found_parts in sorted(statistics.items(), key=lambda item: item[0][0]):
         may_repeat = context_ranks > 1 and source == "values"
-        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
+        parts = _drop_repeated_parts(found_parts) if may_repeat else [part for _, part in found_parts]
         host = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
         if source == "correction":
             metrics |= finalize(host)
@@ -289,7 +289,7 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
 
 
-def _once_per_context(parts: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
+def _drop_repeated_parts(parts: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
     """Select the parts of a tensor to count, as the ranks of a context group may have the same sequences.
 
     If the ranks of each context group pass equal values, these are per sequence, and only the first rank is counted.

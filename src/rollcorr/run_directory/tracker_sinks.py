@@ -195,21 +195,21 @@ class Sinks:
             metrics: name → number.
         """
         for sink in self._working:
-            self._call(sink, f"step {step}: ", "write", step, dict(metrics))
+            self._call_sink(sink, f"step {step}: ", "write", step, dict(metrics))
 
     def flush(self) -> None:
         """Call `flush` of each sink that has it, which flushes the steps so far to the disk."""
         for sink in self._working:
             if hasattr(sink, "flush"):
-                self._call(sink, "", "flush")
+                self._call_sink(sink, "", "flush")
 
     def close(self) -> None:
         """Close all sinks in reverse order, including failed ones."""
         for sink in reversed(self._sinks):
-            self._call(sink, "at the end: ", "close")
+            self._call_sink(sink, "at the end: ", "close")
         self._sinks, self._working = [], []
 
-    def _call(self, sink: Sink, when: str, method: str, *values: object) -> None:
+    def _call_sink(self, sink: Sink, when: str, method: str, *values: object) -> None:
         """Call a method of a sink and catch its errors, also SystemExit."""
         try:
             getattr(sink, method)(*values)

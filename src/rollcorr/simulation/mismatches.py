@@ -104,7 +104,7 @@ class PolicyPair:
     @property
     def sequence_kl(self) -> float:
         """KL(μ‖π) of sequences, nats: Σ_t E_μ[−d_t]."""
-        return self._rollout_sum(self.rollout.log_probs.exp() * -self.log_ratios)
+        return self._sum_over_visits(self.rollout.log_probs.exp() * -self.log_ratios)
 
     @property
     def kl(self) -> float:
@@ -118,7 +118,7 @@ class PolicyPair:
         If truncation removed tokens, E_μ[ρ] is below 1, and this may be negative.
         """
         squares = self.trainer.log_probs.exp().square() / self.rollout.log_probs.exp()
-        return self._rollout_sum(squares) / self.length - 1
+        return self._sum_over_visits(squares) / self.length - 1
 
     @property
     def sequence_log_second_moment(self) -> float:
@@ -136,7 +136,7 @@ class PolicyPair:
         """Return a pair with the same policies and rule and a new T. A goal remains the same number of points."""
         return replace(self, length=length)
 
-    def _rollout_sum(self, values: Tensor) -> float:
+    def _sum_over_visits(self, values: Tensor) -> float:
         """Compute Σ of (S, V) values over the tokens that μ can sample, weighted by its visits to each state."""
         per_state = values.masked_fill(self.rollout.log_probs.exp() == 0, 0.0).sum(-1)
         return float((self.visits * per_state).sum())

@@ -168,9 +168,9 @@ def draw_orders(rows: Rows) -> Figure:
     """Draw the points of each fitted order, with its slope and the published one."""
     checks = _group_rows([row | {"check": f"{row['estimator']}: {row['quantity']}"} for row in rows], "check")
     figure, panels = _create_figure(11.4, 2.6, len(checks), columns=3)
-    for axes, (title, found) in zip(panels, checks.items(), strict=True):
-        x, y = [row["x"] for row in found], [row["y"] for row in found]
-        slope, published = found[0]["slope"], found[0]["published"]
+    for axes, (title, points) in zip(panels, checks.items(), strict=True):
+        x, y = [row["x"] for row in points], [row["y"] for row in points]
+        slope, published = points[0]["slope"], points[0]["published"]
         axes.loglog(x, y, "o", color=COLORS[1], markersize=4, label=f"measured, slope {slope:.2f}")
         axes.loglog(
             x, [y[0] * (v / x[0]) ** published for v in x], "--", color=COLORS[6], label=f"published, {published:g}"

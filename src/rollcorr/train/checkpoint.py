@@ -155,7 +155,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest sound checkpoint in a directory, or None. Read-only."""
     for path in reversed(paths_by_step(Path(directory)).values()):
         with suppress(DamagedCheckpointError):
-            _verify(path)
+            _verify_files(path)
             return path
     return None
 
@@ -195,7 +195,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    files = _verify(path)
+    files = _verify_files(path)
 
     # `name` is the file being read, for the error.
     name = STATE
@@ -283,7 +283,7 @@ def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(content | {"sha256": digest}, indent=2) + "\n").encode()
 
 
-def _verify(path: Path) -> set[str]:
+def _verify_files(path: Path) -> set[str]:
     """Check the files of a checkpoint against its manifest, and the manifest against its own hash and folder.
 
     Returns:

@@ -309,9 +309,9 @@ class _Run:
                 if self.beginning.checkpoint is not None:
                     _restore(self.recipe.trainer, self.beginning, self.say)
                     delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
-                self._measure_first_quality()
+                self._measure_initial_quality()
                 if self._train():
-                    self.after = self._measure("after")
+                    self.after = self._measure_quality("after")
                     is_done = True
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
@@ -367,12 +367,12 @@ class _Run:
             tokens, k3 = null.profile.tokens, null.profile.k3
             self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
 
-    def _measure_first_quality(self) -> None:
+    def _measure_initial_quality(self) -> None:
         """Measure the quality before the first step; the checkpoints store it."""
         if EVALUATION_RECORD in self.records:
             self.before = json.loads(self.records[EVALUATION_RECORD])
         elif self.step == 0:
-            self.before = self._measure("before")
+            self.before = self._measure_quality("before")
             if self.before is not None:
                 self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
                 self._save()
@@ -443,7 +443,7 @@ class _Run:
         self.saved = self.step
         return path
 
-    def _measure(self, when: str) -> Evaluation | None:
+    def _measure_quality(self, when: str) -> Evaluation | None:
         """Return the quality of the current policy."""
         trainer = self.recipe.trainer
         if not self.config.log.evaluate:

@@ -62,7 +62,7 @@ def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
     with suppress(OSError, ValueError):  # missing or damaged: the checkpoints contain a copy
         stored = RunHistory.from_json(directory.history.read_text(encoding="utf-8"))
     if not has_checkpoints(directory.checkpoints):
-        return _from_the_start(config, directory, stored)
+        return _begin_without_checkpoint(config, directory, stored)
     if config.resume is False:
         raise FileExistsError(
             f"{place} holds a run already: leave out resume=false to go on with it, or choose another run_dir"
@@ -113,7 +113,7 @@ def finished_summary(directory: RunDirectory, *, step: int, steps: int) -> dict[
     return summary if is_finished else None
 
 
-def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHistory | None) -> Beginning:
+def _begin_without_checkpoint(config: RunConfig, directory: RunDirectory, stored: RunHistory | None) -> Beginning:
     """Begin a run without checkpoints: a new or an interrupted start. Unrelated files raise `FileExistsError`."""
     place = f"run_dir {str(directory.path)!r}"
     if config.resume is True:

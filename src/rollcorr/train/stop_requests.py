@@ -77,11 +77,11 @@ class StopRequests(ExitStack):
             return
         self._reason = "stop_after_minutes" if number == signal.SIGALRM else signal.Signals(number).name
 
-        # A background job starts with Ctrl-C ignored; a second request still stops it at once.
+        # A second Ctrl-C stops at once, even in a background job, which starts with Ctrl-C ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._raises:
             raise StopNow(self._reason)
 
-        # A terminal that is gone, or that was being written to, must not keep the run from saving.
+        # The run must save even if the terminal is closed, or the signal interrupted a write to it.
         with suppress(OSError, RuntimeError):
             self._say(f"{self._reason}: stopping after this step (Ctrl-C stops at once and loses the step)")

@@ -101,7 +101,7 @@ class WorkerProcess:
 
         # In a separate thread: a hung worker does not read, and a full pipe blocks.
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_exchange, args=(self._process, question, lines), daemon=True).start()
+        threading.Thread(target=_write_and_read_line, args=(self._process, question, lines), daemon=True).start()
         try:
             line = lines.get(timeout=timeout)
         except queue.Empty:
@@ -150,7 +150,7 @@ def _read_log(stream: IO[str], log: deque[str]) -> None:
         log.extend(stream)
 
 
-def _exchange(process: Any, question: str, lines: queue.SimpleQueue[str]) -> None:  # noqa: ANN401 (a Popen of pipes)
+def _write_and_read_line(process: Any, question: str, lines: queue.SimpleQueue[str]) -> None:  # noqa: ANN401 (a Popen of pipes)
     """Write a request and read one line; an empty line means that the worker is dead."""
     try:
         print(question, file=process.stdin, flush=True)

@@ -88,7 +88,7 @@ class RolloutCorrectionMixin:
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
-        _set_up(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
+        _set_up_trainer(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch, with the correction in it."""
@@ -200,7 +200,7 @@ def attach(
             f"attach takes a GRPOTrainer or RLOOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
-    _set_up(trainer, config, engine, monitor, disable_trl_correction)
+    _set_up_trainer(trainer, config, engine, monitor, disable_trl_correction)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(
@@ -209,7 +209,7 @@ def attach(
     return trainer
 
 
-def _set_up(
+def _set_up_trainer(
     trainer: Trainer, given: Asked, engine: Engine | None, monitor: Monitor | None, disable_trl_correction: bool | None
 ) -> None:
     """Set the configuration, the engine and the Monitor, and log the active correction.

@@ -78,21 +78,21 @@ def check_loss(
 def _find_loss_error(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> tuple[bool, str]:  # noqa: ANN401
     """Return (True, error) if this rank's loss fails, (False, reason) if it cannot be checked, else (False, "")."""
     probe = _LossProbe(trainer, batch, config)
-    plain = probe.policy_gradient(corrected=False)
-    if not plain.any():
+    uncorrected = probe.policy_gradient(corrected=False)
+    if not uncorrected.any():
         return False, "it does not compute log-probs by _get_per_token_logps_and_entropies, or its gradient is 0"
-    if _differs(probe.policy_gradient(corrected=False), plain, plain):
+    if _gradients_differ(probe.policy_gradient(corrected=False), uncorrected, uncorrected):
         return False, "its gradient changes between two calls on one batch"
 
     try:
         policy = probe.policy_gradient()
     except Exception as error:
         return True, f"fails on a batch with a correction in {weight_name(trainer)!r}: {error}"
-    unread = _find_ignored_tensor(probe, policy, trainer, config)
-    if unread is None:
+    ignored = _find_ignored_tensor(probe, policy, trainer, config)
+    if ignored is None:
         return False, ""
     return True, (
-        f"(loss_type {loss_type_of(trainer)!r}) does not apply {unread!r} as TRL's does, so the correction would not "
+        f"(loss_type {loss_type_of(trainer)!r}) does not apply {ignored!r} as TRL's does, so the correction would not "
         "act. Read it in the loss as GRPOTrainer does; or use a configuration that does not need it, such as "
         "'measure', or a loss_type that names how the loss divides"
     )
@@ -113,7 +113,7 @@ def _find_ignored_tensor(
         # VESPO is not linear in the weight, and its options limit a weight's effect: its gradient must only differ.
         is_vespo = loss_type == "vespo"
         expected = policy.expand_as(found) if is_vespo else torch.stack([0 * policy, doubled * policy])
-        if _differs(found, expected, policy) != is_vespo:
+        if _gradients_differ(found, expected, policy) != is_vespo:
             return weights
 
     # RLOO rejects sequences, and so do weights of 0 if the loss divides by its mask.
@@ -122,15 +122,15 @@ def _find_ignored_tensor(
         kept = torch.ones_like(policy, dtype=torch.bool)
         kept[0, : LENGTH if by_weight else 1] = False
         found = probe.policy_gradient(kept=kept) if by_weight else probe.gradient(kept=kept)
-        if _differs(torch.where(kept, 0.0, found), 0 * policy, policy):
+        if _gradients_differ(torch.where(kept, 0.0, found), 0 * policy, policy):
             return weights if by_weight else "tool_mask"
 
-    if needs_count(config, loss_type) and _differs(probe.policy_gradient(factor=2.0), policy / 2, policy):
+    if needs_count(config, loss_type) and _gradients_differ(probe.policy_gradient(factor=2.0), policy / 2, policy):
         return "num_items_in_batch"
     return None
 
 
-def _differs(found: Tensor, expected: Tensor, policy: Tensor) -> bool:
+def _gradients_differ(found: Tensor, expected: Tensor, policy: Tensor) -> bool:
     return not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(policy.abs().max()))
 
 
@@ -209,7 +209,7 @@ class _LossProbe:
 @contextmanager
 def _isolate_trainer(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: ANN401
     """Disable collectives in a `with` block and restore the trainer after it; its loss may be a bound method."""
-    before, drawn = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
+    before, random_states = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
     models = {part for leaf in tree_leaves(before) if isinstance(leaf, nn.Module) for part in leaf.modules()}
 
     def refuse_to_run(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
@@ -239,8 +239,8 @@ def _isolate_trainer(trainer: Any, device: torch.device) -> Iterator[None]:  # n
     finally:
         trainer.__dict__ = before
         hook.remove()
-        random.setstate(drawn[0])
-        numpy.random.set_state(drawn[1])  # noqa: NPY002
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])  # noqa: NPY002
 
 
 def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401 (any attribute of a trainer)

@@ -166,6 +166,7 @@ class _DenseLogProb(torch.autograd.Function):
         hidden, weight, bias, log_total, entropy = ctx.saved_tensors
         problem: Problem = replace(ctx.problem, hidden=hidden)
         gradient = HeadGradient(ctx, weight, accumulate_into=problem.accumulate_into, sparse=False)
+        # of_x is the gradient of the loss with respect to x.
         of_sum, of_target = (torch.zeros_like(log_total) if x is None else x for x in grads[1:3])
         of_entropy = grads[3]
         active = (of_sum != 0) | (of_target != 0)
@@ -185,8 +186,8 @@ class _DenseLogProb(torch.autograd.Function):
         if of_entropy is not None:
             entropy = entropy.masked_fill(of_entropy == 0, 0.0)
             entropy, of_entropy = at_rows(entropy, rows), at_rows(of_entropy, rows) / problem.temperature
-            some = rows_where(of_entropy != 0) if problem.compact else None
-            entropies = some, at_rows(entropy, some), at_rows(of_entropy, some)
+            entropy_rows = rows_where(of_entropy != 0) if problem.compact else None
+            entropies = entropy_rows, at_rows(entropy, entropy_rows), at_rows(of_entropy, entropy_rows)
         upstream = Upstream(
             log_total=at_rows(log_total, rows),
             of_sum=at_rows(of_sum, rows) / problem.temperature,
@@ -216,8 +217,8 @@ def _logit_chunks(
     """Yield for each chunk: its first row, hidden states and rows as operands, and logits in a reused buffer."""
     dtype = operand_type(hidden, weight, problem.wide, problem.precision)
     N, V = hidden.shape[0], weight.shape[0]
-    live = CHUNK_ENTRIES.get(hidden.device.type, CHUNK_ENTRIES["cuda"])
-    size = max(1, min(V, problem.chunk or max(SMALLEST_CHUNK, live // max(N, 1))))
+    max_entries = CHUNK_ENTRIES.get(hidden.device.type, CHUNK_ENTRIES["cuda"])
+    size = max(1, min(V, problem.chunk or max(SMALLEST_CHUNK, max_entries // max(N, 1))))
     buffer = hidden.new_empty(N * size, dtype=problem.wide)
     operand = hidden.to(dtype)
     for first in range(0, V, size):

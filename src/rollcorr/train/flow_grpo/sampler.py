@@ -269,14 +269,14 @@ class Sampler:
             ValueError: a latent is not finite.
         """
         rows, window = steps.shape
-        x = self._noise(rows, seed, step, "start")
+        x = self._draw_noise(rows, seed, step, "start")
         steps = steps.to(x.device)
         latents = x.new_empty(rows, window + 1, *x.shape[1:])
         means = x.new_empty(rows, window, *x.shape[1:])
         stds, log_probs = x.new_empty(rows, window), x.new_empty(rows, window)
 
         for number in range(self.schedule.steps):
-            v, at = self._velocity(x, number, prompts)
+            v, at = self._predict_velocity(x, number, prompts)
             straight = self.schedule.straight(v, x, at)
 
             # Rows whose window contains this step add noise; the rest follow the ODE.
@@ -286,7 +286,7 @@ class Sampler:
                 continue
             mean, std = self.schedule.moments(v, x, at)
             wide = std.view(-1, *[1] * (x.dim() - 1))
-            taken = take_step(mean, wide, self._noise(rows, seed, step, f"noise {number}")).prev_sample
+            taken = take_step(mean, wide, self._draw_noise(rows, seed, step, f"noise {number}")).prev_sample
             log_prob = gaussian_log_prob(taken, mean, wide)
 
             latents[row, column], latents[row, column + 1] = x[row], taken[row]
@@ -316,14 +316,14 @@ class Sampler:
     @torch.no_grad()
     def draw(self, prompts: Prompts, *, seed: int, step: int) -> Tensor:
         """Compute x at σ = 0 along the ODE, without exploration noise, (B, …)."""
-        x = self._noise(len(prompts), seed, step, "start")
+        x = self._draw_noise(len(prompts), seed, step, "start")
         for number in range(self.schedule.steps):
-            v, at = self._velocity(x, number, prompts)
+            v, at = self._predict_velocity(x, number, prompts)
             x = self.schedule.straight(v, x, at)
         _check_finite(x, self.model.dtype)
         return x
 
-    def _velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    def _predict_velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return v of all rows at a step, and the step number of each row."""
         at = torch.full((len(x),), number, device=x.device)
         sigma, _ = self.schedule.at(at)
@@ -341,7 +341,7 @@ class Sampler:
         ]
         return torch.cat(parts), at
 
-    def _noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
+    def _draw_noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
         """Draw standard normal latents on the CPU, so that they are the same for every device."""
         generator = derived_generator(seed, f"latents {purpose}", step)
         noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")

@@ -146,7 +146,7 @@ def whole_scores(
 ) -> ResponseScores:
     """Compute `score_responses` without (B, T, V) logits if the model is in float32 with a linear head.
 
-    A model in half precision rounds its logits, and so do its scores here.
+    A half-precision model rounds its logits, so its scores are computed from them.
 
     Args:
         model: a causal language model.

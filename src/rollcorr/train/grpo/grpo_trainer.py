@@ -307,7 +307,7 @@ class GrpoTrainer:
         outputs, log_probs, learned = [], [], []
         with bypass or nullcontext():
             for micro_batch in part.split(self._micro_batch_size):
-                output, log_prob = self._loss(batch, micro_batch, denominators, original, bypass)
+                output, log_prob = self._micro_batch_loss(batch, micro_batch, denominators, original, bypass)
                 outputs.append(output)
                 log_probs.append(log_prob)
                 if bypass is not None:
@@ -338,7 +338,7 @@ class GrpoTrainer:
         moments = {"loss": moments_of(loss[None], one), "grad_norm": moments_of(grad_norm[None], one)}
         return outputs, torch.cat(log_probs)[: len(own)], statistics | Statistics.of(moments=moments)
 
-    def _loss(
+    def _micro_batch_loss(
         self,
         batch: GrpoBatch,
         rows: Tensor,
