@@ -163,13 +163,13 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
     check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(response_mask=response_mask, rewards=rewards)
     mask = truth(response_mask, "response_mask")
-    last = token_count(mask, cu_seqlens=cu_seqlens)
-    check_shape("rewards", rewards, last.shape, "one per sequence")
+    final_count = token_count(mask, cu_seqlens=cu_seqlens)
+    check_shape("rewards", rewards, final_count.shape, "one per sequence")
 
-    # The last response token is the one at which the running count of its row (packed: of the batch) reaches its end.
+    # At the last response token, the running count of its row (packed: of the batch) reaches its final value.
     if cu_seqlens is not None:
-        last = last.cumsum(0)
-    is_last = mask & (mask.cumsum(-1) == expand(last, mask, cu_seqlens=cu_seqlens))
+        final_count = final_count.cumsum(0)
+    is_last = mask & (mask.cumsum(-1) == expand(final_count, mask, cu_seqlens=cu_seqlens))
     return expand(rewards, mask, cu_seqlens=cu_seqlens).masked_fill(~is_last, 0).to(_result_dtype(rewards))
 
 

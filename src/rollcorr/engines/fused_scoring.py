@@ -134,5 +134,5 @@ def _check_head_input(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.L
         tolerance = 8 * torch.finfo(hidden.dtype).eps
         if head.bias is None and torch.allclose(after, factor * before, rtol=tolerance, atol=0):
             return
-        reason = "they are not a multiple of what the head gives, or it has a bias besides"
+        reason = "they are not a multiple of the head's output, or the head has a bias as well"
     raise ValueError(f"the model changes its logits in a way that is not known here ({reason}): use score_responses")

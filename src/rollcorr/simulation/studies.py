@@ -81,7 +81,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
     exact_kinds = ["noise"] if quick else ["noise", "heavy_tailed", "stale"]
     lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
     divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.6)
-    table = {0.05: 400} if quick else PUBLISHED_LENGTHS
+    clamp_lengths = {0.05: 400} if quick else PUBLISHED_LENGTHS
     return [
         *(Cell("agreement", {"kind": kind, "draws": draws, "seed": 11}) for kind in kinds),
         *(
@@ -102,7 +102,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
         Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2}),
         *(Cell("orders", {"index": index}) for index in range(2 if quick else len(ORDER_CHECKS))),
         *(Cell("growth", {"length": T}) for T in ((10, 100) if quick else (10, 30, 100, 300, 1000))),
-        *(Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in table.items()),
+        *(Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in clamp_lengths.items()),
     ]
 
 

@@ -158,7 +158,7 @@ def compute_is_metrics(
         rollout_is_weights: the bounded ratio, (B, T).
         log_ratio_for_metrics: the log weight before any clamp: (B, T) at token level, else (B, 1).
         response_mask: non-zero on valid tokens, (B, T).
-        rollout_is_level: their level.
+        rollout_is_level: the level of the weights.
         rollout_is_threshold: weights above it count as high.
         rollout_is_threshold_lower: weights below it count as low.
         log_threshold_upper: unused; kept for call sites.

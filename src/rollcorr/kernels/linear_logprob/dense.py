@@ -77,16 +77,20 @@ class Epilogue:
         inside, place = _locate_ids(local_ids, logits.shape[-1])
         running.target = torch.where(inside, logits.gather(1, place).squeeze(-1), running.target)
         largest = torch.maximum(running.largest, logits.amax(-1))
+
+        # Subtract the maximum before exp; subtract 0 where all logits are −∞, because −∞ − (−∞) is NaN.
         anchor = largest.masked_fill(largest == -torch.inf, 0.0)
         shift = (running.largest - anchor).clamp(min=UNDERFLOW)
         scale = shift.exp()
         powers = logits.sub_(anchor.unsqueeze(-1)).exp_()
         if running.weighted is not None:
-            some = slice(None) if measured is None else measured
-            running.weighted = scale[some] * (running.weighted + running.total[some] * shift[some])
+            rows = slice(None) if measured is None else measured
+            running.weighted = scale[rows] * (running.weighted + running.total[rows] * shift[rows])
         running.total = scale * running.total + powers.sum(-1)
         running.largest = largest
-        if running.weighted is not None:  # entr e = −e log e, which is 0 at 0
+
+        # torch.special.entr is −e log e, and 0 at 0.
+        if running.weighted is not None:
             chosen = powers if measured is None else powers[measured]
             running.weighted -= torch.special.entr(chosen, out=chosen).sum(-1)
 

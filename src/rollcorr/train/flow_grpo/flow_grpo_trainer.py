@@ -143,6 +143,7 @@ class FlowGrpoTrainer:
             batch = self._build_batch(trajectories, texts)
         with clock("old_log_prob"):
             self._add_old_log_probs(batch)
+
         # Advantages come after the correction, which may reject samples.
         with clock("correction"):
             metrics = self._add_correction(batch)
