@@ -155,7 +155,7 @@ def flow_dppo_loss(
     return steps.weighted(loss), _clip_statistics(steps, ratio, far & high, far & low, zeroed) | row
 
 
-class _LossInputs(NamedTuple):
+class _StepInputs(NamedTuple):
     """Inputs with entries outside the loss replaced."""
 
     log_ratio: Tensor  # (b, w), with gradient; 0 where inactive
@@ -174,7 +174,7 @@ class _LossInputs(NamedTuple):
 
 def _prepare_inputs(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, keep: Tensor, weights: Tensor | None
-) -> _LossInputs:
+) -> _StepInputs:
     """Check the inputs, and replace entries outside the loss.
 
     Raises:
@@ -193,10 +193,10 @@ def _prepare_inputs(
     weights, active = weights_and_active(weights, log_prob, truth(keep, "keep") & (old_log_prob != -torch.inf))
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
     per_step = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
-    return _LossInputs(log_ratio, per_step.masked_fill(~active, 0.0), active, weights)
+    return _StepInputs(log_ratio, per_step.masked_fill(~active, 0.0), active, weights)
 
 
-def _clipped_loss(steps: _LossInputs, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
+def _clipped_loss(steps: _StepInputs, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
     """Compute −w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
     check_positive("clip_ratio", clip_ratio)
     ratio = _clamped_ratio(log_ratio)
@@ -207,7 +207,7 @@ def _clipped_loss(steps: _LossInputs, log_ratio: Tensor, clip_ratio: float) -> t
     return steps.weighted(loss), _clip_statistics(steps, ratio, high, low, steps.leads_away(high, low))
 
 
-def _clip_statistics(steps: _LossInputs, ratio: Tensor, high: Tensor, low: Tensor, zeroed: Tensor) -> Statistics:
+def _clip_statistics(steps: _StepInputs, ratio: Tensor, high: Tensor, low: Tensor, zeroed: Tensor) -> Statistics:
     active = steps.active
     moments = {
         "policy_kl": moments_of(-steps.log_ratio.detach(), active),
@@ -232,7 +232,7 @@ def mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, active: Tensor) -> Tens
     return shift.square().mean(-1) / (2 * std.square())
 
 
-def _fill_inactive(name: str, values: Tensor, steps: _LossInputs) -> Tensor:
+def _fill_inactive(name: str, values: Tensor, steps: _StepInputs) -> Tensor:
     """Return values of each step, with 1 where inactive, so that a division there is safe."""
     if values.shape != steps.active.shape:
         raise ValueError(f"{name} {tuple(values.shape)} must be one for each step, {tuple(steps.active.shape)}")
