@@ -119,21 +119,21 @@ def _begin_without_checkpoint(config: RunConfig, directory: RunDirectory, stored
     if config.resume is True:
         raise FileNotFoundError(f"{place} has no checkpoint to resume from: leave out resume=true to start a run")
 
-    # A run has a checkpoint before it logs a step: its checkpoints were lost, the start was not interrupted.
+    # A run writes a checkpoint before it logs a step. Here the checkpoints were lost: this is no interrupted start.
     if directory.metrics.is_file() and directory.metrics.stat().st_size:
         raise FileExistsError(
             f"{place} holds a run without checkpoints: {directory.metrics} has steps of it. Choose another run_dir, or "
             "move the directory away"
         )
     if stored is None:
-        strangers = [
+        unrelated = [
             path.name
             for path in directory.written
             if path.exists() and not _is_null_or_same_config(path, directory, config)
         ]
-        if strangers:
+        if unrelated:
             raise FileExistsError(
-                f"{place} holds files that are not of a run and would be written over: {', '.join(strangers)}. Choose "
+                f"{place} holds files that are not of a run and would be written over: {', '.join(unrelated)}. Choose "
                 "another run_dir, or move them away"
             )
         history = RunHistory.begin(compared_options(config))
@@ -145,6 +145,7 @@ def _begin_without_checkpoint(config: RunConfig, directory: RunDirectory, stored
         )
     changes = find_changes(stored.options, config)
     refuse_fixed(changes, str(directory.path))
+
     # No step was trained under the old options, so the run begins with the new ones.
     history = replace(RunHistory.begin(compared_options(config)), run=stored.run)
     return Beginning(checkpoint=None, history=history, changes=changes, damaged=[])

@@ -146,8 +146,8 @@ class _LossProbe:
     def __init__(self, trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
         self._trainer, self._config = trainer, config
         mask = batch["completion_mask"]
-        drawn = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0), device="cpu").to(mask.device)
-        self._log_prob, sign = -1 - drawn[:, :LENGTH], 1 - 2 * (torch.arange(ROWS, device=mask.device) % 2)
+        draws = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0), device="cpu").to(mask.device)
+        self._log_prob, sign = -1 - draws[:, :LENGTH], 1 - 2 * (torch.arange(ROWS, device=mask.device) % 2)
         self._ones = torch.ones_like(self._log_prob)
 
         # Every token counts, and all policies are equal, so that no ratio is clipped.
@@ -161,7 +161,7 @@ class _LossProbe:
             "completion_mask": self._ones.long(),
             "num_items_in_batch": self._ones.long().sum(),
             "importance_sampling_ratio": self._ones,
-            "advantages": sign * (0.5 + drawn[:, LENGTH]),
+            "advantages": sign * (0.5 + draws[:, LENGTH]),
         }
 
     def policy_gradient(self, **options: Any) -> Tensor:  # noqa: ANN401

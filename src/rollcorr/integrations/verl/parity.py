@@ -187,11 +187,11 @@ class Band:
 
 
 def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, band: Band) -> Metrics:
-    """Compute statistics of the weights in use (`applied`), and their share out of bounds before (`raw`, ℓ).
+    """Compute statistics of the applied weights, and the shares of raw weights outside the bounds.
 
     Args:
         applied: (B, T), 0 at padding.
-        raw: the same before truncation.
+        raw: the weights before truncation, (B, T).
         log_weight: ℓ, (B, T) per token or (B, 1) per sequence.
         mask: (B, T).
         band: bounds.

@@ -138,9 +138,9 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
         log_share = logs - log_sum
         if measured is not None:
             log_share = log_share[:, measured]
-        gone = log_share == -torch.inf
+        has_no_mass = log_share == -torch.inf
         entropies = torch.stack([part.entropy for part in parts if part.entropy is not None])
-        surprise = entropies.masked_fill(gone, 0.0) - log_share.masked_fill(gone, 0.0)
+        surprise = entropies.masked_fill(has_no_mass, 0.0) - log_share.masked_fill(has_no_mass, 0.0)
         entropy = (log_share.exp() * surprise).sum(0)
     return LogSums(largest, log_sum, target, entropy)
 
