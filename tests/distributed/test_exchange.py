@@ -132,12 +132,8 @@ def test_gradients_of_several_dtypes_are_summed_and_missing_ones_stay_missing(al
 
 def test_gradients_travel_in_buckets_of_a_bounded_size():
     tensors = [torch.zeros(n) for n in (3, 2, 9, 1, 1, 1, 1)]  # four bytes an entry
-    assert [[x.numel() for x in bucket] for bucket in _split_into_buckets(tensors, limit=12)] == [
-        [3],
-        [2],
-        [9, 1],
-        [1, 1, 1],
-    ]
+    buckets = _split_into_buckets(tensors, limit=12)
+    assert [[x.numel() for x in bucket] for bucket in buckets] == [[3], [2], [9, 1], [1, 1, 1]]
     assert list(_split_into_buckets([])) == []
 
 
