@@ -302,7 +302,9 @@ def test_a_monitor_that_does_not_go_on_where_the_trainer_does_is_refused(tmp_pat
 
 
 def test_a_monitor_of_other_ranks_is_refused(tmp_path, monkeypatch, watched):
-    monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer._group", lambda: torch.distributed.group)
+    monkeypatch.setattr(
+        "rollcorr.integrations.trl.corrected_trainer._group_of_all_ranks", lambda: torch.distributed.group
+    )
     monkeypatch.setattr(torch.distributed.group, "size", lambda: 2, raising=False)
     with pytest.raises(ValueError, match="has 2 ranks and the Monitor counts 1: make it after the trainer"):
         watched(tmp_path)

@@ -117,12 +117,12 @@ def measure(
 
     with exit_on(engines.EngineError, unwritten=output):
         check_unused(output, overwrite=overwrite)
-        _check_source(logs or [], engine, model, prompts)
+        _check_one_source(logs or [], engine, model, prompts)
         file_limits, column_names = file_options(limit, columns)
         with TemporaryDirectory() as folder:
             rollouts = Path(folder) / "rollouts.parquet"
             if engine is not None and model is not None and prompts is not None:
-                _sample(
+                _write_sampled_rollouts(
                     rollouts,
                     prompts,
                     engine_option or [],
@@ -157,7 +157,7 @@ def measure(
         typer.echo(f"{'note' if judges else 'warning'}: {remark}", err=not judges)
 
 
-def _check_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
+def _check_one_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
     """Check that there is one complete source of rollouts.
 
     Raises:
@@ -178,7 +178,7 @@ def _check_source(logs: list[Path], engine: str | None, model: str | None, promp
             raise BadInputError(message)
 
 
-def _sample(
+def _write_sampled_rollouts(
     target: Path,
     prompts: Path,
     options: list[str],
@@ -245,7 +245,7 @@ def calibrate_thresholds(
     from rollcorr.diagnostics.report.advice_text import show_calibration, show_noise_table
 
     with exit_on():
-        wanted = _lengths(lengths)
+        wanted = _parse_lengths(lengths)
         if noise:
             if null is not None or output is not None:
                 raise BadInputError("--noise takes neither a null nor a file: it is about normal noise alone")
@@ -337,7 +337,7 @@ def advise_on(
     raise typer.Exit(advice.exit_code)
 
 
-def _lengths(text: str) -> list[int]:
+def _parse_lengths(text: str) -> list[int]:
     """Parse comma-separated lengths.
 
     Raises:

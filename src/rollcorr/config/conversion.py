@@ -161,7 +161,7 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
         algorithm = _subsection(raw, "algorithm")
         rollout = _subsection(_subsection(raw, "actor_rollout_ref"), "rollout") or None
     elif SECTION not in raw:
-        return _options(raw), False, None
+        return _drop_target(raw), False, None
 
     # The first schema put its options flat into `algorithm`; later schemas have their own section.
     _check_spelling("algorithm", algorithm, (*_ALL_KEYS, SECTION))
@@ -174,7 +174,7 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
             f"algorithm holds both {SECTION} and the flat options {', '.join(flat)}: a mixture; delete one of the two"
         )
     if not isinstance(options, str):
-        options = _options(_mapping(f"algorithm.{SECTION}", options))
+        options = _drop_target(_mapping(f"algorithm.{SECTION}", options))
     return options, False, rollout
 
 
@@ -272,7 +272,7 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
     return sampling
 
 
-def _options(section: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_target(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section's options without Hydra's `_target_`."""
     return {key: value for key, value in section.items() if key != "_target_"}
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rollcorr.config import CorrectionOptions, PresetName
 
 
-_OPTIONS = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
+_OPTION_NAMES = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
 
 
 def correct(
@@ -125,9 +125,9 @@ def correct(
     check_shapes(cu_seqlens=cu_seqlens, **tensors)
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     for name in options:
-        if name not in _OPTIONS:
+        if name not in _OPTION_NAMES:
             own = [option for option in inspect.signature(correct).parameters if option != "options"]
-            known = dict.fromkeys((*own, *_OPTIONS))  # `impl` is both
+            known = dict.fromkeys((*own, *_OPTION_NAMES))  # `impl` is both
             raise TypeError(unknown_name(f"there is no option {name!r} of correct", name, known))
     resolved = (
         config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
@@ -157,7 +157,7 @@ def correct(
         counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
-        weights, loss_mask, sequence_kept, statistics, sums = _corrected(
+        weights, loss_mask, sequence_kept, statistics, sums = _run_correction(
             inputs, resolved, peers, context_group, detail, out, impl
         )
         if not densities and in_host_memory(sums):
@@ -232,7 +232,7 @@ def configuration_of(
     return resolved.with_options(**options)
 
 
-def _corrected(
+def _run_correction(
     inputs: Batch,
     config: RolloutCorrectionConfig,
     group: ProcessGroup | None,
@@ -244,11 +244,11 @@ def _corrected(
     """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
         # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
-        output = _kernel(inputs, config, context_group, out, impl)
+        output = _run_kernel(inputs, config, context_group, out, impl)
         statistics = output.statistics
         if detail:
             names = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, config, context_group, names, impl)
+            statistics = statistics | _compute_detail(inputs, output.weights, config, context_group, names, impl)
 
         # Merge the statistics of other sequences afterwards. They change only the mean of the weights, no decision.
         if group is not None:
@@ -269,7 +269,7 @@ def _corrected(
     return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics, output.policy_sums)
 
 
-def _kernel(
+def _run_kernel(
     inputs: Batch,
     config: RolloutCorrectionConfig,
     context_group: ProcessGroup | None,
@@ -292,7 +292,7 @@ def _kernel(
     return copied_to(out, output._replace(weights=weights, loss_mask=output.loss_mask[whole.own]))
 
 
-def _detail(
+def _compute_detail(
     inputs: Batch,
     weights: Tensor | None,
     config: RolloutCorrectionConfig,

@@ -22,10 +22,10 @@ from rollcorr.config.secrets import redact_text
 from rollcorr.core.sampling import KeptSets
 
 # The value that turns each setting off.
-_OFF = SamplingSpec()
+_DEFAULT_SAMPLING = SamplingSpec()
 
 # Smallest value of each number, and how to fix a smaller one.
-_NUMBERS = {
+_INTEGER_SETTINGS = {
     "max_new_tokens": (1, "give the length of the longest response"),
     "eos_token_id": (0, "give the tokenizer's eos_token_id"),
     "pad_token_id": (0, "give the tokenizer's pad_token_id, or its eos_token_id if it has none"),
@@ -86,7 +86,7 @@ class GenerationSettings:
     pad_token_id: int
 
     def __post_init__(self) -> None:
-        for name, (lowest, fix) in _NUMBERS.items():
+        for name, (lowest, fix) in _INTEGER_SETTINGS.items():
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}; {fix}")
@@ -111,7 +111,7 @@ class GenerationSettings:
 
 def settings_in_use(sampling: SamplingSpec, names: Iterable[str]) -> list[str]:
     """Return the named sampling settings that are not off."""
-    return [name for name in names if getattr(sampling, name) != getattr(_OFF, name)]
+    return [name for name in names if getattr(sampling, name) != getattr(_DEFAULT_SAMPLING, name)]
 
 
 def refuse_settings(sampling: SamplingSpec, names: Iterable[str], who: str) -> None:
@@ -126,7 +126,7 @@ def refuse_settings(sampling: SamplingSpec, names: Iterable[str], who: str) -> N
         ValueError: a setting is not off; the message contains its value and the value that turns it off.
     """
     for name in settings_in_use(sampling, names):
-        value, off = getattr(sampling, name), getattr(_OFF, name)
+        value, off = getattr(sampling, name), getattr(_DEFAULT_SAMPLING, name)
         raise ValueError(f"{name}={value!r} is not supported by {who}; set {name}={off!r}")
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SYNC_TOLERANCE = 1e-4
 
 # Settings that continuous batching ignores, at most with a warning.
-_DROPPED = ("min_p", "repetition_penalty", "min_new_tokens")
+_UNSUPPORTED_SETTINGS = ("min_p", "repetition_penalty", "min_new_tokens")
 
 
 class TransformersEngine(Engine):
@@ -208,7 +208,7 @@ class TransformersEngine(Engine):
         # Finite scores mark the ids that remain after truncation.
         kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
         if self.sampling.truncates:
-            kept = _kept_sets(output.scores, valid)
+            kept = _collect_kept_sets(output.scores, valid)
             mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
 
         chunk = [
@@ -260,7 +260,7 @@ def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tens
     return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
 
 
-def _kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
+def _collect_kept_sets(scores: Sequence[Tensor], valid: Tensor) -> KeptSets:
     """Return the finite scores of each valid token, row after row; one step at a time, to bound memory."""
     # Sets are collected step by step, and returned row after row.
     by_step = concatenate_kept_sets([kept_sets_of_support(step.isfinite()) for step in scores])
@@ -303,7 +303,7 @@ def _check_continuous_batching(sampling: SamplingSpec) -> None:
             f"logprobs={sampling.logprobs!r}: continuous batching returns processed log-probs alone; set "
             "logprobs='processed', or leave continuous_batching out"
         )
-    refuse_settings(sampling, _DROPPED, "continuous batching, which would leave it out")
+    refuse_settings(sampling, _UNSUPPORTED_SETTINGS, "continuous batching, which would leave it out")
 
 
 def generate_continuously(

@@ -61,13 +61,13 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    layers = _layers(path, overrides)
+    layers = _read_layers(path, overrides)
     known = dict(_known_names(config_class))
     for layer in layers:
         _check_names(layer, known)
 
     # OmegaConf checks types and builds the dataclasses. It would fill in references in the options of an engine.
-    given: dict[str, Any] = reduce(_merged, layers, {})
+    given: dict[str, Any] = reduce(_merge, layers, {})
     engine_options = given.get("rollout", {}).pop("engine_options", {})
     try:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class), given))
@@ -85,7 +85,7 @@ def recipe_of(path: str | os.PathLike[str] | None = None, overrides: Sequence[st
     Raises:
         FileNotFoundError, ValueError: as in `read_config`.
     """
-    named = [layer["recipe"] for layer in _layers(path, overrides) if "recipe" in layer]
+    named = [layer["recipe"] for layer in _read_layers(path, overrides) if "recipe" in layer]
     return str(named[-1]) if named else None
 
 
@@ -132,12 +132,12 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
             raise ValueError(f"{name}={redact_text(repr(value))} may run code and {reason} read it and add --trust")
 
 
-def _layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
+def _read_layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """Return the options of the file and of each override, checked one by one; the later one wins."""
     return [*([] if path is None else [_read_yaml(Path(path))]), *map(_parse_override, overrides)]
 
 
-def _merged(below: object, above: object, name: str = "") -> Any:  # noqa: ANN401 (a value or a block)
+def _merge(below: object, above: object, name: str = "") -> Any:  # noqa: ANN401 (a value or a block)
     """Return the final value of an option: blocks are merged, any other value replaces the previous one."""
     if not isinstance(above, Mapping):
         return above
@@ -149,7 +149,7 @@ def _merged(below: object, above: object, name: str = "") -> Any:  # noqa: ANN40
     merged = dict(below) if isinstance(below, Mapping) else {}
     for key, value in above.items():
         path = f"{name}.{key}".removeprefix(".")
-        merged[key] = value if name == CORRECTION_KEY else _merged(merged.get(key), value, path)
+        merged[key] = value if name == CORRECTION_KEY else _merge(merged.get(key), value, path)
     return merged
 
 
@@ -172,9 +172,9 @@ def _parse_override(text: str) -> dict[str, Any]:
     name, separator, value = text.partition("=")
     parts = name.removeprefix("+").split(".")
     if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ValueError(f"override {_shown(text)} is not of the form dotted.name=value")
+        raise ValueError(f"override {_format_value(text)} is not of the form dotted.name=value")
 
-    # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
+    # Parse the last part as a key, so that YAML reads the value as in a file: the threshold 0.5_2.0 stays text.
     try:
         document = load_yaml(f"{parts[-1]}: {value}")
         if len(document) != 1:
@@ -184,7 +184,7 @@ def _parse_override(text: str) -> dict[str, Any]:
             parsed = {part: parsed}
         _check_values(parsed)
     except ValueError as error:
-        raise ValueError(f"override {_shown(text)}: {error}") from error
+        raise ValueError(f"override {_format_value(text)}: {error}") from error
     return dict(parsed)
 
 
@@ -196,7 +196,8 @@ def _check_values(layer: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} is ???, which means that it is still to be given; give it: {name}=VALUE")
             if "${" in value and not name.startswith(f"{ENGINE_OPTIONS_KEY}."):
                 raise ValueError(
-                    f"{name} is {_shown(value)}, but nothing is filled in for ${{…}} here; write the value itself"
+                    f"{name} is {_format_value(value)}, but nothing is filled in for ${{…}} here; write the value "
+                    "itself"
                 )
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
@@ -224,10 +225,12 @@ def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> 
             section = name.rpartition(".")[0]
             siblings = [other for other in known if other.rpartition(".")[0] == (section if section in known else "")]
             raise ValueError(
-                unknown_name(f"unknown option {_shown(name)}", name, siblings, {other: repr(other) for other in known})
+                unknown_name(
+                    f"unknown option {_format_value(name)}", name, siblings, {other: repr(other) for other in known}
+                )
             )
         if (known[name] is not None or name == ENGINE_OPTIONS_KEY) and not isinstance(value, Mapping):
-            raise ValueError(f"{name} is a block of options, got {_shown(value)}; set {name}.<option> instead")
+            raise ValueError(f"{name} is a block of options, got {_format_value(value)}; set {name}.<option> instead")
 
 
 def option_values(layer: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -250,6 +253,6 @@ def _known_names(cls: type, prefix: str = "") -> Iterator[tuple[str, type | None
             yield from _known_names(block, f"{prefix}{option.name}.")
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401 (any plain value)
+def _format_value(value: Any) -> str:  # noqa: ANN401 (any plain value)
     """Return a short form of a value for errors. Secrets are removed before it is shortened."""
     return reprlib.repr(redact_text(value) if isinstance(value, str) else redact(value))

@@ -167,7 +167,7 @@ class RolloutCorrectionConfig(RawConfig):
             TypeError: a value's type is invalid.
             ValueError: a value is outside its limits.
         """
-        options = {**self, "rollout_is": _level(self)}
+        options = {**self, "rollout_is": _effective_level(self)}
         del options["verl_parity"]
         if self.rollout_is_threshold is None:
             del options["rollout_is_threshold"]  # in this library None means weights without a ceiling
@@ -182,14 +182,14 @@ class RolloutCorrectionConfig(RawConfig):
         """
         # Drop unused thresholds, so that they are not reported as inert in every step.
         unread = {"bypass_mode", "loss_type", "verl_parity"}
-        if _level(self) is None:
+        if _effective_level(self) is None:
             unread.update(WEIGHT_OPTIONS)
         if self.rollout_rs is None:
             unread.update(("rollout_rs", "rollout_rs_threshold"))
         return CheckedConfig(**{name: value for name, value in self.items() if name not in unread})
 
 
-def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+def _build_preset(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
     """Return the preset with some thresholds replaced; verl passes the two ends of an IcePop band separately."""
     if name in BAND_PRESETS:
         lower, upper = str(PRESETS[name].values["rollout_is_threshold"]).split("_")
@@ -202,10 +202,10 @@ BAND_PRESETS = ("decoupled_token_icepop", "bypass_pg_token_icepop")
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL:
         _ends = ("threshold_lower",) if _name in BAND_PRESETS else ()
-        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _construct, (*_preset.parameters, *_ends)))
+        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _build_preset, (*_preset.parameters, *_ends)))
 
 
-def _level(config: RolloutCorrectionConfig) -> str | None:
+def _effective_level(config: RolloutCorrectionConfig) -> str | None:
     """Return `rollout_is`, or None if verl computes no weights although a level is set.
 
     Raises:

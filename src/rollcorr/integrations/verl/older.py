@@ -193,7 +193,7 @@ class RolloutCorrectionConfig(RawConfig):
         return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
-def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+def _build_preset(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
     """Return the preset with some thresholds replaced, in the options of that release."""
     values = dict(PRESETS[name].values)
     for argument, value in given.items():
@@ -214,4 +214,4 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL_2025_11 or _name == "disabled":
         _arguments = [argument for argument in _preset.parameters if argument != "lower"]
-        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _construct, _arguments))
+        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _build_preset, _arguments))

@@ -31,7 +31,7 @@ __all__ = [
 
 PREFIX = "mismatch/"
 VETO_METRICS = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
-_GAP = (
+_GAP_METRICS = (
     "training_ppl",
     "training_log_ppl",
     "kl",
@@ -158,7 +158,7 @@ def compute_is_metrics(
         rollout_is_weights: the bounded ratio, (B, T).
         log_ratio_for_metrics: the log weight before any clamp: (B, T) at token level, else (B, 1).
         response_mask: non-zero on valid tokens, (B, T).
-        rollout_is_level: their level.
+        rollout_is_level: the level of the weights.
         rollout_is_threshold: weights above it count as high.
         rollout_is_threshold_lower: weights below it count as low.
         log_threshold_upper: unused; kept for call sites.
@@ -197,4 +197,4 @@ def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return mismatch_ metrics. The guide's ppl_ratio is the exponential of a mean; parity averages exponentials."""
     if "ppl_ratio_geo" in metrics:
         metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
-    return {f"mismatch_{name}": metrics[name] for name in _GAP if name in metrics}
+    return {f"mismatch_{name}": metrics[name] for name in _GAP_METRICS if name in metrics}

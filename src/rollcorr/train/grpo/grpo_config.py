@@ -142,8 +142,8 @@ class ActorConfig:
         if comparison.verdict == "different" and not self.allow_incompatible:
             raise IncompatibleSamplingError(
                 f"log-probs of the rollout and of actor.sampling={self.sampling} are not comparable: "
-                f"{comparison.reason}. To fix it: {_fix(rollout, self.sampling) or comparison.fix}. To train on the "
-                "biased ratio anyway, set actor.allow_incompatible=true"
+                f"{comparison.reason}. To fix it: {_suggest_options(rollout, self.sampling) or comparison.fix}. To "
+                "train on the biased ratio anyway, set actor.allow_incompatible=true"
             )
         return trainer
 
@@ -219,7 +219,7 @@ class GrpoConfig(RunConfig):
         self.actor.spec(dataclasses.replace(self.rollout.sampling, engine=self.rollout.engine.removesuffix("_server")))
 
 
-def _fix(rollout: SamplingSpec, actor: str) -> str:
+def _suggest_options(rollout: SamplingSpec, actor: str) -> str:
     """Return the fix as options of a run, if a single option suffices."""
     if rollout.logprobs == "raw" and "processed" in rollout.engine_sampling.logprobs:
         return "set rollout.sampling.logprobs=processed"
