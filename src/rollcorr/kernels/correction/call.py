@@ -110,9 +110,9 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
         return
     if reason is not None:
         raise ValueError(reason)
-    spans = [(other, *_span(tensor)) for other, tensor in inputs.items()]
+    spans = [(other, *_address_range(tensor)) for other, tensor in inputs.items()]
     for kind, buffer in buffers.items():
-        start, end = _span(buffer)
+        start, end = _address_range(buffer)
         for other, first, last in spans:
             if start < last and first < end:
                 raise ValueError(f"{kind} and {other} share memory; give a buffer of its own")
@@ -189,7 +189,7 @@ def beyond_bounds(statistic: Tensor, criterion: Criterion) -> tuple[Tensor, Tens
     return exceeds(statistic, criterion.upper), torch.zeros_like(statistic, dtype=torch.bool)
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def _address_range(x: Tensor) -> tuple[int, int]:
     """Return the addresses of the first element and of the end of the last; (0, 0) without memory to compare."""
     start = x.data_ptr()
     if x.is_contiguous():

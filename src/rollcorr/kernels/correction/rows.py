@@ -76,8 +76,8 @@ class Row(NamedTuple):
         name: as in `Statistics`. A criterion's rows are listed once, with {criterion} for its name.
         kind: "sums", "moments" or "extremes".
         what: description, in one line.
-        when: the condition under which a configuration has it (`_conditions`); of a criterion's rows, "always" or the
-            scope of the criteria that have it.
+        when: the condition under which a configuration has it (`_true_conditions`); of a criterion's rows, "always" or
+            the scope of the criteria that have it.
         of: optional; the contribution of each sequence, (B,), a number or a bool. The row is their sum, or their
             extremes over the sequences with a measured token. By default each implementation computes the row.
         measured: optional; the contribution of each measured token, from d. The row is their sum.
@@ -93,7 +93,7 @@ class Row(NamedTuple):
     compared: Callable[[Tensor], Tensor] | None = None
 
 
-def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
+def _true_conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
     """Return the conditions of `ROWS` that are true for a configuration."""
     weighs = config.rollout_is is not None
     held = {
@@ -202,7 +202,7 @@ CRITERION_ROWS: tuple[Row, ...] = (
     Row("rs/{criterion}", "extremes", "its value for tokens or sequences, where finite", "always"),
 )
 
-_SHAPES: dict[str, tuple[int, ...]] = {"sums": (), "moments": (3,), "extremes": (2,)}
+_ROW_SHAPES: dict[str, tuple[int, ...]] = {"sums": (), "moments": (3,), "extremes": (2,)}
 
 
 class MissingRowError(ValueError):
@@ -216,10 +216,10 @@ def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         ValueError: a criterion is for denoising steps only.
     """
     # torch.compile ignores caches, with a warning; the graph that it traces keeps the list anyway.
-    return _listed_rows(config) if torch.compiler.is_compiling() else known_rows(config)
+    return _rows_of_config(config) if torch.compiler.is_compiling() else known_rows(config)
 
 
-def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
+def _rows_of_config(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     check_token_criteria(config.criteria)
     named = [
         row._replace(name=row.name.format(criterion=criterion.name))
@@ -227,11 +227,11 @@ def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         for row in CRITERION_ROWS
         if row.when in ("always", criterion.scope)
     ]
-    conditions = _conditions(config)
+    conditions = _true_conditions(config)
     return (*(row for row in ROWS if row.when in conditions), *named)
 
 
-known_rows = lru_cache(maxsize=64)(_listed_rows)
+known_rows = lru_cache(maxsize=64)(_rows_of_config)
 
 
 @lru_cache(maxsize=64)
@@ -239,7 +239,7 @@ def empty_statistics(config: RolloutCorrectionConfig, device: torch.device | str
     """Return the rows of a configuration, all 0: a template into which a vector of values is unpacked."""
     rows = Computed({}, {}, {})
     for row in rows_of(config):
-        getattr(rows, row.kind)[row.name] = torch.zeros(_SHAPES[row.kind], device=device)
+        getattr(rows, row.kind)[row.name] = torch.zeros(_ROW_SHAPES[row.kind], device=device)
     return rows.statistics(config, "")
 
 
@@ -253,7 +253,7 @@ class Computed(NamedTuple):
     @classmethod
     def of(cls, statistics: Statistics) -> Computed:
         """Return the rows of statistics by kind and name."""
-        named = (zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True) for kind in _SHAPES)
+        named = (zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True) for kind in _ROW_SHAPES)
         return cls(*map(dict, named))
 
     def sample(self, name: str, values: Tensor, mask: Tensor) -> None:
@@ -293,15 +293,15 @@ class Computed(NamedTuple):
         Raises:
             ValueError: a row of the list was not computed, or one that is not on the list was.
         """
-        ordered: dict[str, Values] = {kind: {} for kind in _SHAPES}
+        ordered: dict[str, Values] = {kind: {} for kind in _ROW_SHAPES}
         for row in rows_of(config):
             values = getattr(self, row.kind)
             if row.name not in values:
                 raise MissingRowError(
-                    f"impl={implementation!r} cannot take this batch: {_lacks(row)}; compute it there"
+                    f"impl={implementation!r} cannot take this batch: {_missing_row_error(row)}; compute it there"
                 )
             ordered[row.kind][row.name] = values[row.name]
-        unlisted = [name for kind in _SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
+        unlisted = [name for kind in _ROW_SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
         if unlisted:
             raise ValueError(f"impl={implementation!r} computes {unlisted}, which kernels/correction/rows.py lacks")
         return Statistics.of(sums=ordered["sums"], moments=ordered["moments"], extremes=ordered["extremes"])
@@ -323,7 +323,7 @@ class Abilities(NamedTuple):
     @property
     def note(self) -> str:
         """Return a description of the missing rows; empty without any."""
-        return "; ".join(_lacks(row) for row in self.missing)
+        return "; ".join(_missing_row_error(row) for row in self.missing)
 
     def why_not(self, config: RolloutCorrectionConfig) -> str | None:
         """Return why the kernel cannot compute the configuration; `None` if it can."""
@@ -332,8 +332,8 @@ class Abilities(NamedTuple):
                 return f"it does not know the criterion {criterion.name!r}"
         of_criteria = {condition for criterion in config.criteria for condition in ("always", criterion.scope)}
         for row in self.missing:
-            if row.when in (of_criteria if row in CRITERION_ROWS else _conditions(config)):
-                return _lacks(row)
+            if row.when in (of_criteria if row in CRITERION_ROWS else _true_conditions(config)):
+                return _missing_row_error(row)
         return None
 
 
@@ -342,5 +342,5 @@ def missing_rows(computed: Container[tuple[str, str]]) -> tuple[Row, ...]:
     return tuple(row for row in (*ROWS, *CRITERION_ROWS) if (row.kind, row.name) not in computed)
 
 
-def _lacks(row: Row) -> str:
+def _missing_row_error(row: Row) -> str:
     return f"it does not compute the row {row.name!r} ({row.kind}: {row.what})"

@@ -21,7 +21,7 @@ TOKEN_SUMS = ("abs_log_ratio", "k3", "chi2_token", "prob_diff_abs")
 
 # Columns that every configuration has, columns of token-level weights, and columns of each kind of token criterion.
 # The token pass relies on their order.
-_COLUMNS = (
+_TOKEN_COLUMNS = (
     *("valid", "measured", "zero", "outside", "capped_low", "capped_high"),
     *("log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"),
     *("train", "rollout", *TOKEN_SUMS, "difference_max", "k2", "catastrophic"),
@@ -30,7 +30,7 @@ _WEIGHT_COLUMNS = (
     *("is_low", "is_high", "outside_band", "saturated_low", "saturated_high", "counted"),
     *("raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"),
 )
-_KIND_COLUMNS = ("low", "high", "alone", "mean", "m2", "min", "max")
+_CRITERION_COLUMNS = ("low", "high", "alone", "mean", "m2", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def plan_of(config: RolloutCorrectionConfig) -> Plan:
             _criterion_plan(c, len(limits) + 2 * i, sums, moments, extremes) for i, c in enumerate(config.criteria)
         ),
         token_sums=TOKEN_SUMS,
-        columns=Slots(_columns(config)),
+        columns=Slots(_columns_of_config(config)),
         limits=limits,
         sums=sums,
         moments=moments,
@@ -171,10 +171,10 @@ def _criterion_plan(c: Criterion, limit: int, sums: Slots, moments: Slots, extre
     )
 
 
-def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+def _columns_of_config(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """Return the columns that the token pass writes for each sequence and split, float64."""
     of_weights = _WEIGHT_COLUMNS if config.rollout_is == "token" else ()
     token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
     of_rejection = ("kept", "rejected_once") if token_kinds else ()
-    of_kinds = (f"{kind}_{what}" for kind in token_kinds for what in _KIND_COLUMNS)
-    return (*_COLUMNS, *of_weights, *of_rejection, *of_kinds)
+    of_kinds = (f"{kind}_{what}" for kind in token_kinds for what in _CRITERION_COLUMNS)
+    return (*_TOKEN_COLUMNS, *of_weights, *of_rejection, *of_kinds)
