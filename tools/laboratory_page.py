@@ -104,7 +104,8 @@ def _agreement() -> str:
     largest, limit = max(row["largest_z"] for row in rows), min(row["limit"] for row in rows)
     return (
         f"The two agree for every estimator on a million samples of each kind:\n"
-        f"of {entries:,} entries of mean gradients, none differs by more than {largest:.2f} standard errors (limit {limit:.2f})."
+        f"of {entries:,} entries of mean gradients, none differs by more than {largest:.2f} standard errors "
+        f"(limit {limit:.2f})."
     )
 
 
@@ -165,7 +166,8 @@ def _gains(table: Table) -> str:
 
 def _winners() -> str:
     """How many filters of the regimes differ from their control by more than two standard errors, by kind."""
-    gained, lost = Counter(), Counter()
+    gained: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
     for row in _read("regimes"):
         # A filter that rejects no row or all is its own control.
         if not row["unit"] or row["batch_size"] != 1024 or not 0.02 < row["kept"] < 0.999:
