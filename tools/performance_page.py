@@ -165,7 +165,7 @@ def _without_logits(table: Table) -> str:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
 chunked form computes at least four matrix products, the first row. The head's gradient needs 134 or 622 MB; "added to a
-gradient" reuses an existing one, except in the masked softmax.
+gradient" reuses an existing buffer, except in the masked softmax.
 
 {table(("", *header), rows)}
 
