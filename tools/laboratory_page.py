@@ -176,8 +176,8 @@ def _winners() -> str:
         error = math.hypot(row["direction_error"], row["random_direction_error"])
         gained[row["kind"]] += gain > 2 * error
         lost[row["kind"]] += gain < -2 * error
-    kinds = ", ".join(f"{count} with {kind}" for kind, count in gained.items() if count)
-    return f"{gained.total()} gain ({kinds}), and {lost.total()} lose."
+    kinds = ", ".join(f"{count} with `{kind}`" for kind, count in gained.items() if count)
+    return f"{gained.total()}\ngain, {lost.total()} lose. The gains: {kinds}."
 
 
 def _orders(table: Table) -> str:
