@@ -73,6 +73,23 @@ TRAINER_METRICS = (
         "age of the weights behind the response tokens: mean and maximum",
     ),
     ("`perf/tokens_per_second`, `perf/…_seconds`", None, "response tokens per second of the step; seconds by phase"),
+    (
+        "`actor/kept_fraction`, `actor/kl_ref`",
+        "share, nats per dimension",
+        "`flow_grpo`: steps in the loss; KL to the reference",
+    ),
+    ("`picture/diversity`", "pixel value, 0 to 1", "standard deviation of a pixel among the pictures of one prompt"),
+    ("`picture/color_accuracy`, `picture/shape_accuracy`", "share", "pictures with the prompt's color or shape"),
+    (
+        "`picture/background_noise`",
+        "pixel value, 0 to 1",
+        "root mean square deviation of the outermost pixels from the background",
+    ),
+    (
+        "`perf/forward_passes`, `perf/images_per_second`",
+        None,
+        "`flow_grpo`: forward passes of the trainer's transformer; pictures per second",
+    ),
 )
 """What `rollcorr train` logs besides the correction's metrics: name, unit, meaning."""
 

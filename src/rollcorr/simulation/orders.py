@@ -200,7 +200,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
     ),
     OrderCheck(
         "sequence, truncated",
-        "bias, of T at one χ²",
+        "bias, of T at fixed χ²",
         1.0,
         "rare jump, C = 2",
         False,
