@@ -74,7 +74,7 @@ def correction_kernel(
     if chosen_here:
         # Only the reference writes into no buffer; a transform or a trace would have to track one.
         functional = in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        impl = "reference" if functional else _choose_implementation(batch, config)
+        impl = "reference" if functional else _choose(batch, config)
     if impl == "cpu":
         return cpu_correction(batch, config, out=out, checked=chosen_here)
     if cu_seqlens is not None and in_host_memory(cu_seqlens):
@@ -149,8 +149,7 @@ def warm(
         correction_kernel(log_prob, log_prob, mask, settings, cu_seqlens=cu_seqlens)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    batch = Batch(log_prob, log_prob, mask, cu_seqlens)
-    return _choose_implementation(batch, settings) if settings.impl == "auto" else settings.impl
+    return _choose(Batch(log_prob, log_prob, mask, cu_seqlens), settings) if settings.impl == "auto" else settings.impl
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
@@ -181,7 +180,7 @@ def _describe_triton() -> str:
     return f"'auto' takes torch instead, because of a difference on this machine: {verdict.reason}"
 
 
-def _choose_implementation(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
+def _choose(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     """Return the implementation in the environment variable if it supports the batch, else the fastest."""
     named = "auto" if torch.compiler.is_compiling() else os.environ.get(VARIABLE, "auto")
     if named == "auto":
