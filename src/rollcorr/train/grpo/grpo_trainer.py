@@ -242,8 +242,9 @@ class GrpoTrainer:
         algorithm = self.config.algorithm
         rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
 
+        # Only decoupled mode has a correction before the advantages; without rejection it keeps every row.
         keep = None
-        if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
+        if algorithm.leave_rejected_out_of_baseline is not False and batch.correction is not None:
             keep = batch.correction.sequence_kept
         return dataclasses.replace(
             batch, advantages=ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
