@@ -41,7 +41,9 @@ def rollouts(model: torch.nn.Module, engine: Engine, rows: int, seed: int, block
     random = np.random.default_rng(seed)
     prompts = [[1, *random.integers(259, 512, size=3).tolist()] for _ in range(rows)]
     parts = range(0, rows, block)
-    return [measure_null(engine, prompts[at : at + block], seed=seed * 100_003 + at, score=score) for at in parts]
+    return [
+        measure_null(engine, prompts[at : at + block], seed=seed * 100_003, first_row=at, score=score) for at in parts
+    ]
 
 
 def log_ratios(batches: list[RolloutBatch]) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,6 +216,15 @@ def test_advantages_keep_their_bits_without_rejection(micro_trainer, micro_confi
         f"algorithm.rollout_correction={correction}", "algorithm.leave_rejected_out_of_baseline=false"
     )
     assert torch.equal(default, trainer._add_advantages(batch).advantages)
+
+
+def test_ranks_refuse_an_engine_with_one_seed(micro_trainer):
+    trainer = micro_trainer()
+    trainer.engine.row_seeds = False
+    with pytest.raises(ValueError, match="one seed per process"):
+        grpo.GrpoTrainer(
+            trainer.config, trainer.policy, trainer.engine, trainer.task, group=SimpleNamespace(size=lambda: 2)
+        )
 
 
 def test_the_engine_lags_on_purpose(micro_trainer):
