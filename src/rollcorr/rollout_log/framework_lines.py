@@ -65,12 +65,14 @@ TRL = Framework(
             layout="text; only step is taken: the weights that sum the reward functions are not in the file",
         ),
     ),
-    needs="let vLLM or an engine of rollcorr sample",
-    place="your script, above trainer.train()",
+    needs="set use_vllm=True",
+    place="your script, in place of trainer.train()",
     lines="""\
 from rollcorr import Monitor, RolloutSample
 from rollcorr.integrations.trl import attach
-attach(trainer, "measure", monitor=Monitor("run", "measure", rollouts=RolloutSample()))""",
+with Monitor("run", rollouts=RolloutSample()) as monitor:
+    attach(trainer, "measure", monitor=monitor)
+    trainer.train()""",
     log="run",
 )
 
@@ -135,7 +137,7 @@ ROLL = Framework(
             lacks="ROLL's mock of rollouts is from before the training step, and holds no log-prob of the trainer",
         ),
     ),
-    needs="set enable_old_logprobs_recompute: true and generating_args.logprobs: 1",
+    needs="set enable_old_logprobs_recompute: true",
     place='roll/pipeline/rlvr/rlvr_pipeline.py, RLVRPipeline.run, above metrics_mgr.add_metric("time/old_log_probs"…)',
     lines=writer_lines(
         "{global_step}",
