@@ -68,7 +68,7 @@ BUDGETS = {
     "kernels": 3528,
     "layouts": 137,
     "monitor": 984,
-    "rollout_log": 2110,
+    "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
     "train": 3108,

@@ -113,6 +113,12 @@ def test_nemo_rl_rows_without_loss_change_no_metric(tmp_path):
     assert check_logs([tmp_path / NEMO_RL.name]).metrics == pytest.approx(check_logs([NEMO_RL]).metrics, nan_ok=True)
 
 
+def test_own_logs_with_names_of_dumps_are_read(tmp_path):
+    for name in ("completions.jsonl", "val_data_step3.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text('{"step": 1, "rollout_log_prob": [-1.0]}\n', encoding="utf-8")
+    assert len(rows_of(tmp_path)) == 3
+
+
 def nemo_rl_changed(folder, **changes):
     """Write the recording's first row with other values."""
     row = json.loads(NEMO_RL.read_text(encoding="utf-8").splitlines()[0])
@@ -124,6 +130,8 @@ def test_zeros_of_nemo_rl_are_not_log_probs(tmp_path):
     """With force_on_policy_ratio it skips the forward pass of the old policy."""
     with pytest.raises(BadInputError, match=r"prev_logprobs is not recorded.*force_on_policy_ratio=false"):
         check_logs([nemo_rl_changed(tmp_path, prev_logprobs=[[0.0] * 8])])
+    (certain,) = rows_of(nemo_rl_changed(tmp_path, prev_logprobs=[[0.0, -3.0, *[0.0] * 6]]))
+    assert certain["old_log_prob"] == [0.0, 0.0], "a forward pass with certain tokens"
 
 
 def test_dynamic_sampling_of_nemo_rl_logs_filtered_rewards(tmp_path):
@@ -254,6 +262,13 @@ def test_printed_lines_log_both_log_probs(name, tmp_path, monkeypatch):
     assert metrics["rollout_corr/token_count"] == 4
     assert metrics["rollout_corr/kl"] == pytest.approx((0.25 + 0.5) / 4)
     assert {row["step"] for row in rows_of("rollouts")} == {dumps.STEP}
+
+
+def test_a_folder_without_a_log_is_answered_with_the_frameworks(tmp_path):
+    with pytest.raises(BadInputError, match=r"how a framework writes one: rollcorr check verl\|TRL\|.*\|OpenRLHF\|"):
+        check_logs([tmp_path])
+    with pytest.raises(BadInputError, match=r"train_data has both log-probs.*train_data_step\{step\}.jsonl"):
+        check_logs(["NeMo-RL"])
 
 
 def test_every_framework_has_a_recording_or_tested_lines():

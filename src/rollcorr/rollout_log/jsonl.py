@@ -156,8 +156,8 @@ def nemo_rl_row(record: Mapping[str, Any], dump: Dump, *, file: str, row: int) -
     counts = bool(cells.get("sample_loss_mask"))
     columns = _split(lists, dump, trained, [token and counts for token in trained])
 
-    # Without a forward pass of the old policy, NeMo-RL logs zeros in place of its log-probs.
-    if any(columns["rollout_log_prob"]) and not any(columns["old_log_prob"]):
+    # Without a forward pass of the old policy, NeMo-RL logs zeros in place of its log-probs, also for the prompt.
+    if not any(lists["prev_logprobs"]):
         columns["old_log_prob"] = None
     reward = cells.get("filtered_rewards", cells.get("rewards"))
     return {
