@@ -68,6 +68,7 @@ TEXTS = {
     "ms-swift, Megatron": "megatron/completions.jsonl",
     "tinker-cookbook": "train_rollout_summaries.jsonl",
     "verl": "3.jsonl",
+    "trl": "completions/completions_00001.parquet",
 }
 
 

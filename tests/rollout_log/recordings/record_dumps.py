@@ -347,6 +347,13 @@ def record_verl(source: Path, target: Path) -> None:
     own["_log_rollout_data"](trainer, batch, reward_extra_infos_dict, {}, str(target / "with_lines"))
 
 
+def record_trl(source: Path, target: Path) -> None:
+    """Train one step. TRL must be installed."""
+    sys.path.insert(0, str(HERE.parents[1] / "integrations"))
+    trainer = importlib.import_module("trl_cases").grpo_trainer(target, log_completions=True, max_steps=1)
+    trainer.train()
+
+
 RECORDERS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "nemo-rl": (record_nemo_rl, "nemo_rl/utils/logger.py, Logger.log_batched_dict_as_jsonl"),
     "prime-rl": (record_prime_rl, "src/prime_rl/trainer/rl/token_export.py, TokenExporter.export"),
@@ -357,6 +364,7 @@ RECORDERS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "ms-swift": (record_ms_swift, "swift/utils/io_utils.py, JsonlWriter.append"),
     "tinker-cookbook": (record_tinker, "tinker_cookbook/stores/training_store.py, write_rollouts"),
     "verl": (record_verl, "verl/trainer/ppo/ray_trainer.py, RayPPOTrainer._log_rollout_data"),
+    "trl": (record_trl, "trl/trainer/grpo_trainer.py, GRPOTrainer.log"),
 }
 
 
