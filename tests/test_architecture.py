@@ -68,10 +68,10 @@ BUDGETS = {
     "kernels": 3528,
     "layouts": 137,
     "monitor": 984,
-    "rollout_log": 2003,
+    "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3105,
+    "train": 3108,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 
