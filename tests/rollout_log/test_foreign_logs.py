@@ -126,8 +126,8 @@ def test_tokens_that_prime_rl_distils_from_another_model_are_masked(tmp_path):
 @pytest.mark.parametrize(
     ("writer", "message"),
     [
-        (dumps.write_verl, "verl's dump of generations holds text and scores.*no setting of verl.*calculate_log_probs"),
-        (dumps.write_trl, r"(?s)TRL's table of completions holds text.*no setting of TRL.*attach\(trainer"),
+        (dumps.write_verl, "verl's dump of generations contains text and scores.*no setting of verl.*calculate_log_probs"),
+        (dumps.write_trl, r"(?s)TRL's table of completions contains text.*no setting of TRL.*attach\(trainer"),
     ],
 )
 def test_a_dump_without_log_probs_is_recognized_and_the_error_says_what_to_do(writer, message, tmp_path):

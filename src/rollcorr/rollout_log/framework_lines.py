@@ -26,7 +26,7 @@ VERL = Framework(
             form="JSONL",
             recognized_by=frozenset({"input", "output", "score"}),
             fields={"step": "step", "reward": "score", "sequence_id": "request_id"},
-            lacks="verl's dump of generations holds text and scores, and no log-prob of a token; no setting of verl "
+            lacks="verl's dump of generations contains text and scores, and no log-prob of a token; no setting of verl "
             "makes it write them",
             layout="text; step, score and request_id are taken, and the columns that the lines below add",
         ),
@@ -60,7 +60,7 @@ TRL = Framework(
             form="Parquet",
             recognized_by=frozenset({"step", "prompt", "completion", "advantage"}),
             fields={"step": "step"},
-            lacks="TRL's table of completions holds text, rewards and one advantage per row, and no log-prob of a "
+            lacks="TRL's table of completions contains text, rewards and one advantage per row, and no log-prob of a "
             "token; no setting of TRL makes it write them",
             layout="text; only step is taken: the weights that sum the reward functions are not in the file",
         ),
@@ -93,7 +93,7 @@ AREAL = Framework(
             form="JSONL",
             recognized_by=frozenset({"task_id", "sample_idx", "head_version", "tail_version"}),
             fields={"reward": "reward"},
-            lacks="AReaL's dump of trajectories holds text and rewards, and no log-prob of a token",
+            lacks="AReaL's dump of trajectories contains text and rewards, and no log-prob of a token",
             layout="text; only the reward is taken",
         ),
     ),
@@ -126,7 +126,7 @@ ROLL = Framework(
             setting="rollout_dump_dir: an absolute path",
             form="JSONL",
             recognized_by=frozenset({"global_step", "responses", "scores", "sampling_params"}),
-            lacks="ROLL's dump of rollouts holds text and scores, and no log-prob of a token",
+            lacks="ROLL's dump of rollouts contains text and scores, and no log-prob of a token",
         ),
         Dump(
             name="rollout_mock",
@@ -134,7 +134,7 @@ ROLL = Framework(
             setting="rollout_mock.enable: true",
             form="pickle",
             recognized_by=frozenset({"roll.distributed.scheduler.protocol.DataProto"}),
-            lacks="ROLL's mock of rollouts is from before the training step, and holds no log-prob of the trainer",
+            lacks="ROLL's mock of rollouts is from before the training step, and contains no log-prob of the trainer",
         ),
     ),
     needs="set enable_old_logprobs_recompute: true",
@@ -185,7 +185,7 @@ MS_SWIFT = Framework(
             setting="--log_completions true",
             form="JSONL",
             recognized_by=frozenset({"step", "prompt", "completion", "advantages"}),
-            lacks="ms-swift's completions.jsonl holds text, rewards and advantages, and no log-prob of a token",
+            lacks="ms-swift's completions.jsonl contains text, rewards and advantages, and no log-prob of a token",
         ),
         Dump(
             name="completions of Megatron",
@@ -193,7 +193,7 @@ MS_SWIFT = Framework(
             setting="--log_completions true",
             form="JSONL",
             recognized_by=frozenset({"gen_step", "prompt", "completion"}),
-            lacks="ms-swift's completions.jsonl holds text and rewards, and no log-prob of a token",
+            lacks="ms-swift's completions.jsonl contains text and rewards, and no log-prob of a token",
         ),
     ),
     needs="let vLLM sample",
