@@ -236,7 +236,7 @@ level's k1 criterion; without that too, the shares beyond them are absent. `roll
 
 The `rollout_rs_*` metrics are always there, because missing log-probs are rejected even without a criterion; those
 of the veto when `rollout_token_veto_threshold` is set. The `rollout_rs_*` metrics of this table take criteria, veto
-and non-finite policy together, and each of the three counts which separates one from several.
+and non-finite policy together. Metrics that separate one filter from several count each of the three as a filter.
 
 {_metric_table(rejection)}
 
