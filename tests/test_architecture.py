@@ -57,21 +57,21 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 591,
-    "config": 1504,
+    "cli": 599,
+    "config": 1651,
     "core": 1463,
     "correction": 1232,
     "demo": 171,
     "diffusion": 490,
     "engines": 1834,
-    "integrations": 1585,
+    "integrations": 1588,
     "kernels": 3528,
     "layouts": 137,
     "monitor": 984,
     "rollout_log": 2003,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3105,
+    "train": 3132,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

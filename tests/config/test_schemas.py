@@ -50,11 +50,10 @@ def test_the_generation_is_found_from_its_signs(options, schema):
         {**FIRST, "rollout_rs": None},
         {**FIRST, "rollout_token_veto_threshold": 1e-4},
         {"rollout_is": "token", "rollout_is_level": "token"},
-        {**SECOND, "bypass_mode": True},
         {**SECOND, "rollout_is": True},
         {**SECOND, "rollout_rs": "token_k1"},
         {"rollout_rs": "token_k1,sequence", "rollout_rs_threshold": 2.0},
-        {"rollout_rs": "sequence", "rollout_rs_threshold": 2.0, "loss_type": "ppo_clip"},
+        {"rollout_rs": "sequence", "rollout_rs_threshold": 2.0, "nonfinite": "raise"},
     ],
 )
 def test_a_mixture_of_generations_is_an_error(options):
@@ -77,13 +76,12 @@ def test_a_schema_asked_for_by_name_decides():
         convert({}, schema="2024")
 
 
-def test_verl_0_7_is_read_when_asked_for():
+def test_verl_0_7_is_read_without_schema():
     old = {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "bypass_mode": True, "loss_type": "reinforce"}
-    with pytest.raises(ValueError, match=r"verl 0\.7 is read with schema '2025-11'"):
-        convert(old)
-    assert convert(old, schema="2025-11").config == RolloutCorrectionConfig.bypass_pg_geo_rs(rs_threshold=1.001)
+    assert convert(old).schema == "2025-11"
+    assert convert(old).config == RolloutCorrectionConfig.bypass_pg_geo_rs(rs_threshold=1.001)
     with pytest.raises(ValueError, match="say the same thing"):
-        convert({**old, "bypass_old_logprob_for_rollout": True}, schema="2025-11")
+        convert({**old, "bypass_old_logprob_for_rollout": True})
 
 
 @pytest.mark.parametrize(
