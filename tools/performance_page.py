@@ -79,6 +79,10 @@ At 1 M tokens every batch stays in the last-level cache between runs. {_growth(r
 M tokens say as much about the machine as about the kernel, whose time is arithmetic. A call and `.metrics()` add
 about 0.1 ms of Python to any batch.
 
+## Share of a training step
+
+{_share()}
+
 ## Operations, waits and bytes
 
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
@@ -142,6 +146,21 @@ takes `correct` and every `policy_loss` as one graph (torch 2.6 is too old), and
 value. On the CPU, inductor's float64 takes at least ten times as long as eager torch.
 
 Where to go next: [what a correction computes](correction.md), [limits](limits.md)."""
+
+
+def _share() -> str:
+    """The correction's share of a step of the reference trainer."""
+    result = json.loads((RESULTS / "step_share_cpu.json").read_text(encoding="utf-8"))
+    return (
+        f"In a step of the reference trainer ({result['rows']} responses, {result['tokens']:,} tokens, a model of "
+        f"{result['parameters'] / 1e6:.1f} M parameters), the correction with all of its\nmetrics takes "
+        f"{result['correction_cpu_ms']} of {result['step_cpu_ms']:,.0f} ms of CPU time, **{result['time_share']:.2%}**, "
+        f"and {result['correction_bytes'] / 2**20:.2f} of {result['step_bytes'] / 2**20:,.0f} MiB, "
+        f"**{result['memory_share']:.3%}**: outputs and temporary tensors, counted where\ntorch dispatches. Larger models "
+        f"make both smaller. verl's guide of October 2025 says 1 to 3 % of compute and about 1 % of memory.\n"
+        f"`{result['command']}`: {result['device']}, {result['threads']} thread, torch {result['torch']}, "
+        f"{result['date']}, commit {result['commit']}."
+    )
 
 
 def _provenance(result: dict[str, Any]) -> str:
