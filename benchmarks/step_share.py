@@ -23,10 +23,12 @@ STATES = 4
 """Weights, gradients, and the two moments of AdamW."""
 DEFAULTS = (
     "algorithm.rollout_correction=decoupled_k3_rs_token_tis",
-    "rollout.prompts_per_step=8",
+    "rollout.prompts_per_step=4",
     "rollout.group_size=8",
     "rollout.max_new_tokens=128",
-    "task.name=scratchpad",
+    "model.path=null",  # random weights rarely end a response, so that all of them are long
+    "model.config={model_type: llama, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4, "
+    "num_attention_heads: 4}",
     "log.null=0",
 )
 

@@ -151,16 +151,17 @@ Where to go next: [what a correction computes](correction.md), [limits](limits.m
 def _share() -> str:
     """The correction's share of a step of the reference trainer."""
     result = json.loads((RESULTS / "step_share_cpu.json").read_text(encoding="utf-8"))
-    return (
-        f"In a step of the reference trainer ({result['rows']} responses, {result['tokens']:,} tokens, a model of "
-        f"{result['parameters'] / 1e6:.1f} M parameters), the correction with all of its\nmetrics takes "
-        f"{result['correction_cpu_ms']} of {result['step_cpu_ms']:,.0f} ms of CPU time, **{result['time_share']:.2%}**, "
-        f"and {result['correction_bytes'] / 2**20:.2f} of {result['step_bytes'] / 2**20:,.0f} MiB, "
-        f"**{result['memory_share']:.3%}**: outputs and temporary tensors, counted where\ntorch dispatches. Larger models "
-        f"make both smaller. verl's guide of October 2025 says 1 to 3 % of compute and about 1 % of memory.\n"
-        f"`{result['command']}`: {result['device']}, {result['threads']} thread, torch {result['torch']}, "
-        f"{result['date']}, commit {result['commit']}."
-    )
+    result |= {
+        "millions": result["parameters"] / 1e6,
+        "own": result["correction_bytes"] / 2**20,
+        "whole": result["step_bytes"] / 2**20,
+    }
+    text = """A step of the reference trainer: {rows} responses, {tokens:,} tokens, a model of {millions:.1f} M
+parameters. The correction and all of its metrics take {correction_cpu_ms} of {step_cpu_ms:,.0f} ms of CPU time,
+**{time_share:.3%}**, and {own:.2f} of {whole:,.0f} MiB, **{memory_share:.3%}**: outputs and temporary tensors, counted
+where torch dispatches. A larger model makes both shares smaller. verl's guide of October 2025 says 1 to 3 % of compute
+and about 1 % of memory. `{command}`: {device}, {threads} thread, torch {torch}, {date}, commit {commit}."""
+    return text.format(**result)
 
 
 def _provenance(result: dict[str, Any]) -> str:
