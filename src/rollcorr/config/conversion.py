@@ -173,7 +173,7 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
 
     # A full file, an `algorithm` section, or only the options.
     rollout = None
-    algorithm = raw
+    algorithm: Mapping[str, Any] = raw
     if "algorithm" in raw or "actor_rollout_ref" in raw:
         misplaced = [key for key in raw if is_option(key) or key == SECTION]
         if misplaced:

@@ -20,7 +20,7 @@ class VerlPath(NamedTuple):
     """
 
     option: str
-    values: Mapping[str | bool, str] | None = None
+    values: Mapping[Any, str] | None = None
 
 
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
