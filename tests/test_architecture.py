@@ -57,21 +57,21 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 591,
-    "config": 1504,
-    "core": 1463,
+    "cli": 599,
+    "config": 1652,
+    "core": 1481,
     "correction": 1234,
     "demo": 171,
     "diffusion": 490,
     "engines": 1877,
-    "integrations": 1595,
+    "integrations": 1600,
     "kernels": 3528,
     "layouts": 137,
     "monitor": 984,
     "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3108,
+    "train": 3135,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

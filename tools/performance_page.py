@@ -80,6 +80,10 @@ At 1 M tokens every batch stays in the last-level cache between runs. {_growth(r
 tokens depend on the machine as much as on the kernel, which is limited by arithmetic. A call and `.metrics()` add about
 0.1 ms of Python.
 
+## Share of a training step
+
+{_share()}
+
 ## Operations, waits and bytes
 
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
@@ -172,6 +176,22 @@ gradient" reuses an existing buffer, except in the masked softmax.
 {first["device"]}, torch {first["torch"]}, {first["date"]}: `{first["command"]}` and
 `{results[1]["command"]}`.
 `--device cuda` measures a GPU."""
+
+
+def _share() -> str:
+    """The correction's share of a step of the reference trainer."""
+    result = json.loads((RESULTS / "step_share_cpu.json").read_text(encoding="utf-8"))
+    result |= {
+        "millions": result["parameters"] / 1e6,
+        "own": result["correction_bytes"] / 2**20,
+        "whole": result["step_bytes"] / 2**20,
+    }
+    text = """A step of the reference trainer: {rows} responses, {tokens:,} tokens, a model of {millions:.1f} M
+parameters. The correction and all of its metrics take {correction_cpu_ms} of {step_cpu_ms:,.0f} ms of CPU time,
+**{time_share:.3%}**, and {own:.2f} of {whole:,.0f} MiB, **{memory_share:.3%}**: outputs and temporary tensors, counted
+where torch dispatches. A larger model makes both shares smaller. verl's guide of October 2025 says 1 to 3 % of compute
+and about 1 % of memory. `{command}`: {device}, {threads} thread, torch {torch}, {date}, commit {commit}."""
+    return text.format(**result)
 
 
 def _provenance(result: dict[str, Any]) -> str:

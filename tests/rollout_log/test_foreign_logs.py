@@ -126,7 +126,7 @@ def test_tokens_that_prime_rl_distils_from_another_model_are_masked(tmp_path):
 @pytest.mark.parametrize(
     ("writer", "message"),
     [
-        (dumps.write_verl, "verl's dump of generations contains text and scores.*no setting of verl.*calculate_log_probs"),
+        (dumps.write_verl, "dump of generations contains text and scores.*no setting of verl.*calculate_log_probs"),
         (dumps.write_trl, r"(?s)TRL's table of completions contains text.*no setting of TRL.*attach\(trainer"),
     ],
 )
