@@ -24,11 +24,11 @@ def engine_copy(model: nn.Module, numerics: str) -> nn.Module:
 
     Args:
         model: the trainer's model, float32.
-        numerics: "bf16", "fp16"; "bf16_fp32_head": the head in float32; "int8", "int4": weights rounded per row.
+        numerics: "bf16", "fp16"; "bf16_fp32_head": the head in float32; "int8", "int6", "int4": rounded weights.
     """
     engine = copy.deepcopy(model).eval().requires_grad_(False)
-    if numerics in ("int8", "int4"):
-        levels = {"int8": 127, "int4": 7}[numerics]
+    if numerics in ("int8", "int6", "int4"):
+        levels = {"int8": 127, "int6": 31, "int4": 7}[numerics]
         for weight in engine.parameters():
             if weight.dim() == 2:
                 scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / levels

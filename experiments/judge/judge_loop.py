@@ -172,7 +172,7 @@ def supervised(model: nn.Module, task: Task, seed: int, steps: int) -> None:
 def start_weights(task: Task, seed: int, root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the start of (task, seed) and another checkpoint of the same model, from `root/starts` if they are there.
 
-    The other checkpoint is an earlier one of the supervised training, or the pretrained model in 4 bits.
+    The other checkpoint is an earlier one of the supervised training, or the pretrained model in 6 bits.
     """
     path = root / "starts" / f"{task.name}-{seed}.pt"
     if not path.exists():
@@ -180,7 +180,7 @@ def start_weights(task: Task, seed: int, root: Path) -> tuple[dict[str, Tensor],
         model = task.build()
         if task.answers is None:
             model.eval()
-            other = engine_copy(model, "int4").state_dict()
+            other = engine_copy(model, "int6").state_dict()
         else:
             supervised(model, task, seed, task.start_steps * 3 // 4)
             other = copy.deepcopy(model.state_dict())

@@ -46,9 +46,9 @@ def top_1(bench: Bench, prompts: Tensor) -> Scored:
 
 
 def kth_of_top_k(bench: Bench, prompts: Tensor) -> Scored:
-    """The client logs the last of five returned log-probs."""
+    """The client logs the last of two returned log-probs."""
     rollout = bench.sample(prompts)
-    return reported_as(bench, prompts, rollout, top_values(bench, prompts, rollout, 5), torch.ones(1, 1).bool())
+    return reported_as(bench, prompts, rollout, top_values(bench, prompts, rollout, 2), torch.ones(1, 1).bool())
 
 
 def rounded(bench: Bench, prompts: Tensor) -> Scored:

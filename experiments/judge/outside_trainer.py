@@ -222,10 +222,14 @@ def packed_attention(bench: Bench, prompts: Tensor) -> Scored:
 
 
 def vocabulary_padding(bench: Bench, prompts: Tensor) -> Scored:
-    """The trainer's head is padded to 576 rows, whose logits of 0 stay in the softmax."""
+    """The trainer's head is padded to 576 rows, which have random weights and stay in the softmax."""
     rollout = bench.sample(prompts)
     logits = bench.logits(prompts, rollout.ids)
-    padded = torch.cat([logits, torch.zeros(*logits.shape[:-1], 64)], dim=-1)
+    hidden = bench.trainer.model(input_ids=torch.cat([prompts, rollout.ids], dim=1)).last_hidden_state
+    size = bench.trainer.lm_head.weight.std()
+    rows = size * torch.randn(hidden.shape[-1], 64, generator=torch.Generator().manual_seed(31))
+    extra = hidden[:, prompts.shape[1] - 1 : -1] @ rows / bench.temperature
+    padded = torch.cat([logits, extra], dim=-1)
     train = padded.log_softmax(-1).gather(-1, rollout.ids[..., None])[..., 0]
     return scored(bench, prompts, train, rollout, EVERYWHERE)
 
@@ -260,9 +264,9 @@ SPECIAL = (426, 432, 443, 450)
 
 
 def special_ids(bench: Bench, prompts: Tensor) -> Scored:
-    """The head's rows of four ids were never loaded into the trainer: their logits are too small by 1."""
+    """The head's rows of four ids were never loaded into the trainer: their logits are too small by 3."""
     rollout = bench.sample(prompts)
-    shift = torch.zeros(512).index_fill(0, torch.tensor(SPECIAL), -1.0)
+    shift = torch.zeros(512).index_fill(0, torch.tensor(SPECIAL), -3.0)
     train = (bench.logits(prompts, rollout.ids) + shift).log_softmax(-1).gather(-1, rollout.ids[..., None])[..., 0]
     return scored(bench, prompts, train, rollout, torch.isin(rollout.ids, torch.tensor(SPECIAL)))
 
