@@ -69,7 +69,6 @@ def gpt2(*, vocabulary: int, width: int, layers: int) -> nn.Module:
         n_positions=64,
         bos_token_id=BOS,
         eos_token_id=EOS,
-        pad_token_id=PAD,
     )
     return GPT2LMHeadModel(config)
 
