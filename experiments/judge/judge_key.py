@@ -24,8 +24,8 @@ class Expected:
     onset: int | None
     """First step, or turn, with the fault; None: present from the first step on."""
     verdicts: tuple[str, ...]
-    null_options: tuple[str, ...]
-    """Options of `rollcorr null` with which the user declares an engine."""
+    engine_precision: str | None
+    """What the user declares with `rollcorr null --engine-precision`; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Key:
 
     causes: Mapping[str, list[str]]
     symptoms: frozenset[str]
+    engines: Mapping[str, str]
     logs: Mapping[str, Mapping[str, Any]]
 
     def of(self, log: Log) -> Expected:
@@ -44,7 +45,7 @@ class Key:
             codes=frozenset(code for cause in row["cause"] for code in self.causes[cause]),
             onset=onset[log.seed] if isinstance(onset, list) else onset,
             verdicts=tuple(row.get("verdict", ["unhealthy"])),
-            null_options=tuple(row.get("null_options", [])),
+            engine_precision=next((value for part, value in self.engines.items() if part in str(log.path)), None),
         )
 
     def judge(self, log: Log, answer: Mapping[str, Any]) -> str:
@@ -68,7 +69,7 @@ class Key:
 def read_key(path: Path = KEY) -> Key:
     """Read the key."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return Key(content["causes"], frozenset(content["symptoms"]), content["logs"])
+    return Key(content["causes"], frozenset(content["symptoms"]), content["engines"], content["logs"])
 
 
 def first_cause(answer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,22 +43,23 @@ def run(*arguments: str) -> tuple[int, str]:
     return 0, output.getvalue()
 
 
-def null_of(log: Log, root: Path, options: Iterable[str]) -> tuple[Path | None, str]:
+def null_of(log: Log, root: Path, precision: str | None) -> tuple[Path | None, str]:
     """Return the log's null file, measured now unless it is there; None and the reason if it is refused."""
     rollouts = root / log.null
     path = rollouts.with_suffix(".json")
     if path.exists():
         return path, ""
-    code, printed = run("null", str(rollouts), "-o", str(path), *options)
-    if code == 2 and options:
-        # A version without this option: an undeclared engine.
+    declared = ["--engine-precision", precision] if precision else []
+    code, printed = run("null", str(rollouts), "-o", str(path), *declared)
+    if code == 2 and declared:
+        # A version without this option: the engine stays undeclared.
         code, printed = run("null", str(rollouts), "-o", str(path))
     return (None, printed.strip()) if code else (path, "")
 
 
 def answer_of(log: Log, path: Path, root: Path, key: Key) -> dict[str, Any]:
     """Return what `check` answers for a log, shortened."""
-    null, refused = null_of(log, root, key.of(log).null_options)
+    null, refused = null_of(log, root, key.of(log).engine_precision)
     code, printed = run("check", str(path), "--json", *(["--null", str(null)] if null else []))
     if code not in (0, 1, 3):
         return {"log": str(log.path), "verdict": "error", "findings": [], "error": printed.strip()[-300:]}

@@ -31,6 +31,14 @@ def test_key_has_a_row_for_each_log():
     assert {row for row in key.logs if not row.endswith("*")} <= names
 
 
+def test_key_declares_quantized_engines():
+    key = read_key()
+    precision = {log.name: key.of(log).engine_precision for log in all_logs() if log.kind in ("nulls", "healthy")}
+    assert precision["int4_engine"] == "int4"
+    assert precision["0.3-int8"] == "int8"
+    assert precision["stale_head"] is precision["0.3-bf16"] is None
+
+
 def test_loops_are_complete():
     assert set(LOOP_NAMES) == set(LOOPS)
     assert set(TASK_NAMES) == set(TASKS)
@@ -51,22 +59,22 @@ def test_a_frozen_loop_writes_its_log(tmp_path):
     torch.save({"start": weights, "other": weights}, tmp_path / "starts" / "ngram-2.pt")
 
     log = Log("loops", "frozen_sync", 2, "ngram")
-    make(log, tmp_path, steps=4, rows=16)
+    make(log, tmp_path, steps=3, rows=16)
     assert [path.parent.name for _, path in log_paths(tmp_path)] == ["frozen_sync-2"]
-    gaps = {step: [] for step in range(1, 5)}
+    gaps = {step: [] for step in range(1, 4)}
     for batch in read_rollout_log(tmp_path / log.path / "rollouts.parquet"):
         for row in batch.to_rows():
             gaps[row["step"]] += np.subtract(row["old_log_prob"], row["rollout_log_prob"]).tolist()
 
     # Seed 2 freezes at step 2: from there on the gap is that of the updates, not of the sampler's precision.
-    assert np.std(gaps[4]) > 3 * np.std(gaps[1]) > 0
+    assert np.std(gaps[3]) > 3 * np.std(gaps[1]) > 0
     assert (tmp_path / log.null).exists()
 
 
 def test_an_outside_fault_marks_its_excess(tmp_path, monkeypatch):
     monkeypatch.setattr(outside_lab, "ROWS", 8)
     monkeypatch.setattr(outside_lab, "NULL_ROWS", 4)
-    monkeypatch.setattr(outside_lab, "PROMPT_LENGTHS", (5, 9))
+    monkeypatch.setattr(outside_lab, "PROMPT_LENGTHS", (5,))
     log = Log("outside", "sequence_parallel", 0)
     make(log, tmp_path)
     excess = np.load(tmp_path / log.path / "excess.npz")
@@ -74,7 +82,7 @@ def test_an_outside_fault_marks_its_excess(tmp_path, monkeypatch):
     edges = {"positions": [[edge, edge] for edge in (7, 15, 23, 31, 39)]}
     assert excess_in(edges, tmp_path / log.path / "excess.npz") > 0.99
     rows = [row for batch in read_rollout_log(tmp_path / log.path / "rollouts.parquet") for row in batch.to_rows()]
-    assert len(rows) == 16
+    assert len(rows) == 8
 
 
 def test_answers_are_judged_by_hand():
