@@ -164,7 +164,8 @@ def _without_logits(table: Table) -> str:
     return f"""[`linear_log_prob`](../guides/linear_logprob.md) and other implementations, forward and backward:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
-chunked form computes at least four matrix products, which the row "four products" measures. The head's gradient needs 134 or 622 MB; "added to a
+chunked form computes at least four matrix products, which the row "four products" measures. The
+head's gradient needs 134 or 622 MB; "added to a
 gradient" reuses an existing buffer, except in the masked softmax.
 
 {table(("", *header), rows)}
