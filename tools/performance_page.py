@@ -108,7 +108,8 @@ It has run on x86-64 only; `make test-arm` compiles it for arm64.
 blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
 torch rows above measured a path for host memory that no longer exists. The path of today takes 3.8 to 4.3 times as long
-at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so 6 to 9 × verl.
+at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so
+6 to 9 × verl.
 
 ## On a GPU
 
