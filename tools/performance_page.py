@@ -111,8 +111,9 @@ It has run on x86-64 only; `make test-arm` compiles it for arm64.
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
-torch rows above are of an earlier second path for host memory. The general one takes 3.8 to 4.3 times as long at 8 M
-tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so 6 to 9 × verl.
+torch rows above measured a path for host memory that no longer exists. The path of today takes 3.8 to 4.3 times as long
+at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so
+6 to 9 × verl.
 
 ## On a GPU
 
@@ -168,7 +169,8 @@ def _without_logits(table: Table) -> str:
     return f"""[`linear_log_prob`](../guides/linear_logprob.md) and other implementations, forward and backward:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
-chunked form computes at least four matrix products, the first row. The head's gradient needs 134 or 622 MB; "added to a
+chunked form computes at least four matrix products, which the row "four products" measures. The
+head's gradient needs 134 or 622 MB; "added to a
 gradient" reuses an existing buffer, except in the masked softmax.
 
 {table(("", *header), rows)}

@@ -26,7 +26,7 @@ def watch(
 ) -> None:
     """Show a live run: a line for each step, and each alarm once, with cause and fix.
 
-    Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
+    Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Always: 2 bad input, 130 interrupted.
     """
     from rollcorr.monitor.running_judge import RunningJudge, alarm_text
     from rollcorr.run_directory.directory import RunDirectory

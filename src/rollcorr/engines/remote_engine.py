@@ -175,8 +175,8 @@ class RemoteEngine(Engine, abc.ABC):
     def _check_again(self) -> None:
         """Check that an engine still matches its setup after an outage. May send a sampling request."""
 
-    def _stop_sampling(self) -> None:
-        """Stop sampling from partially updated weights, for this and other clients."""
+    def _shut_down_worker(self) -> None:
+        """Shut down the engine's own worker, if it has one: its weights may be partially updated."""
 
     def close(self) -> None:
         """Reject further requests; a server keeps running."""
@@ -422,7 +422,7 @@ class RemoteEngine(Engine, abc.ABC):
             yield
         except BaseException as error:
             self._unusable = f"its weights could not be loaded and verified: {error}"
-            self._stop_sampling()
+            self._shut_down_worker()
             if isinstance(error, EngineAnswerError):
                 raise WeightSyncError(f"weight sync incomplete, {self.title} refused it: {error}") from error
             raise

@@ -49,8 +49,8 @@ class TokenPass:
         self._work = torch.empty(mask.shape, dtype=torch.float64, device=mask.device)
         self._valid = _compare_as_float(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
         self._classify(train.double(), rollout.double())
-        self._compare()
-        self.weights = self._weigh() if config.rollout_is == "token" else self._counted
+        self._compare_policies()
+        self.weights = self._compute_token_weights() if config.rollout_is == "token" else self._counted
         self.kept = self._reject()
 
     def _classify(self, pi: Tensor, mu: Tensor) -> None:
@@ -82,7 +82,7 @@ class TokenPass:
         }
         self.table = SequenceTable((name, self._block.sum(values)) for name, values in columns.items())
 
-    def _compare(self) -> None:
+    def _compare_policies(self) -> None:
         """Compute the mismatch of the policies, independent of the correction."""
         d, sums, (low, high) = self._d, self.rows.sums, log_band(0.9, 1.1)
         self._add_distribution("log_ratio", d, self._measured)
@@ -107,7 +107,7 @@ class TokenPass:
             self.table["log_ratio_max"] = self._block.max(torch.sub(d, unmeasured, alpha=FAR))
             self.table["negative_log_ratio_max"] = self._block.max(torch.sub(-d, unmeasured, alpha=FAR))
 
-    def _weigh(self) -> Tensor:
+    def _compute_token_weights(self) -> Tensor:
         """Compute token-level weights, 0 on tokens that are not counted."""
         config, sums, counted, d = self._config, self.rows.sums, self._counted, self._d
         sums["saturated_low"] = self._count_where(torch.lt, d, -config.safety_bound)
