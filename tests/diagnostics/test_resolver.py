@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rollcorr.config import Finding
 from rollcorr.diagnostics import check_logs
-from rollcorr.diagnostics.faults import CAUSES, FAULTS, fault, refutation
+from rollcorr.diagnostics.fault_row import CAUSES
+from rollcorr.diagnostics.faults import FAULTS, fault, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import evidence_of
 from rollcorr.diagnostics.health.trend import AGE

@@ -19,10 +19,12 @@ from rollcorr.run_directory.directory import RunDirectory
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The recorded loop as a run directory, with metrics and rollouts."""
+    """Every third response of the recorded loop as a run directory, with metrics and rollouts."""
     path = tmp_path_factory.mktemp("runs") / "run"
     recorded = np.load(RECORDED)
-    rows = [{name: recorded[name][row].tolist() for name in recorded.files} for row in range(len(recorded["step"]))]
+    rows = [
+        {name: recorded[name][row].tolist() for name in recorded.files} for row in range(0, len(recorded["step"]), 3)
+    ]
     (path / "rollouts").mkdir(parents=True)
     with RolloutLogWriter(path / "rollouts" / "step.parquet") as writer:
         writer.write(RolloutBatch.from_rows(rows))
