@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from null_logs import rollouts, write_rows
 
 from rollcorr.config import Finding
 from rollcorr.diagnostics import check_logs
@@ -137,3 +138,14 @@ def test_a_row_is_judged_without_a_few_tokens():
     ]
     whole = replace(ranked[1], row_share=0.9)
     assert resolve_findings(pairs=[whole], null=[finding("weights_differ")])[1].follows_from == "positive"
+
+
+def test_an_excess_that_fades_and_grows_is_no_template(tmp_path):
+    rows = []
+    for step in range(1, 15):
+        fading = 0.0 if step < 8 else 0.3 * 1.5 ** (step - 8)
+        rows += [{**row, "step": step} for row in rollouts(rows=12, length=60, seed=step, fading=fading)]
+    result = check_logs([write_rows(tmp_path / "log.parquet", rows)], null_steps=(1, 5))
+    assert result.causes[0].code == "weights_differ"
+    assert result.causes[0].first_step in (7, 8, 9)
+    assert "template" not in {cause.code for cause in result.causes}

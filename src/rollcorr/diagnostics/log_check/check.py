@@ -258,7 +258,10 @@ def _judge_rows(
             course=evidence,
             course_of_others=None if rest is None else rest.evidence,
         )
-        return _JudgedRows(used=used, weights=weights, noise=noise_of_log(used, others), rest=rest)
+        noise = noise_of_log(used, others)
+        if rest is not None and rest.evidence is not None:
+            rest = replace(rest, evidence=replace(rest.evidence, noise=noise))
+        return _JudgedRows(used=used, weights=weights, noise=noise, rest=rest)
 
     beside = other_rows(tally.sample, provenance, settings=True)
     if beside is not None and (judged := judge(beside)).explains:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -40,14 +41,17 @@ class RestVerdict:
     Attributes:
         zeros_from: the code of the finding that zeros follow from which one side contradicts; None without any.
         others: the other rows.
-        findings: the rules' findings on them; None where they are too few to be judged.
-        evidence: their metrics over the steps; None likewise.
+        evidence: their metrics over the steps; None where they are too few to be judged.
     """
 
     zeros_from: str | None
     others: OtherRows
-    findings: tuple[Finding, ...] | None
     evidence: Evidence | None
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...] | None:
+        """The rules' findings on the other rows; None where they are too few to be judged."""
+        return None if self.evidence is None else measured_findings(self.evidence)
 
     @property
     def ordinary(self) -> bool:
@@ -151,15 +155,14 @@ def judge_rest(
         ages: step → the metric of the recorded age of its weights, where that is known.
     """
     others = others.alike()
-    findings = evidence = None
+    evidence = None
     if others.judgeable:
         # A check counts what is missing and goes on.
         config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
         measured = metrics_of_parts(_parts(others.rows, config), others.profile, ages)
         evidence = evidence_of(measured.whole, config, series=measured.history)
-        findings = measured_findings(evidence)
     zeros_from = _zeros_from(provenance, others.cause)
-    return RestVerdict(zeros_from=zeros_from, others=others, findings=findings, evidence=evidence)
+    return RestVerdict(zeros_from=zeros_from, others=others, evidence=evidence)
 
 
 def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:

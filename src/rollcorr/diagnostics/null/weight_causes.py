@@ -122,7 +122,10 @@ def name_causes(
     of_weights = known and fading.ratio < WEIGHTS_FADE and context.share >= WEIGHTS_CONTEXT
     if fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely) and not of_weights:
         found = _fading_causes(times, fading, evidence, repeats=excess.repeats)
-        return [finding for finding in found if other_prompt or finding.code != "template"]
+
+        # Without another prompt as the likelier one, a stale cache is not what is left: weights fade a little too.
+        if other_prompt or found[0].code != "template":
+            return [finding for finding in found if other_prompt or finding.code != "template"]
 
     if known:
         evidence |= {"context_share": context.share, "context_share_error": context.error}
