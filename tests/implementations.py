@@ -97,7 +97,7 @@ def last_digits(name: str | None = None) -> float:
 def under_test(name: str) -> Iterator[Runs]:
     """Make `impl="auto"` select this implementation if it accepts the batch, and record fallbacks."""
     runs = Runs(name)
-    fastest, original = kernels._fastest, kernels.torch_correction
+    fastest, original = kernels._fastest_implementation, kernels.torch_correction
 
     def chosen(batch: Batch, config: RolloutCorrectionConfig) -> str:
         reason = refusal(name, batch, config)
@@ -114,13 +114,13 @@ def under_test(name: str) -> Iterator[Runs]:
             runs.own += 1
         return original(batch, config, reduce=reduce, **options)
 
-    kernels._fastest, kernels.torch_correction = chosen, noted
+    kernels._fastest_implementation, kernels.torch_correction = chosen, noted
     _current.append(runs)
     try:
         yield runs
     finally:
         _current.pop()
-        kernels._fastest, kernels.torch_correction = fastest, original
+        kernels._fastest_implementation, kernels.torch_correction = fastest, original
 
 
 def refusal(name: str, batch: Batch, config: RolloutCorrectionConfig) -> str | None:

@@ -57,21 +57,21 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 593,
-    "config": 1504,
-    "core": 1463,
-    "correction": 1232,
+    "cli": 601,
+    "config": 1652,
+    "core": 1481,
+    "correction": 1234,
     "demo": 171,
     "diffusion": 490,
-    "engines": 1834,
-    "integrations": 1585,
+    "engines": 1877,
+    "integrations": 1600,
     "kernels": 3528,
     "layouts": 137,
     "monitor": 989,
-    "rollout_log": 2003,
+    "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3105,
+    "train": 3135,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 
@@ -209,7 +209,7 @@ def test_no_value_is_read_on_the_device_path():
     allowed = {
         ("mergeable_statistics.py", "read"),
         ("boundary.py", "check_cu_seqlens"),
-        ("boundary.py", "_first"),  # arrays of numpy
+        ("boundary.py", "_first_bad"),  # arrays of numpy
         ("sampling.py", "check_kept_sets"),
     }
     reads = set()

@@ -10,12 +10,12 @@ A block marked `recipe=NAME` contains lines under headers that name their place:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,14 +63,17 @@ def apply(edits: list[tuple[str, str, str, str]], source: Path) -> None:
             path.write_text(lines, encoding="utf-8")
             continue
         text = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        (start,) = [i for i, line in enumerate(text) if re.match(rf"(#define |static \w+ )?{place}\b(\(| =|:)", line)]
+        (start,) = [
+            i for i, line in enumerate(text) if re.match(rf"(#define |def |static \w+ )?{place}\b(\(| =|:)", line)
+        ]
         end = start
         if how == "instead of":
             del text[start]
         elif how == "in":
-            # A macro goes on from line to line; a table or a function ends with a bracket of its own line.
+            # A macro goes on from line to line; a table, or what Python returns, ends with a bracket of its own line.
             macro = text[start].endswith("\\\n")
-            end = start + 1 if macro else next(i for i in range(start, len(text)) if text[i] in (")\n", "}\n"))
+            ends = (")\n", "}\n", "    )\n") if text[start].startswith("def ") else (")\n", "}\n")
+            end = start + 1 if macro else next(i for i in range(start, len(text)) if text[i] in ends)
         path.write_text("".join((*text[:end], lines, *text[end:])), encoding="utf-8")
 
 
@@ -83,7 +86,8 @@ def source(tmp_path) -> Path:
 
 
 def run(code: str, source: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(source)}
+    path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", BATCH + code], env=environment, cwd=source, capture_output=True, text=True
     )
@@ -128,16 +132,56 @@ assert "does not compute the row 'long_sequences'" in said and "use impl='auto' 
     )
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no gcc")
-def test_the_recipe_for_a_metric_of_the_compiled_kernel(source):
-    apply(recipe("metric"), source)
-    apply(recipe("metric", "c"), source)
+def build(source: Path) -> None:
+    """Compile the C kernel of the copy, and remove the libraries that were built before."""
     without_libraries(source)
     folder = source / CPU
-    flags = ["-std=gnu11", "-O1", "-fvisibility=hidden", "-pthread", "-shared", "-fPIC"]
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Werror", "-fvisibility=hidden", "-pthread", "-shared", "-fPIC"]
     command = [COMPILER, *flags, folder / "correction.c", "-o", folder / "correction_portable.so", "-lm"]
     subprocess.run(command, check=True)
-    run(METRIC + 'assert metrics("decoupled_token_is", "cpu")["long_fraction"] == 0.5', source)
+
+
+TOKEN_SUM = """
+from rollcorr.core.metric_registry import METRICS
+
+assert METRICS["k2_kl"].healthy.warn_above == 0.1
+generator = torch.Generator().manual_seed(0)
+width, spreads = (530, (0.2, 4.0)) if "triton" in IMPLEMENTATIONS else (1100, (1e-3, 0.2, 0.8, 4.0, 1e3))
+mask, rollout = torch.ones(2, width).bool(), torch.randn(2, width, generator=generator).sub(3).clamp(max=0)
+for spread in spreads:
+    for missing in (False, True):
+        train = rollout + spread * torch.randn(2, width, generator=generator)
+        if missing:
+            train[0, 5], train[0, 520], train[1, 7], mask[1, -40:] = -torch.inf, torch.nan, torch.inf, False
+        used = mask & train.isfinite()
+        wanted = (train.double() - rollout.double())[used].square().mean().item() / 2
+        for impl in IMPLEMENTATIONS:
+            found = correct(train, rollout, mask, impl=impl, densities=True).metrics(prefix="")["k2_kl"]
+            assert abs(found - wanted) <= 2e-6 * wanted, (impl, spread, missing, found, wanted)
+"""
+
+
+@pytest.mark.parametrize(
+    "implementations",
+    [
+        ("reference", "torch"),
+        pytest.param(("cpu",), marks=pytest.mark.skipif(COMPILER is None, reason="no gcc")),
+        pytest.param(("triton",), marks=pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")),
+    ],
+    ids="+".join,
+)
+def test_the_recipe_for_a_token_sum(source, implementations):
+    """Blocks are quiet, regular, any other, or beyond float32 sums; with missing tokens and probability zero."""
+    edits = recipe("token_sum") + recipe("token_sum", "c")
+    assert len({name for name, *_ in edits}) <= 8
+    apply(edits, source)
+    code = ""
+    if implementations == ("cpu",):
+        # One build serves the other recipe of the compiled kernel too.
+        apply(recipe("metric") + recipe("metric", "c"), source)
+        build(source)
+        code = METRIC + 'assert metrics("decoupled_token_is", "cpu")["long_fraction"] == 0.5\n'
+    run(f"{code}IMPLEMENTATIONS = {implementations}\n{TOKEN_SUM}", source)
 
 
 @with_and_without_the_c_kernel
@@ -177,17 +221,24 @@ assert metrics(narrow)["rollout_rs_masked_fraction"] == 0.4
     run(code, source)
 
 
-def command(source: Path, *arguments: object, codes: tuple[int, ...] = (0,)) -> str:
-    """Run `rollcorr` on the copy; return its output."""
-    program = [sys.executable, "-m", "rollcorr", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(program, env=environment, cwd=source, capture_output=True, text=True)
-    assert done.returncode in codes, done.stdout + done.stderr
-    return done.stdout
+# One process runs all commands of a recipe: importing torch takes longer than a command.
+COMMAND = """
+import contextlib, io, json, pathlib, sys
+from rollcorr.cli import main
 
+def command(*arguments, codes=(0,)):
+    sys.argv, shown, code = ["rollcorr", *map(str, arguments)], io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(shown):
+            main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    assert code in codes, shown.getvalue()
+    return shown.getvalue()
 
 ONE_STEP = ["recipe=grpo", "model.path=demo", "steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2"]
-ONE_STEP += ["rollout.max_new_tokens=4", "log.null=0", "checkpoint.every=1"]
+ONE_STEP += ["rollout.max_new_tokens=4", "log.null=0", "checkpoint.every=1", "run_dir=run"]
+"""
 
 
 def test_the_recipe_for_a_rule(source):
@@ -208,9 +259,10 @@ assert "old_weights" not in {finding.code for finding in health({**batch, "engin
 
 def test_the_recipe_for_a_sink(source):
     apply(recipe("sink"), source)
-    command(source, "train", *ONE_STEP, "log.sinks=[csv]", "run_dir=run")
-    assert "1,reward/mean," in (source / "run" / "metrics.csv").read_text(encoding="utf-8")
     code = """
+command("train", *ONE_STEP, "log.sinks=[csv]")
+assert "1,reward/mean," in open("run/metrics.csv").read()
+
 from rollcorr import Monitor
 
 with Monitor("runs/watched", "tis", sinks=["csv"]) as monitor:
@@ -218,30 +270,35 @@ with Monitor("runs/watched", "tis", sinks=["csv"]) as monitor:
     monitor.step()
 assert "rollout_corr/k3_kl" in open("runs/watched/metrics.csv").read()
 """
-    run(code, source)
+    run(COMMAND + code, source)
 
 
 def test_the_recipe_for_an_engine(source):
     apply(recipe("engine"), source)
-    command(source, "train", *ONE_STEP, "rollout.engine=single_precision", "run_dir=run")
-    policy = next((source / "run" / "checkpoints").rglob("config.json")).parent
-    (source / "prompts.txt").write_text("1+2=?\n3+4=?\n" * 8, encoding="utf-8")
-    sampling = ["--prompts", "prompts.txt", "--max-new-tokens", 4, "-o", "null.json"]
-    shown = command(source, "null", "--engine", "single_precision", "--model", policy, *sampling)
-    assert shown.startswith("null.json: 256 sequences")
+    code = """
+command("train", *ONE_STEP, "rollout.engine=single_precision")
+policy = next(pathlib.Path("run/checkpoints").rglob("config.json")).parent
+pathlib.Path("prompts.txt").write_text("1+2=?\\n3+4=?\\n" * 8)
+sampling = ["--prompts", "prompts.txt", "--max-new-tokens", 4, "-o", "null.json"]
+shown = command("null", "--engine", "single_precision", "--model", policy, *sampling)
+assert shown.startswith("null.json: 256 sequences"), shown
+"""
+    run(COMMAND + code, source)
 
 
 def test_the_recipe_for_a_dump(source):
     """The two policies differ by 0.01 nats in every second token."""
     apply(recipe("dump"), source)
-    rows = (
-        {"step": row // 32, "sampler_logps": [-1.0] * 64, "trainer_logps": [-1.01, -1.0] * 32} for row in range(256)
-    )
-    (source / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    code = """
+values = {"sampler_logps": [-1.0] * 64, "trainer_logps": [-1.01, -1.0] * 32}
+rows = (json.dumps({"step": row // 32, **values}) for row in range(256))
+pathlib.Path("steps.jsonl").write_text("\\n".join(rows))
 
-    command(source, "null", "steps.jsonl", "-o", "null.json")
-    command(source, "import", "steps.jsonl", "-o", "log.parquet")
-    for log in ("steps.jsonl", "log.parquet"):
-        assert command(source, "check", log, "--null", "null.json").startswith("healthy  256 sequences")
-    command(source, "advise", "steps.jsonl", "--null", "null.json", codes=(0, 1, 3))
-    command(source, "calibrate", "null.json", codes=(0, 1, 3))
+command("null", "steps.jsonl", "-o", "null.json")
+command("import", "steps.jsonl", "-o", "log.parquet")
+for log in ("steps.jsonl", "log.parquet"):
+    assert command("check", log, "--null", "null.json").startswith("healthy  256 sequences")
+command("advise", "steps.jsonl", "--null", "null.json", codes=(0, 1, 3))
+command("calibrate", "null.json", codes=(0, 1, 3))
+"""
+    run(COMMAND + code, source)

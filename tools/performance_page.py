@@ -46,7 +46,7 @@ def performance_page(generated: str, table: Table) -> str:
 
 {generated}
 
-For everyone who asks what a correction costs: log-probs and a mask go in; weights, a loss mask and statistics come out.
+The time and memory of a correction, and of log-probs without logits.
 
 ```bash
 make bench                               # measure
@@ -59,9 +59,10 @@ make docs                                # write this page from it
 {_provenance(result)}
 
 The configuration is token weights truncated at 2 and `seq_mean_k3` at 0.01. Every metric is read on the host unless a
-row names other ones; verl's helper computes its 43. Log-probs are float32, the mask is bool. Responses have 1,024 to
-8,192 tokens of 8,192 ("padded": 9/16 are tokens), the same tokens packed, or all 8,192 ("dense"). M is 1,048,576. All
-contenders take turns in one process, {_runs(result["seconds"])} times, so that a disturbance hits all of them.
+row says otherwise; verl's helper computes its 43 metrics. Log-probs are float32, the mask is bool. "Padded" responses
+have 1,024 to 8,192 tokens of 8,192, "packed" responses are the same without padding, "dense" ones all have 8,192. M is
+1,048,576. All contenders take turns in one process, {_runs(result["seconds"])} times, so disturbances affect
+all of them.
 
 {_second(result)}
 
@@ -75,53 +76,55 @@ contenders take turns in one process, {_runs(result["seconds"])} times, so that 
 
 {_targets(result, table)}
 
-At 1 M tokens every batch stays in the last-level cache between runs. {_growth(result["seconds"])} So the ratios at 1
-M tokens say as much about the machine as about the kernel, whose time is arithmetic. A call and `.metrics()` add
-about 0.1 ms of Python to any batch.
+At 1 M tokens every batch stays in the last-level cache between runs. {_growth(result["seconds"])} So ratios at 1 M
+tokens depend on the machine as much as on the kernel, which is limited by arithmetic. A call and `.metrics()` add about
+0.1 ms of Python.
+
+## Share of a training step
+
+{_share()}
 
 ## Operations, waits and bytes
 
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
-wait stops the queue until a value has reached the host. Bytes are read and written, in memory or cache; torch does
-not see the reads of compiled C, which reads 9 per token and writes 5. `tests/kernels/test_correction_counts.py` checks
-these counts, and that memory grows by the outputs and less than a tenth.
+wait blocks the queue until a value has reached the host. Bytes are read or written, in memory or cache.
+torch's profiler does not count compiled C, which reads 9 bytes per token and writes 5.
+`tests/kernels/test_correction_counts.py` checks these counts.
 
 {_counts(result["counts"], table)}
 
 ## How it works
 
-*One read.* Tokens are read once, in blocks that stay in cache. Each block leaves counts, sums of d, d², expm1(d) and
-weights, and the extremes of d. All metrics and the decisions about sequences follow from these; the largest k2 and k3
-do, because both are convex in d.
+*One read.* Tokens are read once, in blocks that stay in cache. Each block gives counts, sums of d (the log-ratio), d²,
+expm1(d) and weights, and the extremes of d. All metrics and the decisions about sequences follow from these numbers.
 
-*Lower limit.* Weights and a mask move 14 bytes per token, metrics only 9. The lower limit is a copy of the same
-bytes. Fresh memory costs several times the arithmetic, so reuse buffers with `out=`.
+*Lower limit.* The lower limit is a copy of the same bytes: 14 per token for weights and a mask, 9 for metrics only.
+Fresh memory costs several times the arithmetic, so reuse buffers with `out=`.
 
-*Compiled C* (`impl="cpu"`, which `"auto"` takes if installation found a C compiler) works on 512 tokens at a time in
-float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if it is valid
-throughout, no log-ratio is beyond ±1 nat, no |log μ| is above 15, and no bound on a token acts. One loop without masks
-takes 2,048 such tokens, in some 60 AVX-512 instructions for each 16. Any other block is read again, step by step, while
-it is in cache. The threads stay between calls. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
-`make test-arm` compiles it for arm64; it has run on x86-64 only.
+*Compiled C* (`impl="cpu"`, which `"auto"` selects if installation found a C compiler) processes 512 tokens at a time in
+float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if all tokens are
+valid, no log-ratio is beyond ±1 nat, no |log μ| is above 15, and no bound applies to a token. Quiet blocks
+take one loop without masks, about 60 AVX-512 instructions per 16 tokens. Other blocks are read again from
+the cache. A thread pool persists between calls. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
+It has run on x86-64 only; `make test-arm` compiles it for arm64.
 
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
-blocks, and runs no operation in threads of its own. Masks are float64 too, because eager torch sums numbers several
-times as fast as bools. A block takes some 140 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
+blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
+operations and four exponentials, at 0.2 to 0.5 ns per token each. The
 torch rows above are of an earlier second path for host memory. The general one takes 3.8 to 4.3 times as long at 8 M
 tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so 6 to 9 × verl.
 
 ## On a GPU
 
-`impl="triton"` is three launches and no wait. `"auto"` takes it after [a probe](correction.md#proof-on-a-gpu) on the
-machine.
+`impl="triton"` makes three launches and no wait. `"auto"` selects it after [a
+proof](correction.md#proof-on-a-gpu) on the machine.
 
-The first launch reads the tokens: one warp per program, 512 tokens at a time, at most 4,096. A *regular* block, all
-valid and within ±2.75 nats, costs 53 to 57 instructions per token on sm_90 (63 in bfloat16 with an int64 mask), any
-other block 135 to 170, and a program 1,100 more. A thread takes 128 registers, or 136 to count ranges.
-On sm_100 the assembler takes 128 to 168, by the version of Triton, and a token of a regular block costs 43 to 60.
-`tests/kernels/triton_compilation.py cuda:90` counts this in the machine code.
+The first launch reads the tokens: one warp per program, 512 tokens at a time, at most 4,096. A *regular* block has only
+valid tokens within ±2.75 nats. On sm_90 it costs 53 to 57 instructions per token (63 in bfloat16 with an
+int64 mask), on sm_100 43 to 60. Any other block costs 135 to 170. `tests/kernels/triton_compilation.py
+cuda:90` counts instructions in the machine code.
 
-The second launch decides about sequences. torch would need 104 to 274 launches for that
+The second launch decides about sequences. torch would need 104 to 274 launches for these decisions
 (`tests/kernels/test_decision_copies.py`), 0.3 to 1.4 ms at 2.5 to 5 µs each.
 
 {gpu_section(table)}
@@ -132,16 +135,63 @@ make gpu             # on a machine with one GPU, and no network: under 9 minute
 make gpu-dry         # the same script on the CPU, to see that it runs
 ```
 
-The script first proves the kernels: recorded cases and 200 random batches against float64, a sequence of more than
-2³¹ tokens, two runs with equal bits, a step of every mode with waiting forbidden, and 100 replays of a captured
-graph. Each stage is its own process, so a failure leaves the rest.
+The script first tests the kernels: recorded cases and 200 random batches against float64, a sequence of more than
+2³¹ tokens, two runs with equal bits, a step of every mode with waits forbidden, and 100 replays of a captured
+graph. Each stage is a separate process, so the others continue after a failure.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
 one criterion, 248 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
-takes `correct` and every `policy_loss` as one graph (torch 2.6 is too old), and on CUDA tensors neither reads a
-value. On the CPU, inductor's float64 takes at least ten times as long as eager torch.
+compiles `correct` and every `policy_loss` into one graph without waits (torch 2.6 is too old). On the CPU, inductor's
+float64 takes at least ten times as long as eager torch.
+
+## Log-probs without logits
+
+{_without_logits(table)}
 
 Where to go next: [what a correction computes](correction.md), [limits](limits.md)."""
+
+
+def _without_logits(table: Table) -> str:
+    """`linear_log_prob` against other implementations, from the results of benchmarks/linear_logprob.py --save."""
+    paths = RESULTS.glob("linear_logprob_cpu_float32_*.json")
+    results = sorted((json.loads(path.read_text(encoding="utf-8")) for path in paths), key=lambda of: of["vocabulary"])
+    rows = []
+    for name in results[0]["seconds"]:
+        cells = []
+        for result in results:
+            megabytes = result["peak_bytes"][name] / 1e6
+            size = f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.1f}"
+            cells += [f"{result['seconds'][name]['cpu']:.3g}", size]
+        rows.append((name, *cells))
+    first = results[0]
+    header = [column for of in results for column in (f"CPU s, {of['vocabulary']:,} ids", "MB")]
+    return f"""[`linear_log_prob`](../guides/linear_logprob.md) and other implementations, forward and backward:
+{first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
+columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
+chunked form computes at least four matrix products, the first row. The head's gradient needs 134 or 622 MB; "added to a
+gradient" reuses an existing buffer, except in the masked softmax.
+
+{table(("", *header), rows)}
+
+{first["device"]}, torch {first["torch"]}, {first["date"]}: `{first["command"]}` and
+`{results[1]["command"]}`.
+`--device cuda` measures a GPU."""
+
+
+def _share() -> str:
+    """The correction's share of a step of the reference trainer."""
+    result = json.loads((RESULTS / "step_share_cpu.json").read_text(encoding="utf-8"))
+    result |= {
+        "millions": result["parameters"] / 1e6,
+        "own": result["correction_bytes"] / 2**20,
+        "whole": result["step_bytes"] / 2**20,
+    }
+    text = """A step of the reference trainer: {rows} responses, {tokens:,} tokens, a model of {millions:.1f} M
+parameters. The correction and all of its metrics take {correction_cpu_ms} of {step_cpu_ms:,.0f} ms of CPU time,
+**{time_share:.3%}**, and {own:.2f} of {whole:,.0f} MiB, **{memory_share:.3%}**: outputs and temporary tensors, counted
+where torch dispatches. A larger model makes both shares smaller. verl's guide of October 2025 says 1 to 3 % of compute
+and about 1 % of memory. `{command}`: {device}, {threads} thread, torch {torch}, {date}, commit {commit}."""
+    return text.format(**result)
 
 
 def _provenance(result: dict[str, Any]) -> str:

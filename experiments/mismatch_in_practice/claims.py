@@ -196,7 +196,7 @@ CLAIMS = (
     Claim(
         "3",
         "Truncated sequence weights have a bias of order T (1 + χ²) / C (Table 1).",
-        {"laboratory": laboratory.order("sequence, truncated", "bias, of C", "bias, of T at one χ²")},
+        {"laboratory": laboratory.order("sequence, truncated", "bias, of C", "bias, of T at fixed χ²")},
     ),
     Claim(
         "3",

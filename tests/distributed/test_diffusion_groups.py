@@ -5,8 +5,8 @@ from __future__ import annotations
 import diffusion_ranks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from diffusion_ranks import CASES, MODES, SHARDS, SIZE, cases
+from processes import start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 def results(tmp_path_factory):
     """Results of each rank, from one start of four processes."""
     path = tmp_path_factory.mktemp("diffusion")
-    mp.start_processes(diffusion_ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
+    start_ranks(diffusion_ranks.run, path, SIZE)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 

@@ -13,7 +13,7 @@ from rollcorr.core.detail_rows import BINS, TOP
 from rollcorr.correction.denominators import count_denominators, sum_denominators
 from rollcorr.correction.process_groups import (
     BLOCK,
-    _buckets,
+    _split_into_buckets,
     filled_blocks,
     gather_slices,
     sum_gradients,
@@ -132,8 +132,9 @@ def test_gradients_of_several_dtypes_are_summed_and_missing_ones_stay_missing(al
 
 def test_gradients_travel_in_buckets_of_a_bounded_size():
     tensors = [torch.zeros(n) for n in (3, 2, 9, 1, 1, 1, 1)]  # four bytes an entry
-    assert [[x.numel() for x in bucket] for bucket in _buckets(tensors, limit=12)] == [[3], [2], [9, 1], [1, 1, 1]]
-    assert list(_buckets([])) == []
+    buckets = _split_into_buckets(tensors, limit=12)
+    assert [[x.numel() for x in bucket] for bucket in buckets] == [[3], [2], [9, 1], [1, 1, 1]]
+    assert list(_split_into_buckets([])) == []
 
 
 def test_detail_names_tokens_by_what_the_caller_says():

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import ranks
 import torch
-import torch.multiprocessing as mp
+from processes import start_ranks
 from ranks import CONFIGS, IMPLEMENTATIONS, LOSSES, MICRO_BATCHES, SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 def results(tmp_path_factory):
     """Results of each rank by scenario, from one start of four processes."""
     path = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
+    start_ranks(ranks.run, path, SIZE)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 

@@ -3,7 +3,7 @@
 import mismatched_ranks
 import pytest
 import torch
-import torch.multiprocessing as mp
+from processes import start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 def errors(tmp_path_factory):
     """Errors of each rank by scenario, from one start."""
     path = tmp_path_factory.mktemp("mismatched")
-    mp.start_processes(mismatched_ranks.run, args=(str(path),), nprocs=mismatched_ranks.SIZE, start_method="spawn")
+    start_ranks(mismatched_ranks.run, path, mismatched_ranks.SIZE)
     return [torch.load(path / f"{rank}.pt") for rank in range(mismatched_ranks.SIZE)]
 
 

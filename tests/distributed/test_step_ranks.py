@@ -6,7 +6,7 @@ import diffusion_ranks
 import pytest
 import step_ranks
 import torch
-import torch.multiprocessing as mp
+from processes import start_ranks
 from step_ranks import CONFIGS, PLAIN, REGULARIZED, SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
@@ -17,7 +17,7 @@ WRAPPERS = ["plain", "DDP", "FSDP2", "accelerate"]
 def results(tmp_path_factory):
     """Results of each rank, from one start of two processes."""
     path = tmp_path_factory.mktemp("steps")
-    mp.start_processes(step_ranks.run, args=(str(path), 0), nprocs=SIZE, start_method="spawn")
+    start_ranks(step_ranks.run, path, SIZE, 0)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import vocabulary_ranks as ranks
+from processes import start_ranks
 from vocabulary_ranks import FORMS, SIZE, SLICES
 
 from rollcorr.kernels.linear_logprob import linear_log_prob
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
+    start_ranks(ranks.run, path, SIZE)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 

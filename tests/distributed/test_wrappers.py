@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import wrapper_ranks
+from processes import start_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,7 @@ pytestmark = [
 def results(tmp_path_factory):
     """Results of each rank, from one start of three processes."""
     path = tmp_path_factory.mktemp("wrappers")
-    mp.start_processes(wrapper_ranks.run, args=(str(path),), nprocs=SIZE, start_method="spawn")
+    start_ranks(wrapper_ranks.run, path, SIZE)
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 

@@ -187,8 +187,8 @@ def test_a_failed_update_leaves_the_previous_weights_in_place(micro_policy):
     class Halved(CTranslate2Engine):
         broken = False
 
-        def _copy(self, model):
-            twin = super()._copy(model)
+        def _copy_to_cpu(self, model):
+            twin = super()._copy_to_cpu(model)
             if self.broken:
                 with torch.no_grad():
                     twin.model.norm.weight.mul_(0.5)
@@ -240,8 +240,8 @@ def test_a_lost_parameter_is_noticed_under_any_rounding(micro_policy):
     class Frozen(CTranslate2Engine):
         lost: ClassVar[dict[str, torch.Tensor]] = {}
 
-        def _copy(self, model):
-            twin = super()._copy(model)
+        def _copy_to_cpu(self, model):
+            twin = super()._copy_to_cpu(model)
             for name, parameter in twin.named_parameters():
                 parameter.data = self.lost.get(name, parameter.data)
             return twin

@@ -59,8 +59,8 @@ class TestTransformersInFloat32(TestTransformers):
 class ForgetfulCTranslate2(CTranslate2Engine):
     forgotten = None
 
-    def _copy(self, model):
-        twin = super()._copy(model)
+    def _copy_to_cpu(self, model):
+        twin = super()._copy_to_cpu(model)
         if self.forgotten is not None:
             with torch.no_grad():
                 dict(twin.named_parameters())[self.forgotten].copy_(self.export_weights()[self.forgotten])

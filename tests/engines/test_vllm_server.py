@@ -193,13 +193,13 @@ def test_a_server_that_comes_back_paused_is_resumed_by_the_load_of_the_weights_i
         engine = make_engine(url, micro_policy, folder=tmp_path / "weights")
         engine.update_weights(micro_policy.model, version=1)
         llm.version = "default"
-        meet = engine._meet
+        meet = engine._read_server_properties
 
         def paused_meanwhile():
             answer.is_paused = True
             meet()
 
-        engine._meet = paused_meanwhile
+        engine._read_server_properties = paused_meanwhile
         assert engine.generate(PROMPTS, seed=0).sampling.policy_version == 1
         assert not answer.is_paused
 

@@ -2,7 +2,9 @@
 
 import errno
 import math
+import re
 from contextlib import ExitStack
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
 from rollcorr.config import InertOptionWarning
+from rollcorr.config.documents import BadInputError
+from rollcorr.diagnostics import check_logs
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
 from rollcorr.run_directory import read_metrics
 
@@ -230,6 +234,20 @@ def test_the_log_says_which_engine_sampled_and_with_which_settings(tmp_path, mon
     assert {row.get("policy_versions") for row in rows} == {None}
 
 
+def test_lines_that_check_prints_log_both_log_probs(tmp_path, monkeypatch):
+    class TwoSteps(StandInTrainer):
+        def train(self, steps=2):
+            super().train(steps)
+
+    with pytest.raises(BadInputError, match="in place of trainer") as error:
+        check_logs(["TRL"])
+    lines = dedent("\n".join(re.findall(r"^    .*$", str(error.value), re.MULTILINE)))
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {"trainer": TwoSteps()})
+    tokens = int(recorded_batch()["completion_mask"].sum())
+    assert check_logs(["run"]).metrics["rollout_corr/token_count"] == 2 * tokens
+
+
 @pytest.mark.parametrize("generation", [None, SimpleNamespace(), SimpleNamespace(engine=object())])
 def test_a_sampler_without_a_spec_leaves_the_settings_out(tmp_path, watched, generation):
     trainer, monitor = watched(tmp_path, monitor={"rollouts": RolloutSample()})
@@ -302,7 +320,9 @@ def test_a_monitor_that_does_not_go_on_where_the_trainer_does_is_refused(tmp_pat
 
 
 def test_a_monitor_of_other_ranks_is_refused(tmp_path, monkeypatch, watched):
-    monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer._group", lambda: torch.distributed.group)
+    monkeypatch.setattr(
+        "rollcorr.integrations.trl.corrected_trainer._group_of_all_ranks", lambda: torch.distributed.group
+    )
     monkeypatch.setattr(torch.distributed.group, "size", lambda: 2, raising=False)
     with pytest.raises(ValueError, match="has 2 ranks and the Monitor counts 1: make it after the trainer"):
         watched(tmp_path)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import trl_ranks
+from processes import start_ranks
 
 from rollcorr.run_directory import read_metrics
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(trl_ranks.run, args=(str(path),), nprocs=2, start_method="spawn")
+    start_ranks(trl_ranks.run, path, 2)
     return path
 
 

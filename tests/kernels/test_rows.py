@@ -64,14 +64,14 @@ def test_a_compiled_kernel_that_lacks_a_row_says_which(monkeypatch):
     monkeypatch.setattr(kernel, "library", lambda level=None: lib)
     monkeypatch.setattr("rollcorr.kernels.correction.dispatch.library", lambda: lib)
     config = configuration(rollout_token_veto_threshold=2e-3)
-    kernel._why_incomplete.cache_clear()
+    kernel._missing_rows_reason.cache_clear()
     assert correction_kernel(*batch(), config).statistics.sum("vetoed_sequences") == 0
     with pytest.raises(ValueError, match=r"does not compute the row 'vetoed_sequences' .*; use impl='auto' or 'torch'"):
         correction_kernel(*batch(), config, impl="cpu")
     usable, note = implementations()["cpu"]
     assert not usable
     assert "'vetoed_sequences'" in note
-    kernel._why_incomplete.cache_clear()
+    kernel._missing_rows_reason.cache_clear()
 
 
 def test_auto_takes_the_reference_where_torch_lacks_a_row_and_torch_by_name_says_which(monkeypatch):
@@ -79,7 +79,7 @@ def test_auto_takes_the_reference_where_torch_lacks_a_row_and_torch_by_name_says
         Computed({}, {}, {}).statistics(configuration(), "torch")
 
     monkeypatch.setattr(dispatch, "torch_correction", lacking)
-    monkeypatch.setattr(dispatch, "_fastest", lambda batch, config: "torch")
+    monkeypatch.setattr(dispatch, "_fastest_implementation", lambda batch, config: "torch")
     whole = correction_kernel(*batch(), configuration(), impl="reference")
     assert correction_kernel(*batch(), configuration()).statistics.sum("tokens") == whole.statistics.sum("tokens") == 6
     out = None, torch.zeros(2, 3, dtype=torch.bool)

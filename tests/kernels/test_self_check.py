@@ -187,7 +187,7 @@ def batch_on_a_device(monkeypatch):
 def test_auto_takes_triton_on_a_device_where_it_agrees(monkeypatch, agrees, taken):
     asked = []
     monkeypatch.setattr(dispatch.self_check, "is_verified", lambda device: asked.append(device) or agrees)
-    assert dispatch._fastest(batch_on_a_device(monkeypatch), configuration()) == taken
+    assert dispatch._fastest_implementation(batch_on_a_device(monkeypatch), configuration()) == taken
     assert asked == [torch.device("cuda", 0)]
 
 
@@ -195,7 +195,7 @@ def test_a_batch_that_the_kernels_do_not_take_needs_no_verdict(monkeypatch):
     batch = batch_on_a_device(monkeypatch)
     monkeypatch.setattr(dispatch.triton, "why_not", lambda *_: "rollout_is_floor is 0.5")
     monkeypatch.setattr(dispatch.self_check, "is_verified", lambda device: pytest.fail("was asked"))
-    assert dispatch._fastest(batch, configuration()) == "torch"
+    assert dispatch._fastest_implementation(batch, configuration()) == "torch"
 
 
 def test_while_a_graph_is_captured_nothing_is_verified(monkeypatch):

@@ -50,7 +50,7 @@ def test_odd_values_warn_of_nothing(odd):
 def test_readers_leave_the_number_of_threads(fails, threads):
     """A reader has one thread; its caller, and a thread that begins later, keep their number of threads."""
     threads(3)
-    blocks._readers.cache_clear()
+    blocks._thread_pool.cache_clear()
     seen = []
 
     def read(block):

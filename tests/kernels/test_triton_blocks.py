@@ -20,7 +20,7 @@ import triton.language as tl
 from test_triton_kernel import assert_close, run
 
 from rollcorr.kernels.correction.triton.plan import limits_of, plan_of
-from rollcorr.kernels.correction.triton.token_pass import BLOCK, _how_regular, tokens_at
+from rollcorr.kernels.correction.triton.token_pass import BLOCK, _regularity, tokens_at
 
 # The interpreter computes with numpy, which reports infinities that a selection afterwards drops.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -68,7 +68,7 @@ def how_regular(train, rollout, mask, found, limits, PLAN: tl.constexpr):
     local, _ = tokens_at(0, 0, BLOCK, BLOCK // 128, 32, 0)
     pi, mu = tl.load(train + local), tl.load(rollout + local)
     shift = tl.zeros([32], dtype=tl.float32)
-    tl.store(found, _how_regular(pi, mu, tl.load(mask + local), shift, limits, PLAN))
+    tl.store(found, _regularity(pi, mu, tl.load(mask + local), shift, limits, PLAN))
 
 
 @pytest.mark.parametrize("kind", WAYS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grid_ranks
 import pytest
 import torch
-import torch.multiprocessing as mp
+from processes import start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -16,7 +16,7 @@ RANKS = grid_ranks.DATA_RANKS * grid_ranks.CONTEXT_RANKS
 def folder(tmp_path_factory):
     """Where four processes have run every scenario, in one start."""
     path = tmp_path_factory.mktemp("grid")
-    mp.start_processes(grid_ranks.run, args=(str(path),), nprocs=RANKS, start_method="spawn")
+    start_ranks(grid_ranks.run, path, RANKS)
     return path
 
 

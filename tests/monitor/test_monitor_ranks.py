@@ -7,8 +7,8 @@ import math
 import monitor_ranks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from fault_cases import faults_of
+from processes import start_ranks
 
 from rollcorr import read_run
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 def folder(tmp_path_factory):
     """Where three processes have run every scenario, in one start."""
     path = tmp_path_factory.mktemp("monitors")
-    mp.start_processes(monitor_ranks.run, args=(str(path),), nprocs=monitor_ranks.SIZE, start_method="spawn")
+    start_ranks(monitor_ranks.run, path, monitor_ranks.SIZE)
     return path
 
 

@@ -182,7 +182,7 @@ def test_levels_are_decoded_in_every_compression(tmp_path, monkeypatch, codec, v
     whole = pq.read_table(write_log(tmp_path / "sound.parquet"))
     pq.write_table(whole, tmp_path / "log.parquet", compression=codec, data_page_version=version)
     rows = rows_of(tmp_path / "log.parquet")
-    monkeypatch.setattr(parquet_module, "_BATCH_VALUES", 100)
+    monkeypatch.setattr(parquet_module, "_MAX_BATCH_VALUES", 100)
     batches = list(read_rollout_log(tmp_path / "log.parquet", columns=["rollout_log_prob"]))
     assert [len(batch) for batch in batches] == [2] * 12
     assert rows_of(tmp_path / "log.parquet") == rows

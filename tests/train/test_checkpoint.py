@@ -356,7 +356,7 @@ def test_a_failure_that_is_not_the_disks_keeps_its_own_message(toy):
     assert names(toy.directory) == []
 
 
-def test_a_manifest_says_step_bytes_and_digest_of_every_file(toy):
+def test_a_manifest_lists_step_size_and_digest(toy):
     path = toy.save(4)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["step"] == 4

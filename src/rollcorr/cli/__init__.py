@@ -66,7 +66,7 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _end_cleanly)
+            signal.signal(number, _exit_on_signal)
     try:
         app()
     except Exception as error:
@@ -78,6 +78,6 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def _end_cleanly(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """End the process like an error does, so that context managers and exit handlers run."""
     raise SystemExit(128 + number)

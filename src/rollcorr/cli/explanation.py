@@ -49,7 +49,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
         return
-    typer.echo("\n\n".join(_aligned(explanation) for explanation in found))
+    typer.echo("\n\n".join(_align_columns(explanation) for explanation in found))
 
 
 def presets(
@@ -61,7 +61,7 @@ def presets(
     """
     if name is None:
         typer.echo(f"{START_WITH}\n")
-        typer.echo(_aligned({name: preset.description for name, preset in PRESETS.items()}))
+        typer.echo(_align_columns({name: preset.description for name, preset in PRESETS.items()}))
         return
     with exit_on(ValueError):
         fields = preset_fields(name, {})
@@ -82,7 +82,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON ob
         show_installation(terminal(), installation)
 
 
-def _aligned(lines: dict[str, str]) -> str:
+def _align_columns(lines: dict[str, str]) -> str:
     """Return headings and texts in two columns; a text wraps inside its column."""
     width = max(map(len, lines))
     # If the output is not a terminal, such as a pipe, do not wrap.

@@ -13,6 +13,7 @@ import typer
 from rollcorr import diagnostics, engines
 from rollcorr.cli.app import (
     COLUMNS_OPTION,
+    CONFIG_OPTION,
     LIMIT_OPTION,
     check_unused,
     exit_on,
@@ -117,12 +118,12 @@ def measure(
 
     with exit_on(engines.EngineError, unwritten=output):
         check_unused(output, overwrite=overwrite)
-        _check_source(logs or [], engine, model, prompts)
+        _check_one_source(logs or [], engine, model, prompts)
         file_limits, column_names = file_options(limit, columns)
         with TemporaryDirectory() as folder:
             rollouts = Path(folder) / "rollouts.parquet"
             if engine is not None and model is not None and prompts is not None:
-                _sample(
+                _write_sampled_rollouts(
                     rollouts,
                     prompts,
                     engine_option or [],
@@ -157,7 +158,7 @@ def measure(
         typer.echo(f"{'note' if judges else 'warning'}: {remark}", err=not judges)
 
 
-def _check_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
+def _check_one_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
     """Check that there is one complete source of rollouts.
 
     Raises:
@@ -178,7 +179,7 @@ def _check_source(logs: list[Path], engine: str | None, model: str | None, promp
             raise BadInputError(message)
 
 
-def _sample(
+def _write_sampled_rollouts(
     target: Path,
     prompts: Path,
     options: list[str],
@@ -245,7 +246,7 @@ def calibrate_thresholds(
     from rollcorr.diagnostics.report.advice_text import show_calibration, show_noise_table
 
     with exit_on():
-        wanted = _lengths(lengths)
+        wanted = _parse_lengths(lengths)
         if noise:
             if null is not None or output is not None:
                 raise BadInputError("--noise takes neither a null nor a file: it is about normal noise alone")
@@ -281,6 +282,7 @@ def advise_on(
             metavar="FILE", help="What two correct policies differ by here (`rollcorr null`). [default: RUN/null.json]"
         ),
     ] = None,
+    config: Annotated[list[str] | None, CONFIG_OPTION] = None,
     rate: Annotated[float, typer.Option(help="Share of healthy sequences that a rejection may cost.")] = 0.05,
     train_column: Annotated[
         str | None,
@@ -298,9 +300,13 @@ def advise_on(
 ) -> None:
     """Recommend a preset for a log, with thresholds, reasons and YAML to paste; or the repair to make first.
 
+    With --config, also print the overrides that turn your configuration into the recommended one.
+
     Exit codes: 0 a preset, 1 repair something first, 2 bad input, 3 not judged, 130 interrupted.
     """
     share_memory()
+    from rollcorr.config.schemas import as_overrides
+    from rollcorr.diagnostics.log_check import choose_config
     from rollcorr.diagnostics.report.advice_text import show_advice
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.run_directory.durable_files import write_text_durably
@@ -309,6 +315,7 @@ def advise_on(
         check_unused(output, overwrite=overwrite)
         if not 0 < rate < 0.5:
             raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
+        yours = choose_config(settings=config).to_dict() if config else None
         file_limits, column_names = file_options(limit, columns)
         with row_progress() as on_rows:
             result = diagnostics.check_logs(
@@ -328,6 +335,9 @@ def advise_on(
             write_text_durably(output, advice.yaml)
     if output is not None and not advice.yaml:
         typer.echo(f"{output} is not written: there is no configuration to write", err=True)
+    if yours is not None and advice.config is not None:
+        changed = {key: value for key, value in advice.config.to_dict().items() if value != yours[key]}
+        typer.echo(f"over your configuration: {as_overrides(changed) or 'nothing to change'}", err=True)
     if as_json:
         typer.echo(advice.to_json())
     else:
@@ -337,7 +347,7 @@ def advise_on(
     raise typer.Exit(advice.exit_code)
 
 
-def _lengths(text: str) -> list[int]:
+def _parse_lengths(text: str) -> list[int]:
     """Parse comma-separated lengths.
 
     Raises:

@@ -84,12 +84,12 @@ def simulate(
 
             write_figures(result.rows, folder)
 
-    _show(terminal(), result, folder)
+    _print_ranking(terminal(), result, folder)
     if result.interrupted:
         raise typer.Exit(130)
 
 
-_COLUMNS = {
+_COLUMN_OF_HEADING = {
     "direction\nerror": "direction",
     "at\nrandom": "random_direction",
     "\nbias": "bias",
@@ -103,7 +103,7 @@ SHORTEST_NAME = 12
 """Characters of a name that stay, however narrow the terminal is."""
 
 
-def _cell(row: ResultRow, column: str) -> str:
+def _format_cell(row: ResultRow, column: str) -> str:
     if row[column] == "":
         return ""
     number = f"{float(row[column]):.3f}"
@@ -120,7 +120,7 @@ def _is_uncertain(row: ResultRow) -> bool:
     return not row["exact"] and float(row["kept"]) < 0.01
 
 
-def _shortened(name: str, room: int) -> str:
+def _shorten(name: str, room: int) -> str:
     """Return a long name without its middle: options of one estimator often differ at the end."""
     if len(name) <= room:
         return name
@@ -128,7 +128,7 @@ def _shortened(name: str, room: int) -> str:
     return name[: room - 1 - end] + "…" + name[-end:]
 
 
-def _show(console: Console, result: StudyResult, folder: Path) -> None:
+def _print_ranking(console: Console, result: StudyResult, folder: Path) -> None:
     """Print the estimators of a file from best to worst, and the results' folder."""
     from rich.table import Table
 
@@ -141,7 +141,7 @@ def _show(console: Console, result: StudyResult, folder: Path) -> None:
 
         # Numbers keep their width. Names are shortened to the remaining width: the CSV file contains them in full.
         rows.sort(key=lambda row: row["direction"])
-        columns = {header: [_cell(row, column) for row in rows] for header, column in _COLUMNS.items()}
+        columns = {header: [_format_cell(row, column) for row in rows] for header, column in _COLUMN_OF_HEADING.items()}
         widths = [max(map(len, [*header.split("\n"), *cells])) for header, cells in columns.items()]
         numbers = sum(widths) + 2 * (len(widths) + 1)
         console.width = max(console.width, SHORTEST_NAME + numbers)
@@ -150,7 +150,7 @@ def _show(console: Console, result: StudyResult, folder: Path) -> None:
         for header, width in zip(columns, widths, strict=True):
             table.add_column(header, justify="right", width=width, no_wrap=True)
         for row, *cells in zip(rows, *columns.values(), strict=True):
-            table.add_row(_shortened(str(row["estimator"]), room), *cells)
+            table.add_row(_shorten(str(row["estimator"]), room), *cells)
         console.print(table)
         if any(_is_uncertain(row) for row in rows):
             console.print("* less than 1 % of the tokens are kept: too few to measure the bias", soft_wrap=True)

@@ -84,7 +84,7 @@ class Criterion:
             if bound is not None:
                 check_number(f"{self.name} {side} bound", bound, above=0)
 
-        # A ratio has two sides. A divergence is never negative, so only large ones are rejected.
+        # k1 bounds a ratio, on both sides. The other kinds are never negative, and have only an upper bound.
         if self.kind != "k1":
             if self.lower is not None:
                 raise ValueError(f"{self.name} takes one upper bound in nats; got a lower bound {self.lower!r} too")

@@ -29,14 +29,14 @@ MAX_DEPTH = 64
 MAX_INTEGER = 1000
 """Maximum length of an integer, characters."""
 
-_TEXT_KEYS = {"rollout_is_threshold", "rollout_rs_threshold"}
-_TEXT = "tag:yaml.org,2002:str"
-_INTEGER = "tag:yaml.org,2002:int"
-_MERGE = "tag:yaml.org,2002:merge"
+_THRESHOLD_KEYS = {"rollout_is_threshold", "rollout_rs_threshold"}
+_STRING_TAG = "tag:yaml.org,2002:str"
+_INTEGER_TAG = "tag:yaml.org,2002:int"
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 _OPENING, _CLOSING = b"[{", b"]}"
 _NOT_BRACKETS = bytes(set(range(256)) - set(_OPENING + _CLOSING))
-_STEP = {**dict.fromkeys(_OPENING, 1), **dict.fromkeys(_CLOSING, -1)}
+_DEPTH_CHANGE = {**dict.fromkeys(_OPENING, 1), **dict.fromkeys(_CLOSING, -1)}
 
 
 class BadInputError(ValueError):
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._open = 0
+        self._current_depth = 0
         self._composed = 0
         self._written_out: dict[yaml.Node, tuple[int, int]] = {}
 
@@ -75,11 +75,11 @@ class _Loader(yaml.SafeLoader):
         is_alias = isinstance(event, yaml.AliasEvent)
 
         # Composing is recursive, and so is every reader of the document, so check the depth on the way down.
-        self._open += 1
+        self._current_depth += 1
         self._composed += 1
-        self._check(self._composed, self._open, mark)
+        self._check(self._composed, self._current_depth, mark)
         node = super().compose_node(parent, index)
-        self._open -= 1
+        self._current_depth -= 1
         if node is None:
             return None
 
@@ -116,7 +116,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
         """Return the value of a node; raise an error with its line if the text does not match the tag."""
-        if node.tag == _INTEGER and len(node.value) > MAX_INTEGER:
+        if node.tag == _INTEGER_TAG and len(node.value) > MAX_INTEGER:
             raise _LimitError(
                 None,
                 None,
@@ -138,13 +138,13 @@ class _Loader(yaml.SafeLoader):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            if key.value in seen and key.tag != _MERGE:
+            if key.value in seen and key.tag != _MERGE_TAG:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key.value[:60]!r} is written twice", key.start_mark
                 )
             seen.add(key.value)
-            if key.value in _TEXT_KEYS and isinstance(value, yaml.ScalarNode) and "_" in value.value:
-                value.tag = _TEXT
+            if key.value in _THRESHOLD_KEYS and isinstance(value, yaml.ScalarNode) and "_" in value.value:
+                value.tag = _STRING_TAG
         return super().construct_mapping(node, deep)
 
 
@@ -254,4 +254,4 @@ def _depth(text: bytes) -> int:
     if b"\\" in text:
         text = re.sub(rb"\\.", b"", text, flags=re.DOTALL)
     brackets = b"".join(text.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    return max(accumulate(map(_DEPTH_CHANGE.__getitem__, brackets)), default=0)

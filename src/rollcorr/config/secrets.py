@@ -38,8 +38,8 @@ _SECRET_NAME = re.compile(
 )
 
 # A name with such a suffix is a secret's, except after a word that changes its meaning.
-_SECRET_END = re.compile(r"(?:token|(?:^|_)(?:key|auth|jwt|pat|sas|sig|signature))_?\d*$")
-_ORDINARY_END = re.compile(
+_SECRET_SUFFIX = re.compile(r"(?:token|(?:^|_)(?:key|auth|jwt|pat|sas|sig|signature))_?\d*$")
+_HARMLESS_SUFFIX = re.compile(
     r"(?:^|_)(?:bos|cache|cls|data|end|eos|group|image|input|mask|output|pad|partition|per|primary|prompt|public|sep"
     r"|sort|special|start|stop|unk)_?(?:token|key)$"
 )
@@ -99,7 +99,7 @@ def is_secret_name(name: str) -> bool:
     words = _words(name)
     if _SECRET_NAME.search(words):
         return True
-    return _SECRET_END.search(words) is not None and _ORDINARY_END.search(words) is None
+    return _SECRET_SUFFIX.search(words) is not None and _HARMLESS_SUFFIX.search(words) is None
 
 
 def redact(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)

@@ -37,8 +37,8 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be > 0, got {epsilon}")
-    centered, count, group = _centered_by_group(rewards, group_ids, keep)
-    variance = _group_sum(centered.square(), group) / (count - 1).clamp(min=1)
+    centered, count, group = _center_by_group(rewards, group_ids, keep)
+    variance = _sum_by_group(centered.square(), group) / (count - 1).clamp(min=1)
     deviation = variance.sqrt() + epsilon
     return (centered / deviation[group]).to(_result_dtype(rewards))
 
@@ -59,7 +59,7 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | Non
 
     Source: Liu et al. (2025), "Understanding R1-Zero-Like Training", arXiv:2503.20783.
     """
-    centered, _, _ = _centered_by_group(rewards, group_ids, keep)
+    centered, _, _ = _center_by_group(rewards, group_ids, keep)
     return centered.to(_result_dtype(rewards))
 
 
@@ -80,7 +80,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None =
     Source: Kool et al. (2019), "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. (2024),
     arXiv:2402.14740.
     """
-    centered, count, group = _centered_by_group(rewards, group_ids, keep)
+    centered, count, group = _center_by_group(rewards, group_ids, keep)
     return (centered * (count / (count - 1).clamp(min=1))[group]).to(_result_dtype(rewards))
 
 
@@ -130,10 +130,10 @@ def gae_advantages(
     value = values.detach().to(torch.float64).masked_fill(~mask, 0.0)
 
     # V_{t'}: copy the value of the next response token into each hole before it, so that t' is always t + 1.
-    final = _final_position(mask, cu_seqlens)
+    final = _mark_last_positions(mask, cu_seqlens)
     hole = (~mask).to(torch.float64)
     value_from_here = _linear_recurrence(value, hole.masked_fill(final, 0.0))
-    next_value = _next(value_from_here).masked_fill(final, 0.0)
+    next_value = _shift_left(value_from_here).masked_fill(final, 0.0)
     delta = (reward + gamma * next_value - value).masked_fill(~mask, 0.0)
 
     # Holes copy advantages the same way, with factor 1. Advantages never cross a sequence boundary.
@@ -163,17 +163,17 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
     check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(response_mask=response_mask, rewards=rewards)
     mask = truth(response_mask, "response_mask")
-    last = token_count(mask, cu_seqlens=cu_seqlens)
-    check_shape("rewards", rewards, last.shape, "one per sequence")
+    final_count = token_count(mask, cu_seqlens=cu_seqlens)
+    check_shape("rewards", rewards, final_count.shape, "one per sequence")
 
-    # The last response token is the one at which the running count of its row (packed: of the batch) reaches its end.
+    # At the last response token, the running count of its row (packed: of the batch) reaches its final value.
     if cu_seqlens is not None:
-        last = last.cumsum(0)
-    is_last = mask & (mask.cumsum(-1) == expand(last, mask, cu_seqlens=cu_seqlens))
+        final_count = final_count.cumsum(0)
+    is_last = mask & (mask.cumsum(-1) == expand(final_count, mask, cu_seqlens=cu_seqlens))
     return expand(rewards, mask, cu_seqlens=cu_seqlens).masked_fill(~is_last, 0).to(_result_dtype(rewards))
 
 
-def _centered_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _center_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return r − the mean of its group's kept rewards (0 if excluded), each group's kept rows, and each row's group."""
     check_tensors(rewards=rewards, group_ids=group_ids, keep=keep)
     if rewards.dim() != 1:
@@ -184,14 +184,14 @@ def _centered_by_group(rewards: Tensor, group_ids: Tensor, keep: Tensor | None) 
         if tensor.shape != rewards.shape:
             raise ValueError(f"rewards {tuple(rewards.shape)} and {name} {tuple(tensor.shape)} differ")
 
-    group = _group_index(group_ids.to(torch.int64))
+    group = _index_groups(group_ids.to(torch.int64))
     kept_rewards = rewards.detach().to(torch.float64).masked_fill(~keep, 0.0)
-    count = _group_sum(keep.to(torch.float64), group)
-    mean = _group_sum(kept_rewards, group) / count.clamp(min=1)
+    count = _sum_by_group(keep.to(torch.float64), group)
+    mean = _sum_by_group(kept_rewards, group) / count.clamp(min=1)
     return (kept_rewards - mean[group]).masked_fill(~keep, 0.0), count, group
 
 
-def _group_index(group_ids: Tensor) -> Tensor:
+def _index_groups(group_ids: Tensor) -> Tensor:
     """Renumber integers as 0 … B − 1, equal ones alike: (B,). Unlike in `torch.unique`, sizes don't depend on data."""
     ordered, order = group_ids.sort()
     number = torch.zeros_like(order)
@@ -199,7 +199,7 @@ def _group_index(group_ids: Tensor) -> Tensor:
     return torch.empty_like(number).scatter_(0, order, number)
 
 
-def _group_sum(values: Tensor, group: Tensor) -> Tensor:
+def _sum_by_group(values: Tensor, group: Tensor) -> Tensor:
     return add_at(torch.zeros_like(values), group, values)
 
 
@@ -210,18 +210,18 @@ def _linear_recurrence(addend: Tensor, factor: Tensor) -> Tensor:
     """
     step, length = 1, addend.shape[-1]
     while step < length:
-        addend = addend + factor * _next(addend, step)
-        factor = factor * _next(factor, step)
+        addend = addend + factor * _shift_left(addend, step)
+        factor = factor * _shift_left(factor, step)
         step *= 2
     return addend
 
 
-def _next(x: Tensor, step: int = 1) -> Tensor:
+def _shift_left(x: Tensor, step: int = 1) -> Tensor:
     """Return x_{t+step} along the last dimension; 0 beyond the end."""
     return torch.nn.functional.pad(x[..., step:], (0, min(step, x.shape[-1])))
 
 
-def _final_position(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _mark_last_positions(mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return true on the last position of each sequence, in the mask or not."""
     if cu_seqlens is None:
         return torch.zeros_like(mask).index_fill(-1, torch.arange(mask.shape[-1], device=mask.device)[-1:], True)

@@ -71,14 +71,14 @@ def token_mean(
         TypeError: an argument is not a tensor.
         ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
-    masked = _masked(loss, mask, cu_seqlens)
+    masked = _zero_outside_mask(loss, mask, cu_seqlens)
     denominators = denominators or denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
-    return masked.sum() * _inverse(denominators.tokens, masked)
+    return masked.sum() * _inverse_or_zero(denominators.tokens, masked)
 
 
 def token_sum(loss: Tensor, mask: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """Compute Σ_it loss: no denominator, so the step size grows with the batch. Arguments are as in `token_mean`."""
-    return _masked(loss, mask, cu_seqlens).sum()
+    return _zero_outside_mask(loss, mask, cu_seqlens).sum()
 
 
 def seq_mean_token_sum(
@@ -88,9 +88,9 @@ def seq_mean_token_sum(
 
     Arguments, Returns and Raises are as in `token_mean`.
     """
-    masked = _masked(loss, mask, cu_seqlens)
+    masked = _zero_outside_mask(loss, mask, cu_seqlens)
     denominators = denominators or denominators_of_lengths(token_count(mask != 0, cu_seqlens=cu_seqlens))
-    return masked.sum() * _inverse(denominators.sequences, masked)
+    return masked.sum() * _inverse_or_zero(denominators.sequences, masked)
 
 
 def seq_mean_token_mean(
@@ -119,7 +119,7 @@ def seq_mean_token_mean(
         TypeError: an argument is not a tensor.
         ValueError: shapes or devices differ or do not fit the layout, or the loss is not floating-point.
     """
-    masked = _masked(loss, mask, cu_seqlens)
+    masked = _zero_outside_mask(loss, mask, cu_seqlens)
     kept_lengths = token_count(mask != 0, cu_seqlens=cu_seqlens)
     denominators = denominators or denominators_of_lengths(kept_lengths)
 
@@ -129,7 +129,7 @@ def seq_mean_token_mean(
 
     # Scale each token before the sum, so that one reduction serves both padded and packed batches.
     row_scale = expand(_inverse_tensor(lengths, masked), masked, cu_seqlens=cu_seqlens)
-    return (masked * row_scale).sum() * _inverse(denominators.sequences, masked)
+    return (masked * row_scale).sum() * _inverse_or_zero(denominators.sequences, masked)
 
 
 def seq_mean_token_sum_norm(
@@ -152,14 +152,14 @@ def seq_mean_token_sum_norm(
     return seq_mean_token_sum(loss, mask, denominators, cu_seqlens=cu_seqlens) / scale
 
 
-def _masked(loss: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _zero_outside_mask(loss: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     check_layout(loss=loss, mask=mask, cu_seqlens=cu_seqlens)
     check_floating(loss=loss)
     check_mask_values(mask)
     return loss.masked_fill(mask == 0, 0.0)
 
 
-def _inverse(amount: Tensor | float, like: Tensor) -> Tensor | float:
+def _inverse_or_zero(amount: Tensor | float, like: Tensor) -> Tensor | float:
     """Return 1 / amount, or 0 if amount is 0."""
     # A tensor with more than one entry would broadcast, and silently produce a loss per row.
     if isinstance(amount, Tensor):

@@ -26,16 +26,21 @@ INTEGERS = frozenset(
     getattr(torch, name) for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 )
 
-_REAL = FLOATING | INTEGERS | {torch.bool}
-_PLAIN = Tensor, torch.nn.Parameter
+_REAL_DTYPES = FLOATING | INTEGERS | {torch.bool}
+_PLAIN_TENSOR_TYPES = Tensor, torch.nn.Parameter
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
-_active_mode = torch._C._get_dispatch_mode  # returns torch's active tracing mode, or None
-_STAND_INS = ("FakeTensor", "FunctionalTensor")  # torch's substitutes for plain tensors while tracing
+_get_dispatch_mode = torch._C._get_dispatch_mode  # returns torch's active tracing mode, or None
+_is_tracing = torch._C._is_tracing
+_transforms_are_active = torch._C._are_functorch_transforms_active
+_TRACING_TENSOR_TYPES = ("FakeTensor", "FunctionalTensor")  # torch's substitutes for plain tensors while tracing
+
+# What `why_no_address` returns inside a trace or a transform.
+TRACED = "torch is tracing it, or transforming it by torch.func"
 
 NO_LIMIT = 1 << 31
 """End of a range of ids or lengths without a known limit: greater than any int32."""
 
-_NEVER_NEGATIVE = frozenset(getattr(torch, name) for name in ("bool", "uint8", "uint16", "uint32", "uint64"))
+_NONNEGATIVE_DTYPES = frozenset(getattr(torch, name) for name in ("bool", "uint8", "uint16", "uint32", "uint64"))
 
 
 def check_tensors(**tensors: object) -> None:
@@ -54,7 +59,11 @@ def check_tensors(**tensors: object) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type_name(tensor)}; give torch.as_tensor({name})")
         kind = type(tensor)
-        if kind not in _PLAIN and _dispatches(tensor) and kind.__name__ not in _STAND_INS:
+        if (
+            kind not in _PLAIN_TENSOR_TYPES
+            and _overrides_computation(tensor)
+            and kind.__name__ not in _TRACING_TENSOR_TYPES
+        ):
             raise ValueError(
                 f"{name} is a {kind.__name__}, and plain tensors are needed; give its values, e.g. a DTensor's "
                 "to_local()"
@@ -64,11 +73,11 @@ def check_tensors(**tensors: object) -> None:
             raise ValueError(
                 f"{name} is {layout}, and dense tensors are needed; give {name}.to_dense() or a padded tensor"
             )
-        if tensor.dtype not in _REAL:
+        if tensor.dtype not in _REAL_DTYPES:
             raise ValueError(f"{name} is {tensor.dtype}; real numbers or bool are needed, e.g. {name}.float()")
 
         # Torch would read address 0, which kills the process.
-        if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
+        if not traced and not tensor.untyped_storage().nbytes() and tensor.numel():
             raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
@@ -130,28 +139,31 @@ def check_positive(name: str, value: float) -> None:
 
 def in_transform() -> bool:
     """Return whether a `torch.func` transform (vmap, grad, jvp, functionalize) runs: its tensors have no memory."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() and _transforms_are_active()
 
 
 def is_traced() -> bool:
     """Return whether torch is recording or transforming operations, so every operation must go through torch."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return True
-    modes = _active_mode(_FAKE), _active_mode(_PROXY)
-    return torch._C._are_functorch_transforms_active() or modes != (None, None)
+    return (
+        torch.compiler.is_compiling()
+        or _is_tracing()
+        or _transforms_are_active()
+        or _get_dispatch_mode(_FAKE) is not None
+        or _get_dispatch_mode(_PROXY) is not None
+    )
 
 
 def in_host_memory(*tensors: Tensor) -> bool:
     """Return whether all tensors' values can be read without a sync: plain CPU tensors, outside of any trace."""
-    return not is_traced() and all(type(x) in _PLAIN and x.is_cpu for x in tensors)
+    return not is_traced() and all(type(x) in _PLAIN_TENSOR_TYPES and x.is_cpu for x in tensors)
 
 
 def why_no_address(**tensors: Tensor) -> str | None:
     """Return why a kernel must not read these tensors by their addresses, or None if it may."""
     if is_traced():
-        return "torch is tracing it, or transforming it by torch.func"
+        return TRACED
     for name, tensor in tensors.items():
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN_TENSOR_TYPES:
             return f"{name} is a {type(tensor).__name__}, whose memory it cannot read"
         if tensor.is_neg():
             return f"{name} is a view of the negative of its memory; call resolve_neg()"
@@ -162,12 +174,12 @@ def why_no_address(**tensors: Tensor) -> str | None:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the same tensor without a subclass that only adds methods to it."""
-    if type(tensor) in _PLAIN or _dispatches(tensor):
+    if type(tensor) in _PLAIN_TENSOR_TYPES or _overrides_computation(tensor):
         return tensor
     return tensor.as_subclass(Tensor)
 
 
-def _dispatches(tensor: Tensor) -> bool:
+def _overrides_computation(tensor: Tensor) -> bool:
     """Return whether a subclass overrides computation, rather than only adding methods."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
@@ -199,7 +211,7 @@ def usable_ids(name: str, ids: Tensor, *ranges: tuple[int, int], mask: Tensor | 
         if mask is not None and outside.any():
             outside &= truth(mask).numpy()
         if outside.any():
-            where, value = _first(outside, values)
+            where, value = _first_bad(outside, values)
             slices = "" if len(ranges) == 1 else f", and in a rank's slice: {', '.join(map(str, sorted(ranges)))}"
             raise ValueError(
                 f"{name} contains {value} at {where}, and must be from {least} to {most}{slices}; correct it, or leave "
@@ -226,13 +238,13 @@ def check_mask_values(mask: Tensor, name: str = "mask") -> None:
     Raises:
         ValueError: names the first such value.
     """
-    if mask.dtype in _NEVER_NEGATIVE or not mask.numel() or not in_host_memory(mask):
+    if mask.dtype in _NONNEGATIVE_DTYPES or not mask.numel() or not in_host_memory(mask):
         return
     least, most = mask.detach().aminmax()
     if least >= 0 and most < torch.inf:
         return
     values = mask.double().numpy(force=True)
-    where, value = _first(~((values >= 0) & (values < torch.inf)), values)
+    where, value = _first_bad(~((values >= 0) & (values < torch.inf)), values)
     raise ValueError(
         f"{name} contains {value:g} at {where}, and must be 0 or a positive finite number, read as != 0: it may be "
         "labels (give labels != -100) or log-probs. The order is correct(train_log_prob, rollout_log_prob, "
@@ -253,7 +265,7 @@ def check_count(values: Tensor, mask: Tensor, name: str) -> None:
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, name: str = "cu_seqlens", of: str = "tokens") -> None:
     """Check the values of `cu_seqlens`: start at 0, never decrease, end at the token count.
 
-    Reads values: free on the CPU, a sync on a device; call it there only in loaders and on request.
+    Reads values: free on the CPU, a sync on a device. Check device tensors only in loaders or on request.
 
     Args:
         cu_seqlens: (B + 1,) token offsets: the first token of each sequence, then the number of tokens.
@@ -291,7 +303,7 @@ def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return bounded
 
 
-def _first(bad: Any, values: Any) -> tuple[str, float]:  # noqa: ANN401 (numpy arrays, which core does not import)
+def _first_bad(bad: Any, values: Any) -> tuple[str, float]:  # noqa: ANN401 (numpy arrays, which core does not import)
     """Return the position of the first true entry, and the value there."""
     if not bad.ndim:
         return "its only entry", values.item()

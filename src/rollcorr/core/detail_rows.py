@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 
 _MANTISSA_BITS = 5
-_OCTAVES = (-24, 20)
-_STEPS = 1 << _MANTISSA_BITS
-_SIDE = (_OCTAVES[1] - _OCTAVES[0]) * _STEPS + 1
-_FIRST = (_OCTAVES[0] + 127) * _STEPS - 1  # in units of float32's bits shifted right, the bin just below the smallest
+_EXPONENT_RANGE = (-24, 20)
+_BINS_PER_OCTAVE = 1 << _MANTISSA_BITS
+_BINS_PER_SIGN = (_EXPONENT_RANGE[1] - _EXPONENT_RANGE[0]) * _BINS_PER_OCTAVE + 1
+# The bin just below the smallest, in units of float32's bits shifted right.
+_BITS_BELOW_SMALLEST = (_EXPONENT_RANGE[0] + 127) * _BINS_PER_OCTAVE - 1
 
-BINS = 2 * _SIDE + 1
+BINS = 2 * _BINS_PER_SIGN + 1
 """Entries of a histogram: the negative values from the largest down, those around 0, the positive ones."""
 
-RELATIVE_ERROR = 1 / (2 * _STEPS + 1)
+RELATIVE_ERROR = 1 / (2 * _BINS_PER_OCTAVE + 1)
 """Largest relative error of a quantile whose absolute value lies between 2⁻²⁴ and 2²⁰."""
 
 TOP = 10
@@ -50,8 +51,10 @@ def histogram_of(values: Tensor, mask: Tensor) -> Tensor:
     seen = values.masked_fill(~mask, 0.0).float().flatten()
 
     # Use the upper bits of a float32, exponent and start of the mantissa, as the bin number of its magnitude.
-    magnitude = (seen.abs().view(torch.int32) >> (23 - _MANTISSA_BITS)).sub_(_FIRST).clamp_(0, _SIDE)
-    index = magnitude.mul_(seen.sign().to(torch.int32)).add_(_SIDE)
+    magnitude = (
+        (seen.abs().view(torch.int32) >> (23 - _MANTISSA_BITS)).sub_(_BITS_BELOW_SMALLEST).clamp_(0, _BINS_PER_SIGN)
+    )
+    index = magnitude.mul_(seen.sign().to(torch.int32)).add_(_BINS_PER_SIGN)
     counts = torch.zeros(BINS, dtype=torch.float64, device=values.device)
     return counts.scatter_add_(0, index.to(torch.int64), mask.flatten().to(torch.float64))
 
@@ -68,31 +71,31 @@ def quantile(counts: Sequence[float], q: float, *, absolute: bool = False) -> fl
         The harmonic mean of the bin's edges; 0 for an empty sample; ±inf where the bin has no outer edge.
     """
     # For |x|, add each negative bin to its mirror image.
-    first = -_SIDE
+    first = -_BINS_PER_SIGN
     if absolute:
-        below, above = counts[:_SIDE], counts[_SIDE + 1 :]
-        counts, first = [counts[_SIDE], *map(add, reversed(below), above)], 0
+        below, above = counts[:_BINS_PER_SIGN], counts[_BINS_PER_SIGN + 1 :]
+        counts, first = [counts[_BINS_PER_SIGN], *map(add, reversed(below), above)], 0
 
     # The factor compensates for rounding, so that 0.99 · 100 selects the 99th of 100.
     reached = list(accumulate(counts))
     rank = max(1.0, math.ceil(q * reached[-1] * (1 - 1e-15)))
     bin_ = bisect_left(reached, rank)
-    return _representative(first + bin_) if bin_ < len(reached) else 0.0
+    return _bin_value(first + bin_) if bin_ < len(reached) else 0.0
 
 
-def _representative(bin_: int) -> float:
+def _bin_value(bin_: int) -> float:
     if bin_ == 0:
         return 0.0
     step = abs(bin_) - 1
-    if step == _SIDE - 1:
+    if step == _BINS_PER_SIGN - 1:
         return math.copysign(math.inf, bin_)
-    low, high = _edge(step), _edge(step + 1)
+    low, high = _lower_edge(step), _lower_edge(step + 1)
     return math.copysign(2 * low * high / (low + high), bin_)
 
 
-def _edge(step: int) -> float:
-    octave, part = divmod(step, _STEPS)
-    return math.ldexp(1 + part / _STEPS, _OCTAVES[0] + octave)
+def _lower_edge(step: int) -> float:
+    octave, part = divmod(step, _BINS_PER_OCTAVE)
+    return math.ldexp(1 + part / _BINS_PER_OCTAVE, _EXPONENT_RANGE[0] + octave)
 
 
 def top_indices(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

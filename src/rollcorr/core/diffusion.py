@@ -73,11 +73,11 @@ def sde_step_mean(
 
     Source: Liu et al. (2025), arXiv:2505.05470.
     """
-    sigma, _, dt = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    sigma, _, dt = _broadcast_schedule(velocity, sample, sigma, sigma_next, noise_level)
     if noise_level == 0:
         return sample + dt * velocity, None
-    below_one = torch.where(sigma == 1, _like(sigma_max, sample), sigma)  # where σ = 1, g would be infinite
-    return _sde(velocity, sample, sigma, dt, noise_level * (sigma / (1 - below_one)).sqrt())
+    below_one = torch.where(sigma == 1, _broadcast_like(sigma_max, sample), sigma)  # where σ = 1, g would be infinite
+    return _sde_mean_and_std(velocity, sample, sigma, dt, noise_level * (sigma / (1 - below_one)).sqrt())
 
 
 def dance_sde_step_mean(
@@ -87,10 +87,10 @@ def dance_sde_step_mean(
 
     Source: Xue et al. (2025), arXiv:2505.07818.
     """
-    sigma, _, dt = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    sigma, _, dt = _broadcast_schedule(velocity, sample, sigma, sigma_next, noise_level)
     if noise_level == 0:
         return sample + dt * velocity, None
-    return _sde(velocity, sample, sigma, dt, torch.full_like(sigma, noise_level))
+    return _sde_mean_and_std(velocity, sample, sigma, dt, torch.full_like(sigma, noise_level))
 
 
 def cps_step_mean(
@@ -104,7 +104,7 @@ def cps_step_mean(
 
     Source: Wang et al. (2025), arXiv:2509.05952.
     """
-    sigma, sigma_next, dt = _schedule(velocity, sample, sigma, sigma_next, noise_level)
+    sigma, sigma_next, dt = _broadcast_schedule(velocity, sample, sigma, sigma_next, noise_level)
     if noise_level > 1:
         raise ValueError(f"noise_level of a cps step must be in [0, 1], got {noise_level}: at 1 all noise is replaced")
     if noise_level == 0:
@@ -181,8 +181,8 @@ def gaussian_log_prob(prev_sample: Tensor, mean: Tensor, std: Tensor, *, reducti
         TypeError: a tensor is in half precision.
         ValueError: shapes differ, or the power is not finite and above 0.
     """
-    _check_pair("prev_sample", prev_sample, "mean", mean)
-    std = _like(std, mean)
+    _check_same_layout("prev_sample", prev_sample, "mean", mean)
+    std = _broadcast_like(std, mean)
     z = (prev_sample.detach() - mean) / std
     log_prob = (-z.square() / 2 - std.log() - math.log(math.sqrt(2 * math.pi))).expand(mean.shape).flatten(1)
     if reduction == "mean":
@@ -207,8 +207,8 @@ def gaussian_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor) -> Tensor:
         TypeError: a tensor is in half precision.
         ValueError: shapes differ.
     """
-    _check_pair("mean_p", mean_p, "mean_q", mean_q)
-    return ((mean_p - mean_q) / _like(std, mean_p)).square().flatten(1).sum(1) / 2
+    _check_same_layout("mean_p", mean_p, "mean_q", mean_q)
+    return ((mean_p - mean_q) / _broadcast_like(std, mean_p)).square().flatten(1).sum(1) / 2
 
 
 def density_from_cps(log_prob: Tensor, std: Tensor) -> Tensor:
@@ -269,25 +269,25 @@ class SdeWindow:
         return range(self.start, self.start + self.size)
 
 
-def _schedule(
+def _broadcast_schedule(
     velocity: Tensor, sample: Tensor, sigma: Sigma, sigma_next: Sigma, noise_level: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return σ, σ_next and dt of a step, broadcastable to the sample."""
-    _check_pair("velocity", velocity, "sample", sample)
+    _check_same_layout("velocity", velocity, "sample", sample)
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be finite and ≥ 0 (0 is the ODE), got {noise_level}")
-    now, then = _like(sigma, sample), _like(sigma_next, sample)
+    now, then = _broadcast_like(sigma, sample), _broadcast_like(sigma_next, sample)
     return now, then, then - now
 
 
-def _sde(velocity: Tensor, sample: Tensor, sigma: Tensor, dt: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _sde_mean_and_std(velocity: Tensor, sample: Tensor, sigma: Tensor, dt: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Compute m and s of a step with diffusion coefficient g: see the top of this file."""
     drift = g.square() / (2 * sigma)
     mean = sample * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt
     return mean, g * (-dt).sqrt()
 
 
-def _like(value: Sigma, sample: Tensor) -> Tensor:
+def _broadcast_like(value: Sigma, sample: Tensor) -> Tensor:
     """Return a number as 0-d, or one number per row as (B, 1, …), in the dtype of the sample."""
     value = torch.as_tensor(value, dtype=sample.dtype, device=sample.device)
     if value.dim() == 0 or value.shape == (sample.shape[0], *[1] * (sample.dim() - 1)):
@@ -300,7 +300,7 @@ def _like(value: Sigma, sample: Tensor) -> Tensor:
     return value.view(-1, *[1] * (sample.dim() - 1))
 
 
-def _check_pair(first_name: str, first: Tensor, second_name: str, second: Tensor) -> None:
+def _check_same_layout(first_name: str, first: Tensor, second_name: str, second: Tensor) -> None:
     if first.shape != second.shape or first.dim() < 2:
         raise ValueError(
             f"{first_name} {tuple(first.shape)} and {second_name} {tuple(second.shape)} must be (B, …) of one shape"

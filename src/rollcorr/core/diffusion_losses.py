@@ -54,8 +54,8 @@ def flow_grpo_loss(
 
     Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
     """
-    steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
-    return _clipped(steps, steps.log_ratio, clip_ratio)
+    steps = _prepare_inputs(log_prob, old_log_prob, advantages, keep, weights)
+    return _clipped_loss(steps, steps.log_ratio, clip_ratio)
 
 
 def grpo_guard_loss(
@@ -96,10 +96,10 @@ def grpo_guard_loss(
 
     Source: Wang et al. (2025), "GRPO-Guard", arXiv:2510.22319.
     """
-    steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
-    std, dt = _kept("std", std, steps), _kept("dt", dt, steps)
+    steps = _prepare_inputs(log_prob, old_log_prob, advantages, keep, weights)
+    std, dt = _fill_inactive("std", std, steps), _fill_inactive("dt", dt, steps)
     bias = mean_kl(mean, old_mean, std, steps.active)
-    loss, statistics = _clipped(steps, std * (steps.log_ratio + bias), clip_ratio)
+    loss, statistics = _clipped_loss(steps, std * (steps.log_ratio + bias), clip_ratio)
     row = Statistics.of(moments={"ratio_mean_bias": moments_of(bias.detach(), steps.active)})
     return loss / dt.abs(), statistics | row
 
@@ -140,22 +140,22 @@ def flow_dppo_loss(
     Source: Flow-DPPO (2026), arXiv:2606.11025.
     """
     check_positive("kl_threshold", kl_threshold)
-    steps = _prepare(log_prob, old_log_prob, advantages, keep, weights)
+    steps = _prepare_inputs(log_prob, old_log_prob, advantages, keep, weights)
     with torch.no_grad():
-        divergence = mean_kl(mean, old_mean, _kept("std", std, steps), steps.active)
+        divergence = mean_kl(mean, old_mean, _fill_inactive("std", std, steps), steps.active)
 
     # A step beyond the limit stays in the loss if its gradient reduces the divergence.
-    ratio = _ratio(steps.log_ratio)
+    ratio = _clamped_ratio(steps.log_ratio)
     high, low = ratio > 1, ratio < 1
     far = divergence > kl_threshold
     zeroed = far & steps.leads_away(high, low)
     loss = -torch.where(zeroed, ratio.detach(), ratio) * steps.advantages
 
     row = Statistics.of(moments={"divergence": moments_of(divergence, steps.active)})
-    return steps.weighted(loss), _statistics(steps, ratio, far & high, far & low, zeroed) | row
+    return steps.weighted(loss), _clip_statistics(steps, ratio, far & high, far & low, zeroed) | row
 
 
-class _Steps(NamedTuple):
+class _StepInputs(NamedTuple):
     """Inputs with entries outside the loss replaced."""
 
     log_ratio: Tensor  # (b, w), with gradient; 0 where inactive
@@ -172,9 +172,9 @@ class _Steps(NamedTuple):
         return loss if self.weights is None else self.weights * loss
 
 
-def _prepare(
+def _prepare_inputs(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, keep: Tensor, weights: Tensor | None
-) -> _Steps:
+) -> _StepInputs:
     """Check the inputs, and replace entries outside the loss.
 
     Raises:
@@ -193,21 +193,21 @@ def _prepare(
     weights, active = weights_and_active(weights, log_prob, truth(keep, "keep") & (old_log_prob != -torch.inf))
     log_ratio = token_log_ratio(log_prob, old_log_prob.detach(), active)
     per_step = advantages.detach().to(log_ratio.dtype).unsqueeze(1).expand_as(log_ratio)
-    return _Steps(log_ratio, per_step.masked_fill(~active, 0.0), active, weights)
+    return _StepInputs(log_ratio, per_step.masked_fill(~active, 0.0), active, weights)
 
 
-def _clipped(steps: _Steps, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
+def _clipped_loss(steps: _StepInputs, log_ratio: Tensor, clip_ratio: float) -> tuple[Tensor, Statistics]:
     """Compute −w · min(r A, clip(r) A) of each step with r = exp(log_ratio), and its statistics."""
     check_positive("clip_ratio", clip_ratio)
-    ratio = _ratio(log_ratio)
+    ratio = _clamped_ratio(log_ratio)
     loss = torch.maximum(-ratio * steps.advantages, -ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * steps.advantages)
 
     # The clip zeroes the gradient on one side of A only; steps that move back into the range stay.
     high, low = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
-    return steps.weighted(loss), _statistics(steps, ratio, high, low, steps.leads_away(high, low))
+    return steps.weighted(loss), _clip_statistics(steps, ratio, high, low, steps.leads_away(high, low))
 
 
-def _statistics(steps: _Steps, ratio: Tensor, high: Tensor, low: Tensor, zeroed: Tensor) -> Statistics:
+def _clip_statistics(steps: _StepInputs, ratio: Tensor, high: Tensor, low: Tensor, zeroed: Tensor) -> Statistics:
     active = steps.active
     moments = {
         "policy_kl": moments_of(-steps.log_ratio.detach(), active),
@@ -232,12 +232,12 @@ def mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, active: Tensor) -> Tens
     return shift.square().mean(-1) / (2 * std.square())
 
 
-def _kept(name: str, values: Tensor, steps: _Steps) -> Tensor:
+def _fill_inactive(name: str, values: Tensor, steps: _StepInputs) -> Tensor:
     """Return values of each step, with 1 where inactive, so that a division there is safe."""
     if values.shape != steps.active.shape:
         raise ValueError(f"{name} {tuple(values.shape)} must be one for each step, {tuple(steps.active.shape)}")
     return values.detach().to(steps.log_ratio.dtype).masked_fill(~steps.active, 1.0)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def _clamped_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()

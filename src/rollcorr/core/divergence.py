@@ -31,7 +31,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Compute k3 = expm1(d) − d with d ≤ 20: unbiased, nonnegative. Same shape, nats.
+    """Compute k3 = expm1(d) − d, d clamped to 20: unbiased, nonnegative. Same shape, nats.
 
     Near 0, `exp(d) − 1 − d` loses all digits to cancellation, and `expm1(d) − d` half of them. There the series
     d² (1/2 + d/6 + d²/24 + …) is used, so the result is positive and accurate in every dtype.

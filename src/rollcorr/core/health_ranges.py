@@ -39,12 +39,12 @@ class HealthyRange:
         return None
 
 
-_CLOSER = (
+_CLOSER_POLICIES_ADVICE = (
     "bring the two policies closer: same temperature and sampling settings, higher rollout precision, fresher weights"
 )
 
 # metric: the ideal in words, the guide lines below and above it, and the limits below and above which to warn
-_LIMITS: dict[str, tuple[str, float | None, float | None, float | None, float | None]] = {
+_METRIC_LIMITS: dict[str, tuple[str, float | None, float | None, float | None, float | None]] = {
     "rollout_is_mean": ("1", 1.0, 1.0, 0.5, 2.0),
     "rollout_is_std": ("< 0.5", None, 0.5, None, 1.0),
     "rollout_is_eff_sample_size": ("> 0.5", 0.5, None, 0.3, None),
@@ -64,7 +64,7 @@ _LIMITS: dict[str, tuple[str, float | None, float | None, float | None, float | 
 }
 
 # metric: meaning of a value beyond its limit, and the recommended fix
-_ADVICE = {
+_METRIC_ADVICE = {
     "rollout_is_mean": (
         "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
         "comparable, or that truncation or underflow removed the mass",
@@ -77,7 +77,7 @@ _ADVICE = {
     ),
     "rollout_is_eff_sample_size": (
         "fewer than a third of the samples carry the update",
-        "lower the threshold, move from sequence to token level, or shorten responses; " + _CLOSER,
+        "lower the threshold, move from sequence to token level, or shorten responses; " + _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_veto_fraction": (
         "many sequences hold a token that is almost impossible for the trainer",
@@ -90,11 +90,11 @@ _ADVICE = {
     ),
     "rollout_is_ratio_fraction_high": (
         "truncation acts on many units, so its bias is large",
-        "raise the threshold, or " + _CLOSER,
+        "raise the threshold, or " + _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_ratio_fraction_low": (
         "many units count for almost nothing",
-        _CLOSER,
+        _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_seq_max_deviation": (
         "at least one sequence is weighted far from 1",
@@ -110,11 +110,11 @@ _ADVICE = {
     ),
     "chi2_token": (
         "the variance of the token weights is above 1: importance sampling needs many more samples",
-        "truncate lower or reject; " + _CLOSER,
+        "truncate lower or reject; " + _CLOSER_POLICIES_ADVICE,
     ),
     "ppl_ratio": (
         "above 1 the trainer is less sure of the sampled tokens than the sampler was",
-        _CLOSER,
+        _CLOSER_POLICIES_ADVICE,
     ),
     "t_times_kl": (
         "at mean length × KL ≥ the safety bound most sequence weights are clamped and correct nothing",
@@ -136,7 +136,7 @@ _ADVICE = {
 
 # The limits of the KL apply on both sides of 0.
 RANGES: dict[str, HealthyRange] = {
-    metric: HealthyRange(*limits, metric == "kl", *_ADVICE[metric]) for metric, limits in _LIMITS.items()
+    metric: HealthyRange(*limits, metric == "kl", *_METRIC_ADVICE[metric]) for metric, limits in _METRIC_LIMITS.items()
 }
 
 CRITERION_RANGES: dict[str, HealthyRange] = {"masked_fraction": RANGES["rollout_rs_masked_fraction"]}

@@ -20,7 +20,7 @@ ROW_SHAPES: dict[str, tuple[int, ...]] = {
 }
 """Kind of row → its shape."""
 
-_SIZES = {kind: math.prod(shape) for kind, shape in ROW_SHAPES.items()}
+_ROW_SIZES = {kind: math.prod(shape) for kind, shape in ROW_SHAPES.items()}
 
 
 def population_std(count: float, m2: float) -> float:
@@ -70,39 +70,41 @@ class HostStatistics:
     @cached_property
     def sums(self) -> Mapping[str, float]:
         """Return name → Σ x."""
-        return {name: number for name, (number,) in self._rows("sums")}
+        return {name: number for name, (number,) in self._named_rows("sums")}
 
     @cached_property
     def moments(self) -> Mapping[str, Moments]:
         """Return name → count, mean and M2."""
-        return {name: Moments(*row) for name, row in self._rows("moments")}
+        return {name: Moments(*row) for name, row in self._named_rows("moments")}
 
     @cached_property
     def extremes(self) -> Mapping[str, Extremes]:
         """Return name → smallest and largest value."""
-        return {name: Extremes(*row) for name, row in self._rows("extremes")}
+        return {name: Extremes(*row) for name, row in self._named_rows("extremes")}
 
     @cached_property
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """Return name → counts, BINS long."""
-        return dict(self._rows("histograms"))
+        return dict(self._named_rows("histograms"))
 
     @cached_property
     def tops(self) -> Mapping[str, tuple[Entry, ...]]:
         """Return name → existing entries, worst first."""
-        return {name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._rows("tops")}
+        return {
+            name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._named_rows("tops")
+        }
 
-    def _rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
+    def _named_rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
         """Yield the rows of a kind, with their names."""
         for row, place in row_places(self.names).items():
             of, _, name = row.partition(":")
             if of == kind:
-                yield name, self.numbers[place : place + _SIZES[kind]]
+                yield name, self.numbers[place : place + _ROW_SIZES[kind]]
 
 
 @lru_cache(maxsize=64)
 def row_places(names: tuple[tuple[str, ...], ...]) -> Mapping[str, int]:
     """Return the start of each row in `HostStatistics.numbers`, by its name as finalizers use it, "kind:name"."""
     rows = [(kind, name) for kind, of_kind in zip(ROW_SHAPES, names, strict=True) for name in of_kind]
-    ends = accumulate(_SIZES[kind] for kind, _ in rows)
-    return {f"{kind}:{name}": end - _SIZES[kind] for (kind, name), end in zip(rows, ends, strict=True)}
+    ends = accumulate(_ROW_SIZES[kind] for kind, _ in rows)
+    return {f"{kind}:{name}": end - _ROW_SIZES[kind] for (kind, name), end in zip(rows, ends, strict=True)}

@@ -33,14 +33,14 @@ def check_layout(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None
         ValueError: two shapes or devices differ, the rank does not match the layout, an argument is unusable
             (`check_tensors`), or `cu_seqlens` does not describe the tokens.
     """
+    check_tensors(**tensors, cu_seqlens=cu_seqlens)
     check_shapes(cu_seqlens=cu_seqlens, **tensors)
     if cu_seqlens is not None and in_host_memory(cu_seqlens):
         check_cu_seqlens(cu_seqlens, next(iter(tensors.values())).numel())
 
 
 def check_shapes(*, cu_seqlens: Tensor | None = None, **tensors: Tensor) -> None:
-    """Check everything that `check_layout` does, except the values of `cu_seqlens`."""
-    check_tensors(**tensors, cu_seqlens=cu_seqlens)
+    """Check the shapes as `check_layout` does, for arguments that passed `check_tensors`."""
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:

@@ -51,8 +51,8 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
 
     Source: defined here.
     """
-    token_ids = _checked(logits, token_ids, temperature)
-    return _at((at_least_float32(logits) / temperature).log_softmax(-1), token_ids)
+    token_ids = _check_operands(logits, token_ids, temperature)
+    return _gather_tokens((at_least_float32(logits) / temperature).log_softmax(-1), token_ids)
 
 
 def supported_log_prob(
@@ -71,12 +71,12 @@ def supported_log_prob(
     Raises:
         ValueError: as in `token_log_prob`.
     """
-    token_ids = _checked(logits, token_ids, temperature, support=support)
+    token_ids = _check_operands(logits, token_ids, temperature, support=support)
     if support.shape != logits.shape:
         raise ValueError(f"support {tuple(support.shape)} and logits {tuple(logits.shape)} differ")
     support, outside = with_sampled(support, token_ids)
     scaled = (at_least_float32(logits) / temperature).masked_fill(~support, -torch.inf)
-    return SupportedLogProb(_at(scaled.log_softmax(-1), token_ids), outside)
+    return SupportedLogProb(_gather_tokens(scaled.log_softmax(-1), token_ids), outside)
 
 
 def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperature: float = 1.0) -> SupportedLogProb:
@@ -97,8 +97,8 @@ def kept_log_prob(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
     Source: DeepSeek-AI (2025), "DeepSeek-V3.2", keep sampling mask.
     """
-    scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
-    largest, log_sum, outside = _log_sum(scaled, sampled, rows, is_sampled)
+    scaled, sampled, rows, is_sampled = _gather_kept_logits(logits, token_ids, kept, temperature)
+    largest, log_sum, outside = _log_sum_exp(scaled, sampled, rows, is_sampled)
     log_prob = (sampled - largest) - log_sum
     return SupportedLogProb(log_prob.view(token_ids.shape), outside.view(token_ids.shape))
 
@@ -108,8 +108,8 @@ def kept_log_mass(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperat
 
     Arguments and raises are as in `kept_log_prob`.
     """
-    scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
-    largest, log_sum, _ = _log_sum(scaled, sampled, rows, is_sampled)
+    scaled, sampled, rows, is_sampled = _gather_kept_logits(logits, token_ids, kept, temperature)
+    largest, log_sum, _ = _log_sum_exp(scaled, sampled, rows, is_sampled)
     whole = (at_least_float32(logits) / temperature).logsumexp(-1)
     return (largest.view(token_ids.shape) - whole) + log_sum.view(token_ids.shape)
 
@@ -138,13 +138,13 @@ def kept_entropy(logits: Tensor, token_ids: Tensor, kept: KeptSets, *, temperatu
 
     Arguments and raises are as in `kept_log_prob`.
     """
-    scaled, sampled, rows, is_sampled = _gather(logits, token_ids, kept, temperature)
-    largest, log_sum, outside = _log_sum(scaled, sampled, rows, is_sampled)
+    scaled, sampled, rows, is_sampled = _gather_kept_logits(logits, token_ids, kept, temperature)
+    largest, log_sum, outside = _log_sum_exp(scaled, sampled, rows, is_sampled)
 
     # Add the sampled token's own term only if it is not among the kept ids.
     member = (scaled - largest[rows]) - log_sum[rows]
-    alone = ((sampled - largest) - log_sum).masked_fill(~outside, -torch.inf)
-    return add_at(minus_p_log_p(alone), rows, minus_p_log_p(member)).view(token_ids.shape)
+    sampled_outside = ((sampled - largest) - log_sum).masked_fill(~outside, -torch.inf)
+    return add_at(minus_p_log_p(sampled_outside), rows, minus_p_log_p(member)).view(token_ids.shape)
 
 
 def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
@@ -167,11 +167,11 @@ def kept_mass_log_ratio(log_ratio: Tensor, log_kept_mass: Tensor) -> Tensor:
     return at_least_float32(log_ratio) - at_least_float32(log_kept_mass)
 
 
-def _gather(
+def _gather_kept_logits(
     logits: Tensor, token_ids: Tensor, kept: KeptSets, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scaled logits of kept ids (M,) and sampled tokens (N,), each kept id's token, and if it is sampled."""
-    token_ids = _checked(logits, token_ids, temperature, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
+    token_ids = _check_operands(logits, token_ids, temperature, **{"kept.ids": kept.ids, "kept.offsets": kept.offsets})
     if len(kept) != token_ids.numel():
         raise ValueError(
             f"kept sets are of {len(kept)} tokens, token_ids has {token_ids.numel()}; "
@@ -186,7 +186,7 @@ def _gather(
     return scaled, sampled, rows, kept.ids == token_ids.reshape(-1)[rows]
 
 
-def _log_sum(scaled: Tensor, sampled: Tensor, rows: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _log_sum_exp(scaled: Tensor, sampled: Tensor, rows: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute max z and log Σ exp(z − max z) of each kept set with its sampled token, and whether that was outside."""
     found = torch.zeros_like(sampled, dtype=torch.int64).index_add(0, rows, is_sampled.long())
     outside = found == 0
@@ -205,11 +205,11 @@ def minus_p_log_p(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0))
 
 
-def _at(scaled: Tensor, token_ids: Tensor) -> Tensor:
+def _gather_tokens(scaled: Tensor, token_ids: Tensor) -> Tensor:
     return scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
-def _checked(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> Tensor:
+def _check_operands(logits: Tensor, token_ids: Tensor, temperature: float, **others: Tensor) -> Tensor:
     """Check operands against each other; return the token ids as int64, clamped to the vocabulary on a device."""
     check_tensors(logits=logits, token_ids=token_ids, **others)
     if logits.shape[:-1] != token_ids.shape:

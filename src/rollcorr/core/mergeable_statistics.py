@@ -29,7 +29,7 @@ from rollcorr.core.metric_registry import finalize
 
 STATISTICS_DTYPE = torch.float64
 
-_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+_NO_ROWS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def merge_sums(parts: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def merge_extremes(parts: Tensor) -> Tensor:
     return torch.stack([parts[..., 0].amin(0), parts[..., 1].amax(0)], dim=-1)
 
 
-_MERGES: dict[str, Callable[[Tensor], Tensor]] = {
+_MERGE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sums": merge_sums,
     "moments": merge_moments,
     "extremes": merge_extremes,
@@ -68,7 +68,7 @@ _MERGES: dict[str, Callable[[Tensor], Tensor]] = {
 """Kind of row → (P, R, *shape) → (R, *shape)."""
 
 
-def _shapes(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+def _row_shapes(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
     return {kind: (len(names[kind]), *shape) for kind, shape in ROW_SHAPES.items()}
 
 
@@ -81,7 +81,7 @@ class _PackedRows(Mapping[str, Tensor]):
 
     def __getitem__(self, kind: str) -> Tensor:
         if self._parts is None:
-            shapes = _shapes(self._names)
+            shapes = _row_shapes(self._names)
             parts = self.vector.split([math.prod(shape) for shape in shapes.values()])
             self._parts = {kind: part.view(shapes[kind]) for kind, part in zip(shapes, parts, strict=True)}
         return self._parts[kind]
@@ -110,11 +110,11 @@ class Statistics:
     def of(
         cls,
         *,
-        sums: Mapping[str, Tensor] = _NOTHING,
-        moments: Mapping[str, Tensor] = _NOTHING,
-        extremes: Mapping[str, Tensor] = _NOTHING,
-        histograms: Mapping[str, Tensor] = _NOTHING,
-        tops: Mapping[str, Tensor] = _NOTHING,
+        sums: Mapping[str, Tensor] = _NO_ROWS,
+        moments: Mapping[str, Tensor] = _NO_ROWS,
+        extremes: Mapping[str, Tensor] = _NO_ROWS,
+        histograms: Mapping[str, Tensor] = _NO_ROWS,
+        tops: Mapping[str, Tensor] = _NO_ROWS,
         device: torch.device | str | None = None,
     ) -> Statistics:
         """Stack named rows.
@@ -191,7 +191,7 @@ class Statistics:
         Raises:
             ValueError: the vector has a different number of values than these rows.
         """
-        sizes = [math.prod(shape) for shape in _shapes(names).values()]
+        sizes = [math.prod(shape) for shape in _row_shapes(names).values()]
         if sum(sizes) != vector.numel():
             raise ValueError(f"these rows have {sum(sizes)} values, and the vector has {vector.numel()}")
         return cls(dict(names), _PackedRows(vector, names))
@@ -233,7 +233,7 @@ def merge_statistics(parts: Iterable[Statistics]) -> Statistics:
 
     # Histograms and the worst entries are optional. A kind without rows is skipped.
     merged = {
-        kind: _MERGES[kind](torch.stack([part.rows[kind] for part in parts])) if names[kind] else rows
+        kind: _MERGE_FUNCTIONS[kind](torch.stack([part.rows[kind] for part in parts])) if names[kind] else rows
         for kind, rows in parts[0].rows.items()
     }
     return Statistics(names, merged)

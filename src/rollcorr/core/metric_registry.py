@@ -230,9 +230,9 @@ METRICS: dict[str, Metric] = metric_table(
 )
 
 _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in criterion_metrics(criterion).items()}
-_REGISTRY = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS
+_ALL_METRICS = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS
 
-HEALTHY_RANGES = {name: found.healthy for name, found in _REGISTRY.items() if found.healthy is not None}
+HEALTHY_RANGES = {name: found.healthy for name, found in _ALL_METRICS.items() if found.healthy is not None}
 """Bare name → healthy range, for metrics with a limit or an ideal."""
 
 
@@ -243,7 +243,7 @@ def metric(name: str) -> Metric:
         KeyError: there is no such metric.
     """
     try:
-        return _REGISTRY[name.removeprefix(PREFIX)]
+        return _ALL_METRICS[name.removeprefix(PREFIX)]
     except KeyError:
         raise KeyError(f"no metric is called {name!r}; docs/reference/metrics.md lists them all") from None
 
@@ -256,14 +256,16 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
         prefix: put before each name.
     """
     numbers = statistics.numbers
-    metrics = {name: compute(numbers) for name, compute in _plan(statistics.names, prefix)}
+    metrics = {name: compute(numbers) for name, compute in _computable_metrics(statistics.names, prefix)}
 
     # Only diffusion has one row for each timestep in the data.
     return metrics | {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
 
 
 @lru_cache(maxsize=64)
-def _plan(names: tuple[tuple[str, ...], ...], prefix: str) -> tuple[tuple[str, Callable[[Numbers], float]], ...]:
+def _computable_metrics(
+    names: tuple[tuple[str, ...], ...], prefix: str
+) -> tuple[tuple[str, Callable[[Numbers], float]], ...]:
     """Return the metrics computable from these rows, with their prefix, in the registry's order.
 
     The result is the same at every step of a run, so it is cached.
@@ -271,6 +273,6 @@ def _plan(names: tuple[tuple[str, ...], ...], prefix: str) -> tuple[tuple[str, C
     places = row_places(names)
     return tuple(
         (prefix + name, found.finalizer.at(*(places[row] for row in found.finalizer.rows)))
-        for name, found in _REGISTRY.items()
+        for name, found in _ALL_METRICS.items()
         if places.keys() >= set(found.finalizer.rows)
     )

@@ -66,7 +66,7 @@ def exp_share(numerator: str, denominator: str) -> Finalizer:
     inner = share(numerator, denominator)
     return Finalizer(
         inner.rows,
-        lambda above, below: lambda x: _exp(x[above] / x[below]) if x[below] else 0.0,
+        lambda above, below: lambda x: _exp_or_inf(x[above] / x[below]) if x[below] else 0.0,
         f"exp({inner.description})",
     )
 
@@ -157,7 +157,7 @@ def viable_length() -> Finalizer:
     return Finalizer(("moments:log_ratio", "extremes:safety_bound"), at, "safety_bound / kl")
 
 
-def _exp(x: float) -> float:
+def _exp_or_inf(x: float) -> float:
     return math.exp(x) if x < 709.0 else math.inf
 
 
@@ -193,11 +193,11 @@ class Metric:
     healthy: HealthyRange | None = None
 
 
-Line = tuple[str, str, str, str, Finalizer, str]
+MetricRow = tuple[str, str, str, str, Finalizer, str]
 """A line of a table of metrics: name, unit, sample, formula, finalizer, source."""
 
 
-def metric_table(ranges: Mapping[str, HealthyRange], *lines: Line, prefix: str = "") -> dict[str, Metric]:
+def metric_table(ranges: Mapping[str, HealthyRange], *lines: MetricRow, prefix: str = "") -> dict[str, Metric]:
     """Return the metrics of a table, by name.
 
     Args:
@@ -221,7 +221,7 @@ def criterion_metrics(criterion: str) -> dict[str, Metric]:
     sequence_side = f"{row}/seq_" if token_scope else f"{row}/"
     value = criterion if not token_scope else f"{criterion} averaged over the sequence"
     # A token criterion also has each sequence's mean, under names with "seq_".
-    lines: list[Line] = [
+    lines: list[MetricRow] = [
         ("mean", "nats", unit, f"mean({criterion})", mean(row), MATHS),
         ("std", "nats", unit, f"std({criterion})", std(row), MATHS),
         ("min", "nats", unit, f"min({criterion})", lowest(row), MATHS),
@@ -283,7 +283,7 @@ BY_TIMESTEP = "abs_log_ratio_per_dimension/t_"
 """Rows of |Δ log p| by timestep value; the value follows."""
 
 
-def _of_steps(finalizer: Finalizer) -> Finalizer:
+def _limit_to_denoising(finalizer: Finalizer) -> Finalizer:
     """Return the same finalizer, restricted to rows of denoising steps."""
     return dataclasses.replace(
         finalizer,
@@ -304,7 +304,7 @@ DIFFUSION_METRICS: dict[str, Metric] = metric_table(
         "share",
         "steps",
         "rollout_rs_masked_fraction by another name",
-        _of_steps(complement_share("tokens_kept", "tokens")),
+        _limit_to_denoising(complement_share("tokens_kept", "tokens")),
         OWN,
     ),
     (

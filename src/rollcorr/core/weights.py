@@ -17,8 +17,10 @@ from torch import Tensor
 
 from rollcorr.core.ratios import at_least_float32
 
-_RELATIVE = 2.0**-21
-_ABSOLUTE = 2.0**-22  # of a log-ratio: the relative precision of a float32 ratio near 1, with room for its logarithm
+# Rounding errors of a log-ratio. The absolute one is the relative precision of a float32 ratio near 1, with a margin
+# for the error of the logarithm.
+_RELATIVE_ROUNDING = 2.0**-21
+_ABSOLUTE_ROUNDING = 2.0**-22
 
 
 def bounded_weights(log_weight: Tensor, *, safety_bound: float) -> Tensor:
@@ -99,15 +101,15 @@ def exceeds(divergence: Tensor, upper: float | None) -> Tensor:
 def log_band(lower: float | None, upper: float | None) -> tuple[float, float]:
     """Return the bounds of a band of ratios as log-ratios, inclusive, nats; infinite for an open side (`None`)."""
     return (
-        -math.inf if lower is None else math.log(lower) - _widening(lower),
-        math.inf if upper is None else math.log(upper) + _widening(upper),
+        -math.inf if lower is None else math.log(lower) - _rounding_of_log(lower),
+        math.inf if upper is None else math.log(upper) + _rounding_of_log(upper),
     )
 
 
 def divergence_bound(upper: float | None) -> float:
     """Return the largest divergence within a bound; inf for `None`."""
-    return math.inf if upper is None else upper * (1 + _RELATIVE)
+    return math.inf if upper is None else upper * (1 + _RELATIVE_ROUNDING)
 
 
-def _widening(ratio: float) -> float:
-    return abs(math.log(ratio)) * _RELATIVE + _ABSOLUTE
+def _rounding_of_log(ratio: float) -> float:
+    return abs(math.log(ratio)) * _RELATIVE_ROUNDING + _ABSOLUTE_ROUNDING

@@ -174,7 +174,7 @@ def compare_policies(
 
     # Return early in the usual case: the sums agree within the smallest possible limit, as |Σ| ≤ n · max |log-prob|.
     readable = in_host_memory(mask, expected, *given)
-    if readable and not bool(other_tokens.any() | (straight > _limit(found[2:].abs())).any()):
+    if readable and not bool(other_tokens.any() | (straight > _rounding_limit(found[2:].abs())).any()):
         return None
 
     # With π_old = π_θ the ratio is 1, independent of the correction's π_old. Sum over all slices, so that all ranks
@@ -185,9 +185,9 @@ def compare_policies(
     on_policy = ~moved.any()
 
     # The wide limit allows for a conversion to a different dtype, the narrow one for summation.
-    narrow = _limit(torch.stack(spread))
+    narrow = _rounding_limit(torch.stack(spread))
     wide = torch.stack(
-        [_limit(n, x.dtype, dtype) for n, x, dtype in zip(spread, given, fingerprint.dtypes, strict=False)]
+        [_rounding_limit(n, x.dtype, dtype) for n, x, dtype in zip(spread, given, fingerprint.dtypes, strict=False)]
     )
     is_swapped = _is_swapped(straight, swapped, narrow, wide, on_policy)
     differs = straight > wide
@@ -204,7 +204,7 @@ def compare_policies(
         )
     if foreign.any():
         row = int(foreign.nonzero()[0])
-        raise _other_rows(found, fingerprint.sums, row, policy=int(not other_tokens[row] and not differs[0, row]))
+        raise _other_rows_error(found, fingerprint.sums, row, policy=int(not other_tokens[row] and not differs[0, row]))
     if is_earlier:
         warn_once(
             "old_log_prob equals log_prob, but the correction was computed with a different old_log_prob, so its "
@@ -231,7 +231,7 @@ def _is_nearer_swapped(straight: Tensor, swapped: Tensor, tokens: Tensor) -> Ten
     return ((tokens > 0).sum() > 3) & (20 * swapped.sum() < straight.sum())
 
 
-def _other_rows(found: Tensor, expected: Tensor, row: int, *, policy: int) -> ValueError:
+def _other_rows_error(found: Tensor, expected: Tensor, row: int, *, policy: int) -> ValueError:
     """Return the error for a row whose sums, as in `Fingerprint`, differ for policy 0 (old) or 1 (rollout)."""
     given_sums, expected_sums = (
         f"{int(x[0, row])} response tokens that sum to {x[2 + policy, row].item():.6g}" for x in (found, expected)
@@ -243,7 +243,7 @@ def _other_rows(found: Tensor, expected: Tensor, row: int, *, policy: int) -> Va
     )
 
 
-def _limit(spread: Tensor, *dtypes: torch.dtype) -> Tensor:
+def _rounding_limit(spread: Tensor, *dtypes: torch.dtype) -> Tensor:
     """Return how far two sums may differ if the values were rounded to one of the dtypes, or to float32.
 
     Args:

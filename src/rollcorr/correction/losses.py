@@ -174,7 +174,7 @@ def policy_loss(
             ranks or swapped policies, or lacks the denominators of its optimizer step.
     """
     if misspelled:
-        raise _no_such_option(next(iter(misspelled)))
+        raise _unknown_option_error(next(iter(misspelled)))
     loss = loss_config_of(loss)
     if config is None and correction is not None:
         config = correction.config
@@ -197,9 +197,11 @@ def policy_loss(
 
     # Compute the loss per token: the mode selects the policies of the ratio, the tokens and the weights.
     if settings is not None and settings.bypass_mode:
-        token = _bypass(inputs, settings, loss, correction, whole_step=whole_step, counted=denominators is not None)
+        token = _bypass_loss(
+            inputs, settings, loss, correction, whole_step=whole_step, counted=denominators is not None
+        )
     else:
-        token = _decoupled(inputs, settings, loss, correction)
+        token = _decoupled_loss(inputs, settings, loss, correction)
 
     # Divide the policy gradient by the denominators of the full step. Return this call's contribution to them.
     counts = loss_denominators(
@@ -215,7 +217,7 @@ def policy_loss(
         token.loss_mask,
         mode,
         divisor,
-        lengths=_lengths(inputs, divides_rows_by, mode),
+        lengths=_sequence_lengths(inputs, divides_rows_by, mode),
         scale=loss.loss_scale_factor,
         cu_seqlens=cu_seqlens,
     )
@@ -278,7 +280,7 @@ def check_whole_step(whole_step: bool, counts: str, *, given: bool) -> None:
         )
 
 
-def _no_such_option(name: str) -> TypeError:
+def _unknown_option_error(name: str) -> TypeError:
     """Return the error for an unknown option of `policy_loss`, with the correct place or spelling."""
     own = [option for option in inspect.signature(policy_loss).parameters if option != "misspelled"]
     elsewhere = {
@@ -316,7 +318,7 @@ class _TokenLoss(NamedTuple):
     correction: Correction | None
 
 
-def _decoupled(
+def _decoupled_loss(
     inputs: _LossInputs, config: RolloutCorrectionConfig | None, loss: LossConfig, correction: Correction | None
 ) -> _TokenLoss:
     old_log_prob = inputs.policies.old_log_prob
@@ -357,12 +359,12 @@ def _decoupled(
     if config is not None and config.nonfinite == "neutral":
         log_prob, old_log_prob = neutral_log_probs(log_prob, old_log_prob)
 
-    per_token, statistics = _ppo_clip(inputs, log_prob, old_log_prob, loss_mask, loss, weights)
+    per_token, statistics = _ppo_clip_loss(inputs, log_prob, old_log_prob, loss_mask, loss, weights)
     statistics = statistics if mismatch is None else statistics | mismatch
     return _TokenLoss(per_token, statistics, loss_mask, weights, correction)
 
 
-def _bypass(
+def _bypass_loss(
     inputs: _LossInputs,
     config: RolloutCorrectionConfig,
     loss: LossConfig,
@@ -382,8 +384,8 @@ def _bypass(
         )
     if correction is not None:
         raise ValueError(
-            "in bypass mode policy_loss computes the correction itself, against π_θ. Another one would apply the "
-            "behavior ratio twice, or an old one: leave correction out"
+            "in bypass mode policy_loss computes the correction itself, from π_θ / μ. Another one would apply "
+            "this ratio twice, or an outdated one: leave correction out"
         )
     check_whole_step(whole_step, "denominators", given=counted)
     if config.weights_reach_loss and config.rollout_is_batch_normalize and counted:
@@ -404,8 +406,8 @@ def _bypass(
     )
     weights = correction.loss_weights
 
-    # Tokens with a missing log-prob are still in the loss only under nonfinite="neutral". They get the ratio 1. A
-    # log μ of −inf also counts as missing: the token was sampled, so its probability was not 0.
+    # Tokens with a missing log-prob reach the loss only under nonfinite="neutral", and get ratio 1. A log μ of −inf
+    # also counts as missing: the token was sampled, so its probability was not 0.
     behavior = rollout_log_prob.masked_fill(~rollout_log_prob.isfinite(), torch.nan)
     log_prob, behavior = neutral_log_probs(log_prob, behavior)
 
@@ -420,11 +422,11 @@ def _bypass(
         )
     else:
         # The clipped ratio π_θ / μ is the importance weight already. A second weight would count it twice.
-        per_token, statistics = _ppo_clip(inputs, log_prob, behavior, correction.loss_mask, loss, None)
+        per_token, statistics = _ppo_clip_loss(inputs, log_prob, behavior, correction.loss_mask, loss, None)
     return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction)
 
 
-def _ppo_clip(
+def _ppo_clip_loss(
     inputs: _LossInputs,
     log_prob: Tensor,
     old_log_prob: Tensor,
@@ -473,7 +475,7 @@ def _regularization(
         return None, statistics
 
     # Both terms average over the full response mask, including tokens without a measured value.
-    lengths, scale = _lengths(inputs, mask, mode), loss.loss_scale_factor
+    lengths, scale = _sequence_lengths(inputs, mask, mode), loss.loss_scale_factor
     parts = [
         coefficient
         * aggregate(values, measured, mode, denominators, lengths=lengths, scale=scale, cu_seqlens=cu_seqlens)
@@ -482,7 +484,7 @@ def _regularization(
     return sum(parts[1:], start=parts[0]), statistics
 
 
-def _lengths(inputs: _LossInputs, mask: Tensor, mode: LossAggMode) -> Tensor | None:
+def _sequence_lengths(inputs: _LossInputs, mask: Tensor, mode: LossAggMode) -> Tensor | None:
     """Return the tokens of each full sequence in the mask, (B,), if the mode divides rows by them."""
     if mode != "seq-mean-token-mean":
         return None

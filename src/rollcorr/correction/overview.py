@@ -50,7 +50,7 @@ def short_text(correction: Correction) -> str:
     if not in_host_memory(statistics.rows["sums"]):
         return f"{first}\n  its numbers are on {statistics.rows['sums'].device}: summary() reads them"
     metrics = correction.metrics(prefix="")
-    overview = _overview(metrics)
+    overview = _select_metrics(metrics)
     numbers = [f"{name} {metrics[name]:.4g}" for name in overview.shown]
     return f"{first}\n  {overview.verdict}: {', '.join([*numbers, overview.kept])}"
 
@@ -58,7 +58,7 @@ def short_text(correction: Correction) -> str:
 def summary_text(correction: Correction) -> str:
     """Return the verdict, the kept tokens, and the numbers with their healthy ranges, one per line."""
     metrics = correction.metrics(prefix="")
-    overview = _overview(metrics)
+    overview = _select_metrics(metrics)
     lines = [f"{overview.verdict}: {overview.kept}"]
     for name in overview.shown:
         limits = HEALTHY_RANGES.get(name)
@@ -68,7 +68,7 @@ def summary_text(correction: Correction) -> str:
     return "\n".join(lines)
 
 
-def _overview(metrics: Mapping[str, float]) -> _Overview:
+def _select_metrics(metrics: Mapping[str, float]) -> _Overview:
     """Return the key metrics, then every other metric that exceeds its limit."""
     tokens = metrics.get("token_count", 0)
     if not tokens:

@@ -80,7 +80,7 @@ def gather_marked(vector: Tensor, mark: int, group: ProcessGroup, *, room: int) 
 
 def gather(vector: Tensor, group: ProcessGroup) -> Tensor:
     """Gather the vectors of all ranks, (P, n), in rank order, on a device that the group's backend reads."""
-    devices = _devices_of(group)
+    devices = _device_types(group)
     if vector.device.type not in devices:
         vector = vector.to(torch.device(devices[0]))
     parts = [torch.empty_like(vector) for _ in range(group.size())]
@@ -270,7 +270,7 @@ def sum_gradients(parameters: Iterable[Tensor], group: ProcessGroup | None) -> N
             by_dtype.setdefault(parameter.dtype, []).append(local_part(parameter.grad))
 
     for gradients in by_dtype.values():
-        for bucket in _buckets(gradients):
+        for bucket in _split_into_buckets(gradients):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             torch.distributed.all_reduce(flat, group=group)
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
@@ -283,7 +283,7 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]]:
+def _split_into_buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]]:
     """Return the tensors in order, in buckets of about `limit` bytes."""
     ends = accumulate(tensor.nbytes for tensor in tensors)
     for _, numbered in groupby(zip(ends, tensors, strict=True), key=lambda pair: (pair[0] - 1) // limit):
@@ -292,9 +292,9 @@ def _buckets(tensors: list[Tensor], limit: int = 2**26) -> Iterator[list[Tensor]
 
 def reads_host_memory(group: ProcessGroup) -> bool:
     """Return whether the group's backend can send host memory: gloo can, and NCCL cannot."""
-    return "cpu" in _devices_of(group)
+    return "cpu" in _device_types(group)
 
 
-def _devices_of(group: ProcessGroup) -> list[str]:
+def _device_types(group: ProcessGroup) -> list[str]:
     """Return the device types that the group has a backend for, as in "cpu:gloo,cuda:nccl"."""
     return [pair.partition(":")[0] for pair in torch.distributed.get_backend_config(group).split(",")]

@@ -143,7 +143,7 @@ class Correction:
             TypeError: `rows` has a different type, for instance a single integer, or also indexes columns.
             ValueError: an index tensor is not 1-D, or a bool one is not (B,).
         """
-        index = _index_of(rows, self.sequences, self.loss_mask.device)
+        index = _sequence_index(rows, self.sequences, self.loss_mask.device)
         cu_seqlens, tokens = self.cu_seqlens, index
         if cu_seqlens is not None:
             tokens, cu_seqlens = packed_tokens(index, cu_seqlens)
@@ -217,7 +217,7 @@ class Correction:
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         copy = dataclasses.replace(self, **moved, statistics=statistics)
-        counts = self.counts and StepCounts(*(own and _moved(own, device) for own in self.counts))
+        counts = self.counts and StepCounts(*(own and _move_denominators(own, device) for own in self.counts))
         fingerprint = self.fingerprint and self.fingerprint._replace(sums=self.fingerprint.sums.to(device))
         return with_context(copy, counts, fingerprint)
 
@@ -246,7 +246,7 @@ class StepCounts(NamedTuple):
     weights: Denominators | None = None
 
 
-def _moved(own: Denominators, device: torch.device | str) -> Denominators:
+def _move_denominators(own: Denominators, device: torch.device | str) -> Denominators:
     return Denominators(*(torch.as_tensor(amount, device=device) for amount in (own.tokens, own.sequences)))
 
 
@@ -262,7 +262,7 @@ def mean_weight(statistics: Statistics) -> Tensor:
     return normalization_factor(statistics.sum("norm_weight"), statistics.sum("norm_units"))
 
 
-def _index_of(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
+def _sequence_index(rows: object, sequences: int, device: torch.device) -> slice | Tensor:
     """Return an index of sequences: a slice, or a 1-D tensor on the device."""
     if isinstance(rows, slice):
         return rows

@@ -13,7 +13,14 @@ from torch import Tensor
 from rollcorr.config import Implementation, RolloutCorrectionConfig
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import resolve
-from rollcorr.core.boundary import bounded_offsets, check_floating, in_host_memory, plain, truth
+from rollcorr.core.boundary import (
+    bounded_offsets,
+    check_floating,
+    check_tensors,
+    in_host_memory,
+    plain,
+    truth,
+)
 from rollcorr.core.layout import check_layout, check_shapes, sequence_count
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.ratios import classify_tokens
@@ -39,7 +46,7 @@ if TYPE_CHECKING:
     from rollcorr.config import CorrectionOptions, PresetName
 
 
-_OPTIONS = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
+_OPTION_NAMES = tuple(field.name for field in dataclasses.fields(RolloutCorrectionConfig))
 
 
 def correct(
@@ -108,24 +115,25 @@ def correct(
         tensor([[1.6487, 1.0000, 0.0000]])
     """
     # Kernels do not check the pointers they receive, so everything but the values of `cu_seqlens` is checked first.
-    check_shapes(
-        cu_seqlens=cu_seqlens,
-        train_log_prob=train_log_prob,
-        rollout_log_prob=rollout_log_prob,
-        response_mask=response_mask,
-    )
+    tensors = {
+        "train_log_prob": train_log_prob,
+        "rollout_log_prob": rollout_log_prob,
+        "response_mask": response_mask,
+    }
+    buffers = {} if out is None else dict(zip(("out weights", "out loss_mask"), out, strict=True))
+    check_tensors(**tensors, **buffers, cu_seqlens=cu_seqlens)
+    check_shapes(cu_seqlens=cu_seqlens, **tensors)
     check_floating(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob)
     for name in options:
-        if name not in _OPTIONS:
+        if name not in _OPTION_NAMES:
             own = [option for option in inspect.signature(correct).parameters if option != "options"]
-            known = dict.fromkeys((*own, *_OPTIONS))  # `impl` is both
+            known = dict.fromkeys((*own, *_OPTION_NAMES))  # `impl` is both
             raise TypeError(unknown_name(f"there is no option {name!r} of correct", name, known))
     resolved = (
         config if isinstance(config, RolloutCorrectionConfig) and not options else configuration_of(config, options)
     )
     if out is not None:
-        log_probs = {"train_log_prob": train_log_prob, "rollout_log_prob": rollout_log_prob}
-        check_out(out, resolved, **log_probs, response_mask=response_mask)
+        check_out(out, resolved, **tensors)
 
     # No rank may be counted twice.
     peers = None if group is None else members(group)
@@ -149,7 +157,7 @@ def correct(
         counted = count_denominators(loss_mask, cu_seqlens=cu_seqlens, group=peers, context_group=context_group)
         counts = StepCounts(counted, counted, counted)
     else:
-        weights, loss_mask, sequence_kept, statistics, sums = _corrected(
+        weights, loss_mask, sequence_kept, statistics, sums = _run_correction(
             inputs, resolved, peers, context_group, detail, out, impl
         )
         if not densities and in_host_memory(sums):
@@ -224,7 +232,7 @@ def configuration_of(
     return resolved.with_options(**options)
 
 
-def _corrected(
+def _run_correction(
     inputs: Batch,
     config: RolloutCorrectionConfig,
     group: ProcessGroup | None,
@@ -236,11 +244,11 @@ def _corrected(
     """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
         # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
-        output = _kernel(inputs, config, context_group, out, impl)
+        output = _run_kernel(inputs, config, context_group, out, impl)
         statistics = output.statistics
         if detail:
             names = detail if isinstance(detail, Detail) else Detail()
-            statistics = statistics | _detail(inputs, output.weights, config, context_group, names, impl)
+            statistics = statistics | _compute_detail(inputs, output.weights, config, context_group, names, impl)
 
         # Merge the statistics of other sequences afterwards. They change only the mean of the weights, no decision.
         if group is not None:
@@ -261,7 +269,7 @@ def _corrected(
     return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics, output.policy_sums)
 
 
-def _kernel(
+def _run_kernel(
     inputs: Batch,
     config: RolloutCorrectionConfig,
     context_group: ProcessGroup | None,
@@ -284,7 +292,7 @@ def _kernel(
     return copied_to(out, output._replace(weights=weights, loss_mask=output.loss_mask[whole.own]))
 
 
-def _detail(
+def _compute_detail(
     inputs: Batch,
     weights: Tensor | None,
     config: RolloutCorrectionConfig,

@@ -63,9 +63,9 @@ def actor_log_prob(
     if spec.restricts and spec.support != "kept_mass":
         support = recomputed_support(logits, spec)
         return supported_log_prob(logits, token_ids, support, temperature=spec.temperature)
-    whole = token_log_prob(logits, token_ids, temperature=_temperature(spec))
+    whole = token_log_prob(logits, token_ids, temperature=_log_prob_temperature(spec))
     nowhere = whole.new_zeros(whole.shape, dtype=torch.bool)
-    return SupportedLogProb(_less_kept_mass(whole, spec, log_kept_mass), nowhere)
+    return SupportedLogProb(_subtract_log_kept_mass(whole, spec, log_kept_mass), nowhere)
 
 
 def linear_actor_log_prob(
@@ -96,8 +96,8 @@ def linear_actor_log_prob(
     sets = _replayed_sets(spec, kept)
     if spec.restricts and spec.support not in ("replayed", "kept_mass"):
         raise ValueError(f"support={spec.support!r} needs logits: use actor_log_prob, or replay the engine's kept sets")
-    found = linear_log_prob(hidden, weight, token_ids, temperature=_temperature(spec), kept=sets, **options)
-    return found._replace(log_prob=_less_kept_mass(found.log_prob, spec, log_kept_mass))
+    found = linear_log_prob(hidden, weight, token_ids, temperature=_log_prob_temperature(spec), kept=sets, **options)
+    return found._replace(log_prob=_subtract_log_kept_mass(found.log_prob, spec, log_kept_mass))
 
 
 def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept: KeptSets | None = None) -> Tensor:
@@ -123,7 +123,7 @@ def actor_entropy(logits: Tensor, token_ids: Tensor, spec: SamplingSpec, *, kept
     if spec.restricts and spec.support != "kept_mass":
         support, _ = with_sampled(recomputed_support(logits, spec), token_ids)
         logits = logits.masked_fill(~support, -torch.inf)
-    return token_entropy(logits, temperature=_temperature(spec))
+    return token_entropy(logits, temperature=_log_prob_temperature(spec))
 
 
 def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
@@ -151,7 +151,7 @@ def recomputed_support(logits: Tensor, spec: SamplingSpec) -> Tensor:
     return joint_support(scaled, chosen) if engine.joint else sequential_support(scaled, chosen)
 
 
-def _temperature(spec: SamplingSpec) -> float:
+def _log_prob_temperature(spec: SamplingSpec) -> float:
     return 1.0 if spec.logprobs == "raw" else spec.temperature
 
 
@@ -171,7 +171,7 @@ def _replayed_sets(spec: SamplingSpec, kept: KeptSets | None) -> KeptSets | None
     return kept
 
 
-def _less_kept_mass(log_prob: Tensor, spec: SamplingSpec, log_kept_mass: Tensor | None) -> Tensor:
+def _subtract_log_kept_mass(log_prob: Tensor, spec: SamplingSpec, log_kept_mass: Tensor | None) -> Tensor:
     """Return log p − log S for the support "kept_mass", and log p for any other support."""
     if not spec.restricts or spec.support != "kept_mass":
         return log_prob

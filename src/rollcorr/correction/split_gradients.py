@@ -3,13 +3,13 @@
     .grad = Σ over ranks and micro-batches of  f₁ · ∇ policy_gradient + f₂ · ∇ regularization + ∇ other losses
 
 Two parts need two backward passes through one graph, and two sets of gradients. Some wrappers reduce gradients inside
-a backward pass, so their reduction is changed until `_finish`:
+a backward pass, so their reduction is changed until `_scale_and_reduce`:
 
-    plain module    gradients stay on the rank; `_finish` sums them over the groups, once
+    plain module    gradients stay on the rank; `_scale_and_reduce` sums them over the groups, once
     DDP             the same: the reducer is off within the block, as in `no_sync()`. Otherwise it would reduce the
                     gradients of the first backward pass and miss the second
     FSDP2           every backward pass reduces its own part into the sharded `.grad`, even where
-                    `set_requires_gradient_sync(False)` was called; `_finish` turns FSDP's mean into the sum
+                    `set_requires_gradient_sync(False)` was called; `_scale_and_reduce` turns FSDP's mean into the sum
 
 docs/guides/distributed.md contains the table of supported and rejected uses.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class SplitGradients:
-    """The gradients of one optimizer step. Parts are kept separate until `_finish` receives a factor for each.
+    """The gradients of one optimizer step, in parts, until `_scale_and_reduce` receives a factor for each part.
 
     `TrainingStep` computes the factors. Gradients that exist before the block raise, because it is unknown whether they
     are summed over ranks. Gradients of other losses within the block are not scaled. Under DDP and without a wrapper
@@ -62,7 +62,7 @@ class SplitGradients:
         self.model, self.accumulation = model, accumulation
         self.group, self.context_group = group, context_group
         self.ranks = tuple(1 if g is None else g.size() for g in (group, context_group))
-        self._ddp, self._fsdp = _wrappers(model)
+        self._ddp, self._fsdp = _find_wrappers(model)
         if accumulation is not None and not hasattr(accumulation, "gradient_accumulation_steps"):
             raise TypeError(
                 f"accumulation must be the accelerate.Accelerator of the loop; got {accumulation!r}. Micro-batches are "
@@ -70,7 +70,7 @@ class SplitGradients:
             )
         kind = getattr(accumulation, "distributed_type", None)
         if str(getattr(kind, "value", kind)) in ("DEEPSPEED", "MEGATRON_LM"):
-            raise ValueError(_OWNS_GRADIENTS.format(kind))
+            raise ValueError(_OWNS_GRADIENTS_ERROR.format(kind))
         self._open = ExitStack()
         self._state = "new"
 
@@ -83,10 +83,10 @@ class SplitGradients:
             if module.static_graph:
                 raise ValueError("DDP(static_graph=True) knows no no_sync() and no second backward pass: leave it out")
             if module.process_group.size() != ranks:
-                raise ValueError(_OTHER_RANKS.format("DDP", module.process_group.size(), ranks))
+                raise ValueError(_OTHER_RANKS_ERROR.format("DDP", module.process_group.size(), ranks))
 
         # FSDP2 divides by its ranks, but the sum over ranks is needed: record the divisor of each parameter.
-        self._averaged = _averaged(self._fsdp, ranks)
+        self._fsdp_divisors = _fsdp_divisors(self._fsdp, ranks)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._device = self.parameters[0].device if self.parameters else torch.device("cpu")
         if any(parameter.grad is not None for parameter in self.parameters):
@@ -113,7 +113,7 @@ class SplitGradients:
             if error is None:
                 raise RuntimeError("the block ended without finish(), and the gradients are lost: call it last")
 
-    def _backward(self, parts: Sequence[Tensor]) -> None:
+    def _accumulate_parts(self, parts: Sequence[Tensor]) -> None:
         """Add the gradients of one micro-batch, each part to its own set. Does not synchronize."""
         if any(module.require_forward_param_sync for module in self._ddp):
             raise RuntimeError(
@@ -128,7 +128,7 @@ class SplitGradients:
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(True, recurse=False)
                 module.set_is_last_backward(True)
-            self._swap(held)
+            self._swap_gradients(held)
             try:
                 if self.accumulation is None:
                     part.backward(retain_graph=part is not parts[-1])
@@ -136,13 +136,13 @@ class SplitGradients:
                     undivided = part * self.accumulation.gradient_accumulation_steps
                     self.accumulation.backward(undivided, retain_graph=part is not parts[-1])
             finally:
-                self._swap(held)
+                self._swap_gradients(held)
 
-    def _finish(self, factors: Sequence[Tensor]) -> None:
+    def _scale_and_reduce(self, factors: Sequence[Tensor]) -> None:
         """Scale each part, add the gradients of other losses, and sum over ranks unless a wrapper has done so."""
         # FSDP2 has divided all gradients by its ranks. The factors apply to the parts only.
         for i, parameter in enumerate(self.parameters):
-            averaged = self._averaged.get(parameter, 1.0)
+            averaged = self._fsdp_divisors.get(parameter, 1.0)
             if parameter.grad is not None and averaged != 1:
                 local_part(parameter.grad).mul_(averaged)
             for held, factor in zip(self._held, factors, strict=True):
@@ -155,9 +155,9 @@ class SplitGradients:
         self._held, self._state = [], "finished"
 
         # Gradients that FSDP2 reduced are a sum over all ranks already.
-        own = [parameter for parameter in self.parameters if parameter not in self._averaged]
+        unreduced = [parameter for parameter in self.parameters if parameter not in self._fsdp_divisors]
         for group in (self.context_group, self.group):
-            sum_gradients(own, group)
+            sum_gradients(unreduced, group)
 
     def _check_open(self, call: str) -> None:
         if self._state != "open":
@@ -165,12 +165,12 @@ class SplitGradients:
                 f"{call} belongs inside `with {type(self).__name__}(…) as step:`, before finish() and once per step"
             )
 
-    def _swap(self, held: list[Tensor | None]) -> None:
+    def _swap_gradients(self, held: list[Tensor | None]) -> None:
         for i, parameter in enumerate(self.parameters):
             parameter.grad, held[i] = held[i], parameter.grad
 
 
-def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
+def _find_wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """Return the DDP and the FSDP2 modules of a model.
 
     Raises:
@@ -180,7 +180,7 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
     # Compare class names, so that DeepSpeed need not be installed.
     if any(base.__name__ == "DeepSpeedEngine" for module in modules for base in type(module).__mro__):
-        raise ValueError(_OWNS_GRADIENTS.format("a DeepSpeedEngine"))
+        raise ValueError(_OWNS_GRADIENTS_ERROR.format("a DeepSpeedEngine"))
 
     # Without a process group there can be no wrapper.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -198,7 +198,7 @@ def _wrappers(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return ddp, [module for module in modules if isinstance(module, FSDPModule)]
 
 
-def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
+def _fsdp_divisors(modules: list[Any], ranks: int) -> dict[Tensor, float]:
     """Return the parameters whose gradients FSDP2 reduces, each with FSDP2's divisor of the sum over ranks.
 
     FSDP2 has no public API for the divisor. It is a field of its parameter groups, whose name depends on torch's
@@ -215,17 +215,17 @@ def _averaged(modules: list[Any], ranks: int) -> dict[Tensor, float]:
             mesh = group.mesh_info
             size = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
             if divisor is None and size != ranks:
-                raise ValueError(_OTHER_RANKS.format("FSDP2", size, ranks))
+                raise ValueError(_OTHER_RANKS_ERROR.format("FSDP2", size, ranks))
             found |= {p.sharded_param: float(size if divisor is None else divisor) for p in group.fsdp_params}
     return found
 
 
-_OTHER_RANKS = (
+_OTHER_RANKS_ERROR = (
     "{} reduces gradients over {} ranks, and group and context_group together have {}: give as group the data-parallel "
     "ranks of the wrapper, e.g. torch.distributed.group.WORLD"
 )
 
-_OWNS_GRADIENTS = (
+_OWNS_GRADIENTS_ERROR = (
     "{} owns its backward passes and its gradients, so they cannot be held apart and scaled: use the functional form, "
     "policy_loss(…, correction=correct(…, group=…)[rows]), or group=… and whole_step=True in bypass mode, multiply the "
     "loss by the ranks and the accumulated micro-batches, and call engine.backward(loss): docs/guides/distributed.md"

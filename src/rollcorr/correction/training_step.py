@@ -270,7 +270,7 @@ class TrainingStep(SplitGradients):
             parts = [policy, terms]
         if self._ratio is not None:
             parts = [policy * self._ratio.to(device) + terms]
-        self._backward(parts)
+        self._accumulate_parts(parts)
 
         original = count_denominators(
             averaged.response_mask, cu_seqlens=averaged.cu_seqlens, context_group=self.context_group
@@ -313,7 +313,7 @@ class TrainingStep(SplitGradients):
         # With a known ratio both parts were joined to one, which is divided by the count of KL and entropy.
         by_kept, by_original = rescaling(1.0, divisor), rescaling(1.0, original)
         if self._ratio is None:
-            self._finish([by_kept, by_original])
+            self._scale_and_reduce([by_kept, by_original])
         else:
             found = rescaling(original, divisor)
             if in_host_memory(found, self._ratio) and not torch.isclose(found, self._ratio, rtol=1e-5, equal_nan=True):
@@ -322,7 +322,7 @@ class TrainingStep(SplitGradients):
                     "TrainingStep the correction of exactly these rows, such as correction.mini_batch(rows)"
                 )
             by_kept = by_original * self._ratio.to(by_original)
-            self._finish([by_original, by_original])
+            self._scale_and_reduce([by_original, by_original])
 
         # For text, KL and entropy also train on rejected tokens.
         skipped = (total if self._regularized else kept) == 0

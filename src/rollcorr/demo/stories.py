@@ -68,14 +68,14 @@ class JudgedRollouts(NamedTuple):
 
 def healthy_story(on_step: OnStep = lambda: None) -> JudgedRollouts:
     """Compute a healthy run: the sampler rounds its logits to bfloat16, and otherwise equals the trainer."""
-    rollouts, _ = train("measure", sampler=_rounded, steps=LAST, on_step=on_step, **LANGUAGE)
+    rollouts, _ = train("measure", sampler=_round_logits, steps=LAST, on_step=on_step, **LANGUAGE)
     return _judge(rollouts)
 
 
 def fault_story(on_step: OnStep = lambda: None) -> tuple[JudgedRollouts, JudgedRollouts]:
     """Compute a run whose trainer ignores the sampler's temperature, then the fix: divide its logits by it."""
     rollouts, _ = train(
-        "measure", sampler=lambda logits: _rounded(logits / TEMPERATURE), steps=LAST, on_step=on_step, **LANGUAGE
+        "measure", sampler=lambda logits: _round_logits(logits / TEMPERATURE), steps=LAST, on_step=on_step, **LANGUAGE
     )
     return _judge(rollouts), _judge(rollouts, temperature=TEMPERATURE)
 
@@ -136,12 +136,12 @@ def train(
         correction = correct(old_log_prob, rollout_log_prob, rows.mask, RolloutCorrectionConfig.preset(preset))
         log_prob = logits.log_softmax(-1)[rows.states, rows.tokens].float()
         policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
-        advantages = grpo_advantages(_rewards(rows), groups)[:, None].expand(-1, LENGTH)
+        advantages = grpo_advantages(_score_responses(rows), groups)[:, None].expand(-1, LENGTH)
         loss = policy_loss(policies, advantages, rows.mask, correction=correction).loss
 
         own = sample_rows(replace(start, trainer=policy_now, rollout=policy_now), EVALUATED, generator)
         rollouts.append(rows)
-        rewards.append(float(_rewards(own).mean()))
+        rewards.append(float(_score_responses(own).mean()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -149,13 +149,13 @@ def train(
     return rollouts, rewards
 
 
-def _rewards(rows: SequenceRows) -> Tensor:
+def _score_responses(rows: SequenceRows) -> Tensor:
     """Compute R = 1 − |points − target| / T of each response, (n,)."""
     points = rows.pair.rule.points[rows.states, rows.tokens].sum(-1)
     return (1 - (points - TARGET).abs() / LENGTH).float()
 
 
-def _rounded(logits: Tensor) -> Tensor:
+def _round_logits(logits: Tensor) -> Tensor:
     return logits.bfloat16().double()
 
 

@@ -116,7 +116,7 @@ def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = No
     if "timesteps" in batch and schedule is not None:
         _check_timesteps(batch["timesteps"], schedule)
     if "std" in batch:
-        _check_pooled(batch["rollout_log_probs"], batch["std"], dimensions_of(batch))
+        _check_averaged(batch["rollout_log_probs"], batch["std"], dimensions_of(batch))
 
 
 def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolerance: float = 1e-5) -> None:
@@ -136,8 +136,8 @@ def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolera
     fix = "give both the same number of steps, shift and resolution (set_timesteps with the same arguments)"
     limit = tolerance * max([abs(x) for x in (*rollout, *trainer)], default=0.0)
     for i, (theirs, ours) in enumerate(zip(rollout, trainer, strict=False)):
-        if not abs(theirs - ours) <= limit:
-            lag = _lag(rollout, trainer, limit)
+        if not abs(theirs - ours) <= limit:  # true for NaN as well
+            lag = _shift_hint(rollout, trainer, limit)
             raise ValueError(
                 f"rollout and trainer schedules differ first at entry {i}: {theirs:g} and {ours:g}{lag}; {fix}"
             )
@@ -145,7 +145,7 @@ def check_schedule(rollout: Sequence[float], trainer: Sequence[float], *, tolera
         raise ValueError(f"the rollout's schedule has {len(rollout)} entries and the trainer's {len(trainer)}; {fix}")
 
 
-def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> str:
+def _shift_hint(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> str:
     """Return a hint for the most common mistake, a schedule off by one entry; empty if the cause is different."""
     for lag in (1, -1):
         pairs = list(zip(rollout[max(lag, 0) :], trainer[max(-lag, 0) :], strict=False))
@@ -154,7 +154,7 @@ def _lag(rollout: Sequence[float], trainer: Sequence[float], limit: float) -> st
     return ""
 
 
-def _first(wrong: Tensor) -> tuple[int, int] | None:
+def _first_wrong_step(wrong: Tensor) -> tuple[int, int] | None:
     """Return sample and step of the first true entry of (B, W), or None."""
     found = wrong.nonzero()
     return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
@@ -162,7 +162,7 @@ def _first(wrong: Tensor) -> tuple[int, int] | None:
 
 def _check_finite(key: str, values: Tensor) -> None:
     finite = values.flatten(2).isfinite().all(-1)
-    if (at := _first(~finite)) is not None:
+    if (at := _first_wrong_step(~finite)) is not None:
         sample, step = at
         raise ValueError(
             f"{key} has NaN or inf in {int((~finite).any(1).sum())} of {len(values)} samples, first in {sample} "
@@ -181,7 +181,7 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
 
     # Every value must be an entry of the schedule, up to rounding. NaN never matches.
     nearest, index = (values.unsqueeze(-1) - known).abs().min(-1)
-    if (at := _first(~(nearest <= limit))) is not None:
+    if (at := _first_wrong_step(~(nearest <= limit))) is not None:
         sample, step = at
         raise ValueError(
             f"timestep {values[sample, step].item():g} of sample {sample}, step {step}, is not in the trainer's "
@@ -190,7 +190,7 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
         )
 
     # The window has no gaps: each step starts where the last one ended.
-    if (at := _first(index.diff(dim=1) != 1)) is not None:
+    if (at := _first_wrong_step(index.diff(dim=1) != 1)) is not None:
         sample, step = at
         raise ValueError(
             f"the window of sample {sample} goes from schedule entry {int(index[sample, step])} to "
@@ -198,7 +198,7 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
         )
 
 
-def _check_pooled(log_probs: Tensor, std: Tensor, dimensions: int | None) -> None:
+def _check_averaged(log_probs: Tensor, std: Tensor, dimensions: int | None) -> None:
     """Raise if log-probs look like sums over D: E[mean_D log p] = −1/2 − log s − log sqrt(2π), a sum is D times it."""
     if dimensions is None or dimensions < 8:
         return  # not enough dimensions to distinguish a sum from a mean

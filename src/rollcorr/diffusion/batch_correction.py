@@ -29,7 +29,7 @@ ROUNDING = 1e-9
 OUT_OF_REACH = 20.0
 """Standard deviations of a criterion's statistic. A bound farther away than this is never reached."""
 
-_warned_of: set[tuple[DiffusionActorConfig, str]] = set()
+_warned_options: set[tuple[DiffusionActorConfig, str]] = set()
 
 
 def apply_bypass_mode_to_diffusion_batch(
@@ -106,7 +106,7 @@ def apply_rollout_correction_to_diffusion_batch(
         )
 
     # All ranks of a group must use the same values for the breakdown, but each rank knows only its own batch's.
-    values = _values(batch) if schedule is None and group is None else schedule
+    values = _timestep_values(batch) if schedule is None and group is None else schedule
     correction = correct_steps(
         old,
         rollout,
@@ -125,7 +125,7 @@ def apply_rollout_correction_to_diffusion_batch(
     return batch, {} if statistics is None else diffusion_metrics(statistics, actor)
 
 
-def _values(batch: Batch) -> list[float] | None:
+def _timestep_values(batch: Batch) -> list[float] | None:
     """Return the timestep values of a batch, from noise to data."""
     if "timesteps" not in batch:
         return None
@@ -146,8 +146,8 @@ def diffusion_metrics(statistics: Statistics, config: DiffusionActorConfig) -> d
     """
     host = statistics.read()
     for name, reason in out_of_reach(host, config).items():
-        if (config, name) not in _warned_of:
-            _warned_of.add((config, name))
+        if (config, name) not in _warned_options:
+            _warned_options.add((config, name))
             warnings.warn(reason, InertOptionWarning, stacklevel=2)
     return finalize(host, prefix=f"actor/{PREFIX}" if config.bypass_mode else PREFIX)
 
@@ -182,8 +182,8 @@ def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> di
         if seen is None or seen.count < 2 or seen.std <= ROUNDING:
             continue  # one value, or two policies that agree up to rounding, have no spread to measure by
 
-        distance = _distance(criterion, seen.mean) / seen.std
-        if not OUT_OF_REACH < distance < math.inf:
+        distance = _distance_to_bound(criterion, seen.mean) / seen.std
+        if not OUT_OF_REACH < distance < math.inf:  # also skips NaN, and criteria without a bound
             continue
         if config.reduction == "mean" and criterion.kind != "kl":
             fix = (
@@ -199,7 +199,7 @@ def out_of_reach(statistics: HostStatistics, config: DiffusionActorConfig) -> di
     return reasons
 
 
-def _distance(criterion: Criterion, mean: float) -> float:
+def _distance_to_bound(criterion: Criterion, mean: float) -> float:
     """Return the distance from a criterion's mean statistic to its nearest bound: negative beyond, inf without."""
     if criterion.kind != "k1":
         return math.inf if criterion.upper is None else criterion.upper - mean

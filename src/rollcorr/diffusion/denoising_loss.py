@@ -30,7 +30,7 @@ from rollcorr.diffusion.step_correction import correct_steps, step_kl
 if TYPE_CHECKING:
     from rollcorr.diffusion.actor_config import DiffusionActorConfig
 
-_SHARES = ("zeroed_fraction_positive", "zeroed_fraction_negative")
+_CORRECTION_FRACTIONS = ("zeroed_fraction_positive", "zeroed_fraction_negative")
 
 
 def diffusion_loss(
@@ -72,9 +72,9 @@ def diffusion_loss(
     check_shapes({**data, "log_probs": model_output["log_probs"]}, like="log_probs")
     if config.bypass_mode:
         check_whole_step(whole_step, "total_steps", given=total_steps is not None)
-        parts = _bypass(config, model_output, data, schedule)
+        parts = _bypass_loss(config, model_output, data, schedule)
     else:
-        parts = _decoupled(config, model_output, data)
+        parts = _decoupled_loss(config, model_output, data)
 
     # Divide sums by all steps of the optimizer step: the number of kept steps is known only at its end.
     keep, sampled = parts.keep, torch.ones_like(parts.keep)
@@ -99,7 +99,7 @@ def diffusion_loss(
     )
 
 
-class _Parts(NamedTuple):
+class _LossParts(NamedTuple):
     """The parts of a micro-batch's loss, in both modes."""
 
     per_step: Tensor  # (b, w), 0 where rejected
@@ -109,7 +109,7 @@ class _Parts(NamedTuple):
     correction: Correction | None
 
 
-def _decoupled(config: DiffusionActorConfig, model_output: Batch, data: Batch) -> _Parts:
+def _decoupled_loss(config: DiffusionActorConfig, model_output: Batch, data: Batch) -> _LossParts:
     """Compute w · L(π_θ / π_old), with the weights and the mask stored in the batch."""
     (old,) = require(data, "old_log_probs", reason="decoupled mode compares π_θ with")
     if config.correction is None:
@@ -124,11 +124,13 @@ def _decoupled(config: DiffusionActorConfig, model_output: Batch, data: Batch) -
     if config.correction is not None and config.correction.nonfinite == "neutral":
         log_prob, old = neutral_log_probs(log_prob, old)
     per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, old, keep, weights)
-    return _Parts(per_step, statistics, truth(keep, "rollout_keep_mask"), weights, None)
+    return _LossParts(per_step, statistics, truth(keep, "rollout_keep_mask"), weights, None)
 
 
-def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None) -> _Parts:
-    """Compute L(π_θ / μ), or −sg(w) · log π_θ · A: each step is corrected separately, against π_θ."""
+def _bypass_loss(
+    config: DiffusionActorConfig, model_output: Batch, data: Batch, schedule: Sequence[float] | None
+) -> _LossParts:
+    """Compute L(π_θ / μ), or −sg(w) · log π_θ · A: each step is corrected separately, by π_θ / μ."""
     assert config.correction is not None
     log_prob = model_output["log_probs"]
     (rollout,) = require(data, "rollout_log_probs", reason="bypass mode compares π_θ with")
@@ -136,7 +138,7 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
     # Treat each step as its own sequence, so its correction is independent of the split into micro-batches.
     exact = step_kl(data.get("prev_sample_mean"), model_output.get("prev_sample_mean"), data.get("std"))
     timesteps = data.get("timesteps")
-    alone = correct_steps(
+    correction = correct_steps(
         log_prob.reshape(-1, 1),
         rollout.reshape(-1, 1),
         config,
@@ -145,10 +147,10 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
         dimensions=dimensions_of(model_output, data),
         schedule=schedule,
     )
-    keep = alone.loss_mask.view(log_prob.shape)
-    weights = None if alone.loss_weights is None else alone.loss_weights.view(log_prob.shape)
+    keep = correction.loss_mask.view(log_prob.shape)
+    weights = None if correction.loss_weights is None else correction.loss_weights.view(log_prob.shape)
 
-    # Missing values stay in the loss only under nonfinite="neutral", which means ratio 1; so does log μ = −inf.
+    # Missing values reach the loss only under nonfinite="neutral". Like log μ = −inf, they get ratio 1.
     log_prob, behavior = neutral_log_probs(log_prob, rollout.masked_fill(~rollout.isfinite(), torch.nan))
     if config.correction.loss_type == "reinforce":
         advantages = _clipped_advantages(config, data)
@@ -158,11 +160,11 @@ def _bypass(config: DiffusionActorConfig, model_output: Batch, data: Batch, sche
         per_step, statistics = _ratio_loss(config, {**model_output, "log_probs": log_prob}, data, behavior, keep, None)
 
     # Report zeroed gradients together with the mismatch that causes them.
-    assert alone.statistics is not None
-    names = [name for name in _SHARES if name in statistics.names["moments"]]
+    assert correction.statistics is not None
+    names = [name for name in _CORRECTION_FRACTIONS if name in statistics.names["moments"]]
     shares = Statistics.of(moments={name: statistics.moment(name) for name in names}, device=log_prob.device)
-    alone = dataclasses.replace(alone, statistics=alone.statistics | shares)
-    return _Parts(per_step, statistics, keep, weights, alone)
+    correction = dataclasses.replace(correction, statistics=correction.statistics | shares)
+    return _LossParts(per_step, statistics, keep, weights, correction)
 
 
 def _ratio_loss(

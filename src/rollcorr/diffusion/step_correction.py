@@ -27,10 +27,10 @@ STEP_KL = "step_kl"
 """The criterion that bounds the exact KL of a step."""
 
 # A density is unbounded, so its exponential has no meaning and may overflow.
-_OF_PROBABILITIES = ("train_ppl", "rollout_ppl", "ppl_ratio", "prob_diff_abs")
+_PROBABILITY_ROWS = ("train_ppl", "rollout_ppl", "ppl_ratio", "prob_diff_abs")
 # Rows that step_kl changes are recomputed with it. The criterion that rejected a step by itself is then unknown.
-_RECOUNTED = ("tokens_kept", "sequences_kept", "sequences_touched", "kept_weight", "kept_sequence_weight")
-_OF_SEVERAL = ("rejected_by_several", "sequences_rejected_by_several")
+_RECOUNTED_ROWS = ("tokens_kept", "sequences_kept", "sequences_touched", "kept_weight", "kept_sequence_weight")
+_OVERLAP_ROWS = ("rejected_by_several", "sequences_rejected_by_several")
 
 SAME_TIMESTEP = 1e-5
 """Two timestep values are the same if they differ by this share of the largest, or less."""
@@ -94,27 +94,27 @@ def correct_steps(
     train = train.masked_fill(~finite, torch.nan)
 
     # Everything except the exact KL is the correction of tokens, at the configured power of the likelihood.
-    scale = _scale(config, dimensions)
+    scale = _log_prob_factor(config, dimensions)
     every = torch.ones_like(finite)
     correction = correct(scale * train, scale * rollout, every, config.log_prob_correction, group=group, densities=True)
     keep, statistics = correction.loss_mask, correction.statistics
     assert statistics is not None, "there is no rollout_correction to compute"
-    own = _rows(train - rollout, finite, exact_kl, timesteps, dimensions, schedule)
-    replaced = list(_OF_PROBABILITIES)
+    own = _step_rows(train - rollout, finite, exact_kl, timesteps, dimensions, schedule)
+    replaced = list(_PROBABILITY_ROWS)
 
     # The exact KL judges each step separately, in addition to the token criteria. Recompute the rows it changes.
     if bound is not None and exact_kl is not None:
         rejects = exceeds(exact_kl, bound) | ~exact_kl.isfinite()
         keep = keep & ~rejects
-        own = own | _recounted(correction, keep) | _criterion_rows(exact_kl, correction, rejects, bound)
-        alone = [name for name in statistics.names["sums"] if name.endswith("_alone")]
-        replaced += [*_RECOUNTED, *_OF_SEVERAL, *alone]
+        own = own | _recount_rows(correction, keep) | _criterion_rows(exact_kl, correction, rejects, bound)
+        alone_rows = [name for name in statistics.names["sums"] if name.endswith("_alone")]
+        replaced += [*_RECOUNTED_ROWS, *_OVERLAP_ROWS, *alone_rows]
 
     statistics = statistics.without(*replaced) | gather_statistics(own, group)
     return dataclasses.replace(correction, loss_mask=keep, sequence_kept=keep.any(1), statistics=statistics)
 
 
-def _scale(config: DiffusionActorConfig, dimensions: int | None) -> float:
+def _log_prob_factor(config: DiffusionActorConfig, dimensions: int | None) -> float:
     """Return the factor that converts a log-prob averaged over D into one to the power p: p D."""
     if config.reduction == "mean":
         return 1.0
@@ -126,7 +126,7 @@ def _scale(config: DiffusionActorConfig, dimensions: int | None) -> float:
     return dimensions * power_of(config.reduction, dimensions)
 
 
-def _rows(
+def _step_rows(
     log_ratio: Tensor,
     finite: Tensor,
     exact_kl: Tensor | None,
@@ -155,7 +155,7 @@ def _rows(
     return Statistics.of(moments=moments, extremes=extremes)
 
 
-def _recounted(correction: Correction, keep: Tensor) -> Statistics:
+def _recount_rows(correction: Correction, keep: Tensor) -> Statistics:
     """Recompute the statistics of the steps in the loss, after all criteria."""
     count = keep.sum(1)
     sums = {
@@ -180,23 +180,24 @@ def _criterion_rows(kl: Tensor, correction: Correction, rejects: Tensor, bound: 
     """Return the rows of step_kl, named like the rows of each criterion."""
     row = f"rs/{STEP_KL}"
     measured = kl.isfinite()
-    seen = measured.any(1)
+    is_judged = measured.any(1)
     per_sample = kl.masked_fill(~measured, 0.0).sum(1) / measured.sum(1).clamp(min=1)
 
-    alone = rejects & correction.loss_mask
-    none = torch.zeros_like(rejects.sum())  # a KL has no lower bound
+    # The loss mask is that of the other criteria: these steps are rejected by step_kl only.
+    rejected_alone = rejects & correction.loss_mask
+    zero = torch.zeros_like(rejects.sum())  # a KL has no lower bound
     sums = {
         f"{row}/high": (rejects & measured).sum(),
-        f"{row}/low": none,
-        f"{row}/seq_high": (seen & exceeds(per_sample, bound)).sum(),
-        f"{row}/seq_low": none,
+        f"{row}/low": zero,
+        f"{row}/seq_high": (is_judged & exceeds(per_sample, bound)).sum(),
+        f"{row}/seq_low": zero,
         f"{row}/tokens": rejects.sum(),
         f"{row}/sequences": rejects.any(1).sum(),
-        f"{row}/tokens_alone": alone.sum(),
+        f"{row}/tokens_alone": rejected_alone.sum(),
         f"{row}/sequences_alone": (rejects.any(1) & correction.loss_mask.all(1)).sum(),
     }
     return Statistics.of(
         sums=sums,
-        moments={row: moments_of(kl, measured), f"{row}/seq": moments_of(per_sample, seen)},
-        extremes={row: extremes_of(kl, measured), f"{row}/seq": extremes_of(per_sample, seen)},
+        moments={row: moments_of(kl, measured), f"{row}/seq": moments_of(per_sample, is_judged)},
+        extremes={row: extremes_of(kl, measured), f"{row}/seq": extremes_of(per_sample, is_judged)},
     )

@@ -97,10 +97,10 @@ def rollout_from_completions(
     largest = LARGEST_INTEGER if vocabulary_size is None else vocabulary_size - 1
 
     def token_id(value: Any, where: str) -> int:  # noqa: ANN401 (unchecked JSON)
-        return _whole_number(value, where, "token id of the vocabulary", largest)
+        return _check_integer(value, where, "token id of the vocabulary", largest)
 
     # Tokens first: every other list must have their length.
-    responses = _column(completions, "token_ids", token_id)
+    responses = _read_column(completions, "token_ids", token_id)
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], device="cpu")
     mask = torch.arange(max(1, int(lengths.max())), device="cpu") < lengths[:, None]
 
@@ -113,17 +113,19 @@ def rollout_from_completions(
     response_ids = padded(responses, torch.int64, pad_token_id)
 
     # In the usual case all tokens have one version, which `sampling` records.
-    versions = _column(completions, "versions", lambda value, where: _whole_number(value, where, "policy version"))
+    versions = _read_column(
+        completions, "versions", lambda value, where: _check_integer(value, where, "policy version")
+    )
     if versions is not None and all(version == sampling.policy_version for row in versions for version in row):
         versions = None
 
     return Rollout(
         tokens=TokenBatch(prompt_ids.to(device), prompt_mask.to(device), response_ids, mask.to(device)),
-        rollout_log_prob=padded(_column(completions, "log_probs", check_log_prob), torch.float32),
-        raw_log_prob=padded(_column(completions, "raw_log_probs", check_log_prob), torch.float32),
+        rollout_log_prob=padded(_read_column(completions, "log_probs", check_log_prob), torch.float32),
+        raw_log_prob=padded(_read_column(completions, "raw_log_probs", check_log_prob), torch.float32),
         sampling=sampling,
-        kept=_kept_sets(completions, token_id, device),
-        log_kept_mass=padded(_column(completions, "log_kept_mass", check_log_prob), torch.float32),
+        kept=_collect_kept_sets(completions, token_id, device),
+        log_kept_mass=padded(_read_column(completions, "log_kept_mass", check_log_prob), torch.float32),
         policy_versions=padded(versions, torch.int64),
     )
 
@@ -237,7 +239,9 @@ def check_log_prob(value: object, where: str) -> float:
     return min(float(value), 0.0)
 
 
-def _column(completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]) -> list[list[Any]] | None:
+def _read_column(
+    completions: Sequence[Completion], name: str, checked: Callable[[Any, str], Any]
+) -> list[list[Any]] | None:
     """Return one checked value per token from every row, or None if no row has any."""
     rows = [getattr(completion, name) for completion in completions]
 
@@ -266,14 +270,14 @@ def _check_sequence(values: object, where: str) -> None:
         raise EngineAnswerError(f"{where} is {brief(values)}, no list")
 
 
-def _whole_number(value: Any, where: str, kind: str, largest: int = LARGEST_INTEGER) -> int:  # noqa: ANN401
+def _check_integer(value: Any, where: str, kind: str, largest: int = LARGEST_INTEGER) -> int:  # noqa: ANN401
     """Return an integer from 0 to `largest`; raise an error that contains `kind` for any other value."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) <= largest:
         raise EngineAnswerError(f"{where} is {brief(value)}, no {kind} 0 … {largest}")
     return int(value)
 
 
-def _kept_sets(
+def _collect_kept_sets(
     completions: Sequence[Completion], token_id: Callable[[Any, str], int], device: torch.device | str
 ) -> KeptSets | None:
     def checked(ids: Any, where: str) -> list[int]:  # noqa: ANN401 (unchecked JSON)
@@ -286,5 +290,5 @@ def _kept_sets(
         return found
 
     # One packed list for the batch: the sets of row 0, then of row 1, and so on.
-    rows = _column(completions, "kept", checked)
+    rows = _read_column(completions, "kept", checked)
     return None if rows is None else KeptSets.of([ids for row in rows for ids in row], device=device)

@@ -59,14 +59,15 @@ NOT_SUPPORTED = (
     "logit_bias",
     "min_new_tokens",
 )
-_SEEDED = threading.Lock()  # CTranslate2 has one seed for the process
+_SEED_LOCK = threading.Lock()  # CTranslate2 has one seed for the process
 
 
 class CTranslate2Engine(Engine):
     """Engine that samples with CTranslate2 from a converted copy of `model`.
 
     The engine keeps the converted model as float32 bytes. Every call of `generate` loads them again in `compute_type`
-    (4 to 40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once.
+    (4 to 40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once. The library has
+    one seed per process, so the draws of a row depend on its batch.
 
     Args:
         model: a causal language model of `transformers` that CTranslate2 can convert (Llama, Qwen3, …); it is copied,
@@ -86,6 +87,8 @@ class CTranslate2Engine(Engine):
         ValueError: a setting is out of range or unsupported, or this kind of model cannot be converted.
         WeightSyncError: the converted model's log-probs differ from the policy's.
     """
+
+    row_seeds = False
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class CTranslate2Engine(Engine):
         self._files: dict[str, bytes] = {}
         self.update_weights(model, version=version)
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Sets CTranslate2's own seed and keeps torch's random state.
 
         Each batch contains prompts of one length. In a mixed batch CTranslate2 feeds the longer prompts token by token,
@@ -146,7 +149,8 @@ class CTranslate2Engine(Engine):
 
         Args:
             prompts: token ids of B non-empty prompts. The engine adds no token in front of them.
-            seed: random seed, modulo 2³² − 1, the range of CTranslate2's seed.
+            seed: random seed; its sum with `first_row` is taken modulo 2³² − 1, the range of CTranslate2's seed.
+            first_row: index of the first prompt in the global batch.
 
         Raises:
             ValueError: a prompt is empty, or has an id outside the vocabulary.
@@ -157,10 +161,10 @@ class CTranslate2Engine(Engine):
 
         # A sampler reads the seed when it is loaded, so seed and load need a common lock.
         completions: dict[int, Completion] = {}
-        with _SEEDED, _failures():
-            self._package.set_random_seed(seed % UNSEEDED)
+        with _SEED_LOCK, _translate_exceptions():
+            self._package.set_random_seed((seed + first_row) % UNSEEDED)
             self._generator = self._load(self.compute_type, self._files)
-            for rows in _rows_of_one_length(prompts, self.batch_size or len(prompts)):
+            for rows in _rows_by_length(prompts, self.batch_size or len(prompts)):
                 completions |= zip(rows, self._sample([prompts[row] for row in rows]), strict=True)
 
         return rollout_from_completions(
@@ -191,11 +195,11 @@ class CTranslate2Engine(Engine):
         Raises:
             WeightSyncError: the log-probs differ; the engine keeps its previous weights and version.
         """
-        copy = self._copy(model)
-        files = self._converted(copy)
+        copy = self._copy_to_cpu(model)
+        files = self._convert_model(copy)
         probe = self._probe.to(next(model.parameters()).device)
-        expected = score_probe(model, probe, dtype=torch.float32, rounding=self._rounded)
-        with _failures():
+        expected = score_probe(model, probe, dtype=torch.float32, rounding=self._round_weight)
+        with _translate_exceptions():
             exact = self._load("float32", files)
             got = self._score(exact, self._probe.to("cpu"), 1.0)
             check_weight_sync(got, expected.to("cpu"), tolerance=SYNC_TOLERANCE)
@@ -218,19 +222,19 @@ class CTranslate2Engine(Engine):
             version: version of these weights, recorded in rollouts.
         """
         # The current model stays unchanged until the new weights are verified.
-        model = self._copy(self._model)
+        model = self._copy_to_cpu(self._model)
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
         self.update_weights(model, version=version)
 
-    def _copy(self, model: nn.Module) -> nn.Module:
+    def _copy_to_cpu(self, model: nn.Module) -> nn.Module:
         """Copy the model to the CPU with float32 parameters, for any dtype and device of the policy."""
-        return _copy_with(model, lambda p: p.detach().to("cpu", torch.float32, copy=True)).to("cpu").eval()
+        return _copy_with_weights(model, lambda p: p.detach().to("cpu", torch.float32, copy=True)).to("cpu").eval()
 
-    def _rounded(self, weight: Tensor) -> Tensor:
+    def _round_weight(self, weight: Tensor) -> Tensor:
         return weight if self.weight_bits is None else rounded_to_bits(weight, self.weight_bits)
 
-    def _converted(self, model: Any) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)
+    def _convert_model(self, model: Any) -> dict[str, bytes]:  # noqa: ANN401 (a transformers model)
         """Return the files of a CTranslate2 model directory, float32, by name.
 
         Each token's name is its number. So the result does not depend on a tokenizer, and the conversion renames no id.
@@ -247,8 +251,8 @@ class CTranslate2Engine(Engine):
         )
 
         # The converter modifies the module, so it gets a separate module with the same tensors.
-        shell = _copy_with(model, lambda p: self._rounded(p.detach()))
-        with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _short_collections():
+        shell = _copy_with_weights(model, lambda p: self._round_weight(p.detach()))
+        with tempfile.TemporaryDirectory(prefix="rollcorr-ctranslate2-") as directory, _freeze_older_objects():
             model.config.save_pretrained(directory)
 
             # The module is in memory, so the converter reads only its configuration from a directory.
@@ -310,7 +314,7 @@ class CTranslate2Engine(Engine):
         size = self.batch_size or len(tokens)
         for start in range(0, len(tokens), size):
             rows = range(start, min(start + size, len(tokens)))
-            with _failures():
+            with _translate_exceptions():
                 logits = torch.from_numpy(np.array(generator.forward_batch([prompts[r] + responses[r] for r in rows])))
 
             # The logits at a token predict the next one.
@@ -341,7 +345,7 @@ def rounded_to_bits(weight: Tensor, bits: int) -> Tensor:
     return steps * spacing
 
 
-def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+def _rows_by_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
     """Yield row indices of prompts of equal length, at most `size` at a time, in order of first appearance."""
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -352,7 +356,7 @@ def _rows_of_one_length(prompts: Sequence[Sequence[int]], size: int) -> Iterator
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def _translate_exceptions() -> Iterator[None]:
     """Raise CTranslate2's exceptions as `EngineUnavailableError`, inside the `with` block."""
     try:
         yield
@@ -362,7 +366,7 @@ def _failures() -> Iterator[None]:
         raise EngineUnavailableError(f"CTranslate2 failed: {error}") from error
 
 
-def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
+def _copy_with_weights(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Module:
     """Copy the model and replace each parameter by `weight(parameter)`; tied ones stay tied."""
     # deepcopy looks each parameter up by its id, so all uses of a tied one get the same new parameter.
     parameters = {id(p): nn.Parameter(weight(p), requires_grad=False) for p in model.parameters()}
@@ -370,7 +374,7 @@ def _copy_with(model: nn.Module, weight: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 @contextlib.contextmanager
-def _short_collections() -> Iterator[None]:
+def _freeze_older_objects() -> Iterator[None]:
     """Keep older objects out of the garbage collections that the converter runs for each layer (0.1 s, not 2 s)."""
     if gc.get_freeze_count():  # already frozen elsewhere, and unfreezing would undo that
         yield

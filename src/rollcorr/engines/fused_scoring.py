@@ -112,11 +112,11 @@ def _hidden_states(model: Any, tokens: TokenBatch) -> tuple[Tensor, nn.Linear]: 
         hidden = response_logits(model, tokens)
     finally:
         model.set_output_embeddings(head)
-    _check_factor(hidden, seen, head)
+    _check_head_input(hidden, seen, head)
     return hidden, head
 
 
-def _check_factor(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:
+def _check_head_input(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linear) -> None:
     """Raise a ValueError unless the model returned its head's input, or a multiple of it.
 
     This waits for the device only if the model modifies its logits.
@@ -134,5 +134,5 @@ def _check_factor(hidden: Tensor, seen: list[tuple[Tensor, int]], head: nn.Linea
         tolerance = 8 * torch.finfo(hidden.dtype).eps
         if head.bias is None and torch.allclose(after, factor * before, rtol=tolerance, atol=0):
             return
-        reason = "they are not a multiple of what the head gives, or it has a bias besides"
+        reason = "they are not a multiple of the head's output, or the head has a bias as well"
     raise ValueError(f"the model changes its logits in a way that is not known here ({reason}): use score_responses")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +38,7 @@ from rollcorr.engines.base import (
 )
 from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.row_seeds import row_seed
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_policy, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
@@ -169,25 +169,26 @@ class RemoteEngine(Engine, abc.ABC):
     def _folder(self) -> Path:
         """Return the path of the checkpoint of the current weights."""
 
-    def _meet(self) -> None:
+    def _read_server_properties(self) -> None:
         """Read the server's properties at the start and after an outage. Sends no sampling request."""
 
     def _check_again(self) -> None:
         """Check that an engine still matches its setup after an outage. May send a sampling request."""
 
-    def _abandon(self) -> None:
+    def _stop_sampling(self) -> None:
         """Stop sampling from partially updated weights, for this and other clients."""
 
     def close(self) -> None:
         """Reject further requests; a server keeps running."""
         self._unusable = "it was closed"
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Raises if any response fails.
 
         Args:
             prompts: token ids of B non-empty prompts.
             seed: random seed; each row gets a seed derived from it.
+            first_row: index of the first prompt in the global batch.
 
         Raises:
             ValueError: a prompt is empty, has an id outside the vocabulary, or leaves no room for `max_new_tokens`.
@@ -208,17 +209,17 @@ class RemoteEngine(Engine, abc.ABC):
 
         # A concurrent thread may update the weights: later versions are valid as well.
         sampling, older = self.sampling, len(self._given) - 1
-        seeds = [row_seed(seed, row) for row in range(len(rows))]
+        seeds = [row_seed(seed, first_row + row) for row in range(len(rows))]
 
         def sample() -> tuple[list[Completion], bool]:
             completions = self._complete(rows, seeds)
             check_versions(completions, self._given[older:], self.title)
             return completions, all(completion.versions is not None for completion in completions)
 
-        with self._saying_where():
+        with self._add_address_to_errors():
             return rollout_from_completions(
                 rows,
-                self._from_given_weights(sample),
+                self._ask_current_weights(sample),
                 sampling=sampling,
                 pad_token_id=self.settings.pad_token_id,
                 vocabulary_size=self.vocabulary_size,
@@ -237,8 +238,8 @@ class RemoteEngine(Engine, abc.ABC):
                 f"a {self.title} server scores given tokens at temperature 1, not {temperature:g}: sample at 1, or "
                 "score with the policy"
             )
-        with self._saying_where():
-            return self._from_given_weights(lambda: (self._score(tokens, temperature), False))
+        with self._add_address_to_errors():
+            return self._ask_current_weights(lambda: (self._score(tokens, temperature), False))
 
     def update_weights(self, model: nn.Module, *, version: int) -> None:
         """Send the weights of `model`, rounded to this engine's dtype, and verify them on the probe.
@@ -258,8 +259,8 @@ class RemoteEngine(Engine, abc.ABC):
         expected = score_probe(model, self._probe, dtype=self._dtype)
         folder = self._folder  # raises here, while the engine is still usable, if it does not support updates
 
-        with self._whole_or_unusable():
-            with _disk_failures_of(folder):
+        with self._unusable_on_failure():
+            with _translate_disk_errors(folder):
                 write_checkpoint(model, folder, dtype=self._dtype)
             self._given.append(version)
             self._initial_version = None
@@ -276,7 +277,7 @@ class RemoteEngine(Engine, abc.ABC):
         """
         self._require_weights()
         folder = self._folder
-        with _disk_failures_of(folder):
+        with _translate_disk_errors(folder):
             return dict(checkpoint_weights(folder))
 
     def import_weights(self, weights: Mapping[str, Tensor], *, version: int) -> None:
@@ -290,7 +291,7 @@ class RemoteEngine(Engine, abc.ABC):
             WeightSyncError, EngineError: as `update_weights`.
         """
         folder = self._folder
-        with _disk_failures_of(folder):
+        with _translate_disk_errors(folder):
             model = read_policy(folder, weights)
         self.update_weights(model.to(self.device), version=version)
 
@@ -298,29 +299,30 @@ class RemoteEngine(Engine, abc.ABC):
         """Send a running server the first weights through its folder; without a folder verify the server's weights."""
         from rollcorr.engines.transport.http import MAX_ANSWER_BYTES, JsonClient
 
-        longest = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * self.settings.max_new_tokens * log_probs_per_token)
+        max_bytes = max(MAX_ANSWER_BYTES, BYTES_PER_LOG_PROB * self.settings.max_new_tokens * log_probs_per_token)
         if options.max_answer_megabytes is not None:
-            longest = int(1e6 * check_number("max_answer_megabytes", options.max_answer_megabytes, at_least=0.001))
+            max_bytes = int(1e6 * check_number("max_answer_megabytes", options.max_answer_megabytes, at_least=0.001))
         self._client = self._server = JsonClient(
             options.url,
             timeout=options.timeout,
             retries=options.retries,
             wait_minutes=options.wait_minutes,
             deadline_minutes=options.deadline_minutes,
-            max_answer_bytes=longest,
+            max_answer_bytes=max_bytes,
             concurrency=options.concurrency,
             headers=header_values(options.headers, options.headers_env),
         )
+
         # Without a shared folder the server keeps its own weights, which must equal the policy's.
-        self._meet()
+        self._read_server_properties()
         if options.folder is not None:
             Path(options.folder).mkdir(parents=True, exist_ok=True)
             self.update_weights(model, version=version)
             return
 
         self._expected = score_probe(model, self._probe, dtype=self._dtype)
-        with self._whole_or_unusable():
-            self._verify(self._expected)
+        with self._unusable_on_failure():
+            self._verify_weights(self._expected)
         self._faults_at_proof = self._faults
 
     @property
@@ -328,7 +330,7 @@ class RemoteEngine(Engine, abc.ABC):
         """Return how often the server failed to answer so far. After an increase it may have been restarted."""
         return 0 if self._server is None else self._server.faults
 
-    def _from_given_weights(self, ask: Callable[[], tuple[Answer, bool]]) -> Answer:
+    def _ask_current_weights(self, ask: Callable[[], tuple[Answer, bool]]) -> Answer:
         """Return an answer from the current weights; send them again, once, to a server that lost them.
 
         Args:
@@ -339,10 +341,10 @@ class RemoteEngine(Engine, abc.ABC):
                 answer, names_weights = ask()
                 was_away = self._faults != self._faults_at_proof
                 if was_away:
-                    self._meet()
+                    self._read_server_properties()
                     self._check_again()
                 if was_away or not (names_weights or self._server is None):
-                    self._verify(self._expected)
+                    self._verify_weights(self._expected)
                 self._faults_at_proof = self._faults
                 return answer
             except (EngineRestartedError, WeightSyncError) as error:
@@ -354,14 +356,14 @@ class RemoteEngine(Engine, abc.ABC):
                 f"{self.title} lost the weights of version {self.weight_version} ({reason}); they are sent again, and "
                 "the batch is asked for again"
             )
-            with self._whole_or_unusable():
-                self._meet()
+            with self._unusable_on_failure():
+                self._read_server_properties()
                 self._load_and_verify(self.weight_version, self._expected)
                 self._check_again()  # last: a paused server does not answer until the load resumes it
         raise AssertionError("the second round returns or raises")
 
     @contextlib.contextmanager
-    def _saying_where(self) -> Iterator[None]:
+    def _add_address_to_errors(self) -> Iterator[None]:
         """Add the server's address to errors about its answers, inside the `with` block."""
         try:
             yield
@@ -376,14 +378,14 @@ class RemoteEngine(Engine, abc.ABC):
             faults = self._faults
             try:
                 self._load(version)
-                self._verify(expected)
+                self._verify_weights(expected)
                 break
             except (EngineAnswerError, WeightSyncError):
                 if is_last or self._faults == faults:
                     raise
         self._faults_at_proof = self._faults
 
-    def _verify(self, expected: Tensor) -> None:
+    def _verify_weights(self, expected: Tensor) -> None:
         """Check that the engine's scores of the probe match `expected`."""
         tolerance = self.options.sync_tolerance
         if tolerance is None:
@@ -412,7 +414,7 @@ class RemoteEngine(Engine, abc.ABC):
         return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, values)
 
     @contextlib.contextmanager
-    def _whole_or_unusable(self) -> Iterator[None]:
+    def _unusable_on_failure(self) -> Iterator[None]:
         """Mark the engine unusable if the `with` block fails before the weights are verified."""
         # Set before the load: a concurrent thread, or an interrupt, must find the engine unusable as well.
         self._unusable = "its weights are being loaded"
@@ -420,7 +422,7 @@ class RemoteEngine(Engine, abc.ABC):
             yield
         except BaseException as error:
             self._unusable = f"its weights could not be loaded and verified: {error}"
-            self._abandon()
+            self._stop_sampling()
             if isinstance(error, EngineAnswerError):
                 raise WeightSyncError(f"weight sync incomplete, {self.title} refused it: {error}") from error
             raise
@@ -434,7 +436,7 @@ class RemoteEngine(Engine, abc.ABC):
 
 
 @contextlib.contextmanager
-def _disk_failures_of(folder: Path) -> Iterator[None]:
+def _translate_disk_errors(folder: Path) -> Iterator[None]:
     """Raise disk errors as engine errors: the run loses the current step but no earlier one."""
     try:
         yield
@@ -446,9 +448,3 @@ def _disk_failures_of(folder: Path) -> Iterator[None]:
             f"the weights in {str(folder)!r} could not be written or read: {cause.strerror or cause}. Make room there, "
             "or give a folder on another disk"
         ) from error
-
-
-def row_seed(seed: int, row: int) -> int:
-    """Compute a 63-bit seed for one row of a batch, so that equal prompts get different draws."""
-    digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -82,7 +82,7 @@ class SglangEngine(RemoteEngine):
         self, model: nn.Module, settings: GenerationSettings, options: SglangOptions, *, version: int = 0
     ) -> None:
         sampling = settings.sampling
-        if sampling.logprobs == "raw" and not _full_is_raw(sampling):
+        if sampling.logprobs == "raw" and not _full_equals_raw(sampling):
             raise ValueError(
                 "SGLang returns raw log-probs at temperature 1 without penalties and min_new_tokens only: set "
                 "logprobs='tempered', or 'processed' under a truncation"
@@ -133,7 +133,7 @@ class SglangEngine(RemoteEngine):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
 
-        raw = _full_is_raw(sampling)
+        raw = _full_equals_raw(sampling)
         return [
             read_completion(answer, row, masked=self._masked, raw=raw, initial=self._initial_version)
             for row, answer in enumerate(self._client.post_all("/generate", bodies))
@@ -162,7 +162,7 @@ class SglangEngine(RemoteEngine):
             raise WeightSyncError(f"weight sync incomplete, SGLang did not load version {version}: {brief(answer)}")
 
 
-def _full_is_raw(sampling: SamplingSpec) -> bool:
+def _full_equals_raw(sampling: SamplingSpec) -> bool:
     """Return whether full-vocabulary log-probs equal log-probs at temperature 1 without penalties."""
     return not settings_in_use(sampling, CHANGES_WHOLE)
 
@@ -195,7 +195,7 @@ def read_completion(
             raise EngineAnswerError(f"row {row} did not finish: finish_reason is {brief(reason)}")
 
         # `output_ids` may lack the end token, but its log-prob is there.
-        full, ids = _entries(meta, "output_token_logprobs", row)
+        full, ids = _split_entries(meta, "output_token_logprobs", row)
         count = meta["completion_tokens"]
         if count != len(ids) or output_ids not in (ids, ids[:-1]):
             raise EngineAnswerError(
@@ -251,7 +251,7 @@ def read_scores(
     """
     with reading(f"row {row} is no answer of SGLang", answer):
         meta = answer["meta_info"]
-        log_probs, ids = _entries(meta, "input_token_logprobs", row)
+        log_probs, ids = _split_entries(meta, "input_token_logprobs", row)
         if ids != list(tokens):
             raise EngineAnswerError(
                 f"row {row}: SGLang scored the tokens {brief(ids)} instead of {brief(list(tokens))}"
@@ -266,7 +266,7 @@ def read_scores(
         return log_probs[1:]
 
 
-def _entries(meta: Mapping[str, Any], name: str, row: int) -> tuple[list[Any], list[Any]]:
+def _split_entries(meta: Mapping[str, Any], name: str, row: int) -> tuple[list[Any], list[Any]]:
     """Return log-probs and token ids of a list of [log-prob, token id, text]."""
     entries = meta[name]
     with reading(f"row {row}: {name} is no list of [log-prob, token id, text]", entries):

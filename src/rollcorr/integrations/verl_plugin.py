@@ -31,7 +31,7 @@ def start() -> None:
             raise ValueError(f"{SWITCH} must be 1 (on) or 0 (off); got {os.environ[SWITCH]!r}")
 
         # The switch takes precedence over verl's own list of modules.
-        is_named = __name__ in _names(os.environ.get(MODULES, ""))
+        is_named = __name__ in _split_names(os.environ.get(MODULES, ""))
         if SWITCHES.get(switch, is_named):
             importlib.import_module("rollcorr.integrations.verl").install()
     except Exception as error:
@@ -48,11 +48,11 @@ def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     if before := os.environ.get(RAY_HOOK_BEFORE):
         extended = dict(pkgutil.resolve_name(before)(extended) or {})
     variables = dict(extended.get("env_vars") or {})
-    modules = [*_names(variables.get(MODULES, os.environ.get(MODULES, ""))), __name__]
+    modules = [*_split_names(variables.get(MODULES, os.environ.get(MODULES, ""))), __name__]
     return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(dict.fromkeys(modules))}}
 
 
-def _names(modules: str) -> list[str]:
+def _split_names(modules: str) -> list[str]:
     return [name.strip() for name in modules.split(",") if name.strip()]
 
 

@@ -66,7 +66,7 @@ def cu_seqlens_of_lengths(lengths: Sequence[int], *, device: torch.device | str 
 
 
 def pack_lists(*lists: Sequence[Tensor]) -> Packed:
-    """Pack lists of one 1-D tensor per sequence. Never synchronizes. `unpack_list` is the inverse.
+    """Pack lists that contain a 1-D tensor per sequence. Never synchronizes. `unpack_list` is the inverse.
 
     Args:
         lists: log-probs, masks, …: B tensors each, of the same lengths in each list. B is at least 1.
@@ -97,7 +97,7 @@ def pack_lists(*lists: Sequence[Tensor]) -> Packed:
 
 
 def unpack_list(packed: Tensor, cu_seqlens: Tensor | Sequence[int]) -> list[Tensor]:
-    """Return a view of each sequence of (N,): the inverse of `pack_lists`. Reads the offsets, so it waits on a device.
+    """Return a view of each packed sequence: the inverse of `pack_lists`. Reads the offsets, so it waits for a device.
 
     Args:
         packed: packed sequences, (N, …).
@@ -231,7 +231,7 @@ def responses_of_rows(shifted: Tensor, prompt_lengths: Tensor | int, width: int,
     Raises:
         ValueError: a prompt is empty, so the first response token has no score; or shapes differ.
     """
-    column = _columns(shifted, prompt_lengths, width)
+    column = _response_columns(shifted, prompt_lengths, width)
     inside = column < shifted.shape[1]
     if not shifted.shape[1]:
         return shifted.new_full(column.shape, fill)
@@ -251,14 +251,14 @@ def rows_of_responses(responses: Tensor, prompt_lengths: Tensor | int, length: i
     Raises:
         ValueError: as in `responses_of_rows`.
     """
-    column = _columns(responses, prompt_lengths, responses.shape[1])
+    column = _response_columns(responses, prompt_lengths, responses.shape[1])
 
     # An extra column collects the tokens after the end of the row, and is dropped.
     rows = responses.new_full((responses.shape[0], length), fill)
     return rows.scatter(1, column.clamp(max=length - 1), responses)[:, : length - 1]
 
 
-def _columns(like: Tensor, prompt_lengths: Tensor | int, width: int) -> Tensor:
+def _response_columns(like: Tensor, prompt_lengths: Tensor | int, width: int) -> Tensor:
     """Return the column of each response token: (B, T) int64."""
     if like.dim() != 2:
         raise ValueError(f"expected rows (B, …), got {tuple(like.shape)}")

@@ -93,14 +93,14 @@ class CollectedRollouts:
         position_ids: Tensor | None,
         context_group: ProcessGroup | None,
     ) -> tuple[int, SampledRows | None]:
-        """Return the sequences of a micro-batch, and the rows that its step logs: copies, for `keep`.
+        """Return the number of sequences in a micro-batch, and copies of the rows to log, for `keep`.
 
         Raises:
             ValueError: the number of rows of a column differs, or the log has no such column.
         """
         check_columns(columns)
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        keys = self._keys(columns, sequences, self.seen) if step % self._sample.every == 0 else ()
+        keys = self._selection_keys(columns, sequences, self.seen) if step % self._sample.every == 0 else ()
         rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
         if not rows:
             return sequences, None
@@ -109,13 +109,13 @@ class CollectedRollouts:
         tokens, offsets = (index, None) if cu_seqlens is None else packed_tokens(index, cu_seqlens)
         given = dict(columns) | ({} if position_ids is None else {"position_ids": position_ids})
         kept = {
-            name: _rows_of(name, value, rows, tokens, sequences, response_mask)
+            name: _select_rows(name, value, rows, tokens, sequences, response_mask)
             for name, value in given.items()
             if value is not None
         }
-        mask = _copy(response_mask, tokens)
+        mask = _copy_tokens(response_mask, tokens)
         if context_group is not None and context_group.size() > 1:
-            mask, offsets, kept = _whole_sequences(mask, offsets, kept, context_group)
+            mask, offsets, kept = _join_context_slices(mask, offsets, kept, context_group)
         kept.pop("position_ids", None)
         return sequences, ([self.seen + row for row in rows], mask, offsets, kept)
 
@@ -157,14 +157,14 @@ class CollectedRollouts:
             return None
         batches, size = [], 0
         for rows, mask, offsets, columns in self._batches:
-            own = {} if rewards is None else {"reward": rewards[rows]}
-            named = {**own, "step": step, **columns}
-            there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in named.items()}
-            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), there))
-            size += mask.nbytes + sum(value.nbytes for value in there.values() if isinstance(value, Tensor))
+            reward_column = {} if rewards is None else {"reward": rewards[rows]}
+            named = {**reward_column, "step": step, **columns}
+            on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in named.items()}
+            batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), on_host))
+            size += mask.nbytes + sum(value.nbytes for value in on_host.values() if isinstance(value, Tensor))
         return WriteTask(ROWS, step, partial(write_rows, path, batches), size)
 
-    def _keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
+    def _selection_keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
         for name in ("group_id", "sequence_id"):
             ids = columns.get(name)
             if ids is not None:
@@ -193,15 +193,17 @@ def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mappin
                 log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
 
 
-def _rows_of(name: str, value: object, rows: list[int], tokens: slice | Tensor, sequences: int, mask: Tensor) -> object:
+def _select_rows(
+    name: str, value: object, rows: list[int], tokens: slice | Tensor, sequences: int, mask: Tensor
+) -> object:
     """Return the kept rows of a column; a value for all rows is returned unchanged."""
     if name in TOKEN_COLUMNS or name == "position_ids":
         tensor = torch.as_tensor(value, device=mask.device)
         if tensor.shape == mask.shape:
-            return _copy(tensor, tokens)
+            return _copy_tokens(tensor, tokens)
         if name == "advantages" and mask.dim() == 2 and tensor.shape in {(sequences,), (sequences, 1)}:
             # TRL has one advantage for each sequence.
-            return _copy(tensor.reshape(-1, 1).expand(mask.shape), tokens)
+            return _copy_tokens(tensor.reshape(-1, 1).expand(mask.shape), tokens)
         raise ValueError(f"{name} {tuple(tensor.shape)} and response_mask {tuple(mask.shape)} differ")
     if isinstance(value, (Tensor, np.ndarray, list, tuple)):
         if len(value) != sequences:
@@ -212,12 +214,12 @@ def _rows_of(name: str, value: object, rows: list[int], tokens: slice | Tensor, 
     return value
 
 
-def _copy(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
+def _copy_tokens(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
     part = tensor.detach()[tokens]
     return part.clone() if isinstance(tokens, slice) else part
 
 
-def _whole_sequences(
+def _join_context_slices(
     mask: Tensor, offsets: Tensor | None, columns: dict[str, object], group: ProcessGroup
 ) -> tuple[Tensor, Tensor | None, dict[str, object]]:
     """Join the slices of a context group, in the order of `position_ids`, or of the ranks. Synchronizes."""

@@ -28,7 +28,7 @@ from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
-from rollcorr.monitor.field_names import FieldNames, read_fields
+from rollcorr.monitor.field_names import read_fields
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
@@ -160,12 +160,12 @@ class Monitor:
             if self._writes or rollouts is not None:
                 self._files = RunWriter(self._errors.append, held.close)
             if self._writes:
-                earlier = self._prepare(start, sinks, held)
+                earlier = self._prepare_directory(start, sinks, held)
             self._write_config()
             self.flush()
         except Exception as error:  # trackers have errors of their own
             problem = error
-        problem_anywhere, earlier = self._agreed(problem, earlier)
+        problem_anywhere, earlier = self._agree_on_start(problem, earlier)
         if problem_anywhere is not None:
             self.close()
             raise problem or problem_anywhere
@@ -178,7 +178,7 @@ class Monitor:
         rollout_log_prob: Tensor | None = None,
         response_mask: Tensor | None = None,
         *configuration: object,
-        fields: str | FieldNames | None = None,
+        fields: str | Mapping[str, str] | None = None,
         cu_seqlens: Tensor | None = None,
         columns: Mapping[str, object] | None = None,
         position_ids: Tensor | None = None,
@@ -196,7 +196,8 @@ class Monitor:
                 name, such as a mapping, a TensorDict or a DataProto.
             rollout_log_prob: log μ, nats, the same shape.
             response_mask: non-zero on sampled tokens, the same shape.
-            fields: the framework whose names the batch has, or a `FieldNames`. By default detected from the names.
+            fields: the framework whose names the batch has, or column of the rollout log → name in the batch. By
+                default detected from the names.
             cu_seqlens: (B + 1,) token offsets, only when packed.
             columns: further columns of the rollout log: columns of the schema, and custom columns with names `x_…`, one
                 value for each sequence. Used only if this step is logged.
@@ -307,7 +308,7 @@ class Monitor:
             TimeoutError: only with `strict`: files or sinks hang. The step has ended.
         """
         self._totals.forget_values()
-        for name, value in {**self._unwritten(), "reward": reward, **own}.items():
+        for name, value in {**self._unwritten_counts(), "reward": reward, **own}.items():
             if value is not None:
                 self._totals.add_value(name, value)
         rewards = None if self._rollouts is None else self._rollouts.checked_rewards(reward)
@@ -318,7 +319,7 @@ class Monitor:
         step, rollouts = self.steps + 1, self._rollouts
         self.steps = step
         self._begin_step()
-        tasks = tuple(self._tasks(step, dict(metrics), rollouts, rewards))
+        tasks = tuple(self._write_tasks(step, dict(metrics), rollouts, rewards))
         try:
             self._judge_step(step, metrics)
         finally:
@@ -326,7 +327,7 @@ class Monitor:
             if self._files is not None and self._files.put(*tasks) and self._trackers is not None and self._sinks:
                 self._trackers.put(WriteTask(SINKS, step, partial(self._sinks.write, step, dict(metrics))))
         if self._strict:
-            self._raise_unwritten(step)
+            self._flush_or_raise(step)
         return metrics
 
     def raise_alarm(self, finding: Finding) -> None:
@@ -336,7 +337,7 @@ class Monitor:
             finding: a problem of the current step. Every rank must raise the same one, so that their verdicts agree.
         """
         if self._judge.raise_alarm(finding):
-            self._sound(self.steps + 1, finding)
+            self._sound_alarm(self.steps + 1, finding)
 
     def flush(self) -> bool:
         """Wait until all steps are written to the files and trackers; retry failed writes once.
@@ -418,7 +419,7 @@ class Monitor:
             first_of_context = self._context_group is None or self._context_group.rank() == 0
             self._rollouts = CollectedRollouts(self._sample, self._exchange.rank, writes=first_of_context)
 
-    def _agreed(
+    def _agree_on_start(
         self, problem: Exception | None, earlier: list[dict[str, Any]]
     ) -> tuple[Exception | None, list[dict[str, Any]]]:
         """Exchange the first problem of any rank, and the steps that the writing rank has read."""
@@ -429,7 +430,9 @@ class Monitor:
         first_problem = next((other for other, _ in told if other is not None), None)
         return first_problem, next((steps for _, steps in told if steps), [])
 
-    def _prepare(self, start: int | None, sinks: str | Sequence[str | Sink], held: ExitStack) -> list[dict[str, Any]]:
+    def _prepare_directory(
+        self, start: int | None, sinks: str | Sequence[str | Sink], held: ExitStack
+    ) -> list[dict[str, Any]]:
         """Create the directory, or resume its run after `start` steps. The lock and the file are added to `held`.
 
         Returns:
@@ -478,7 +481,7 @@ class Monitor:
             self._trackers = RunWriter(self._errors.append, self._sinks.close)
         return earlier
 
-    def _tasks(
+    def _write_tasks(
         self, step: int, metrics: Mapping[str, float], rollouts: CollectedRollouts | None, rewards: Tensor | None
     ) -> Iterator[WriteTask]:
         """Return the writes of a step, in the order that a reader relies on. Rows are copied to the host here."""
@@ -496,7 +499,7 @@ class Monitor:
     def _writers(self) -> tuple[RunWriter, ...]:
         return tuple(writer for writer in (self._files, self._trackers) if writer is not None)
 
-    def _raise_unwritten(self, step: int) -> None:
+    def _flush_or_raise(self, step: int) -> None:
         """Wait for files and sinks, and raise their last error.
 
         Raises:
@@ -519,7 +522,7 @@ class Monitor:
         logger.error("%s", line)
         self._errors.append(error)
 
-    def _unwritten(self) -> dict[str, float | None]:
+    def _unwritten_counts(self) -> dict[str, float | None]:
         """Return this rank's counts of unwritten data. As metrics of the step they are then equal on every rank."""
         counts: dict[str, int] = {}
         if self._files is not None:
@@ -541,9 +544,9 @@ class Monitor:
             for finding in changes.passed:
                 logger.info("step %d: has passed: %s", step, finding.title)
         for finding in changes.began:
-            self._sound(step, finding)
+            self._sound_alarm(step, finding)
 
-    def _sound(self, step: int, finding: Finding) -> None:
+    def _sound_alarm(self, step: int, finding: Finding) -> None:
         """Log an alarm that begins, and pass it to `on_alarm`."""
         if self._writes:
             logger.warning("%s", alarm_text(step, finding))

@@ -81,13 +81,13 @@ class RunWriter:
         # Threads do not survive `fork`. At exit, a program waits for this thread with a timeout.
         self._process = os.getpid()
         target = contextvars.copy_context().run  # trackers keep their run in a context variable
-        self._thread = threading.Thread(target=target, args=(self._work,), name="rollcorr-monitor", daemon=True)
+        self._thread = threading.Thread(target=target, args=(self._run_thread,), name="rollcorr-monitor", daemon=True)
         self._thread.start()
         self._at_exit = Finalize(None, self.close, exitpriority=10)
 
     def unwritten(self, kind: str) -> int:
         """Return the number of tasks of a kind that wait after a failure, or were dropped."""
-        return self.lost[kind] + (len(self._of_kind(kind)) if kind in self._failing else 0)
+        return self.lost[kind] + (len(self._tasks_of_kind(kind)) if kind in self._failing else 0)
 
     def waiting(self) -> str:
         """Return the kinds of the queued tasks with counts, as text; empty if the queue is empty."""
@@ -100,19 +100,19 @@ class RunWriter:
         Returns:
             False in a forked child and after `close`: the tasks are dropped, and the first call logs an error.
         """
-        if self._is_in_child() or self._is_closing:
+        if self._is_forked() or self._is_closing:
             if not self._has_refused:
                 forked = (
                     f"process {os.getpid()} is a forked child: the Monitor of process {self._process} does not write "
                     "here; make one of its own in the child, with a different directory"
                 )
                 closed = "this Monitor is closed: make another one, with start=N, to go on"
-                logger.error("%s", forked if self._is_in_child() else closed)
+                logger.error("%s", forked if self._is_forked() else closed)
             self._has_refused = True
             return False
 
         # Keep only the newest of several queued configurations.
-        for older in self._of_kind(CONFIG) if tasks and tasks[0].kind == CONFIG else ():
+        for older in self._tasks_of_kind(CONFIG) if tasks and tasks[0].kind == CONFIG else ():
             self._waiting.pop(older, None)
         self._waiting.update(dict.fromkeys(tasks))
         if not self._is_awake:
@@ -131,7 +131,7 @@ class RunWriter:
         Returns:
             Whether all tasks are written.
         """
-        if self._is_in_child():
+        if self._is_forked():
             return False
         if not self._is_closing:
             tried = threading.Event()
@@ -144,7 +144,7 @@ class RunWriter:
 
         Has no effect in a forked child.
         """
-        if self._is_in_child() or self._is_closing:
+        if self._is_forked() or self._is_closing:
             return
         self._at_exit.cancel()
         self._is_closing = True
@@ -158,10 +158,10 @@ class RunWriter:
             logger.error("a sink or a file is not closed after %g seconds; its thread goes on", seconds)
         self._waiting.clear()
 
-    def _is_in_child(self) -> bool:
+    def _is_forked(self) -> bool:
         return os.getpid() != self._process
 
-    def _of_kind(self, kind: str) -> list[WriteTask]:
+    def _tasks_of_kind(self, kind: str) -> list[WriteTask]:
         return [task for task in list(self._waiting) if task.kind == kind]
 
     def _has_room(self) -> bool:
@@ -174,13 +174,14 @@ class RunWriter:
         while not (self._has_room() or self._failing) and time.monotonic() < end:
             time.sleep(0.001)
         with self._choosing:
-            for task in [*self._of_kind(ROWS), *self._of_kind(SINKS)][:-1]:
+            for task in [*self._tasks_of_kind(ROWS), *self._tasks_of_kind(SINKS)][:-1]:
                 if task is not self._current and not self._has_room():
-                    self._lose(task, "too much waits to be written")
+                    self._drop_task(task, "too much waits to be written")
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         """Run queued tasks until the writer is closed, then retry failed tasks once."""
         while not self._is_closing:
+            # A request is the event of a `flush`, or None for new tasks. A `flush` may follow: wait briefly for it.
             request = self._requests.get()
             if request is None:
                 self._postponed.clear()
@@ -189,27 +190,27 @@ class RunWriter:
 
             # From here on, a step sends a new request, because this round may miss its tasks.
             self._is_awake = False
-            self._try_all()
+            self._run_queued_tasks()
             if request is not None:
                 self._postponed.clear()
-                self._try_all()
+                self._run_queued_tasks()
                 request.set()
         self._postponed.clear()
-        self._try_all()
+        self._run_queued_tasks()
         self._finish()
 
-    def _try_all(self) -> None:
-        while (task := self._next()) is not None:
-            self._try(task)
+    def _run_queued_tasks(self) -> None:
+        while (task := self._next_task()) is not None:
+            self._run_task(task)
 
-    def _next(self) -> WriteTask | None:
+    def _next_task(self) -> WriteTask | None:
         """Return the first task that is not postponed. It stays in the queue until it ran."""
         with self._choosing:
             may_be_tried = (task for task in list(self._waiting) if task.kind not in self._postponed)
             self._current = next(may_be_tried, None)
             return self._current
 
-    def _try(self, task: WriteTask) -> None:
+    def _run_task(self, task: WriteTask) -> None:
         try:
             task.write()
         except OSError as error:
@@ -218,7 +219,7 @@ class RunWriter:
             self._postpone(task.kind, error)
         except BaseException as error:  # a tracker's CancelledError, for example, must not end this thread
             self._on_error(error)
-            self._lose(task, str(error))
+            self._drop_task(task, str(error))
         else:
             self._waiting.pop(task, None)  # `close` may have given it up
             if task.kind in self._failing:
@@ -228,13 +229,13 @@ class RunWriter:
     def _postpone(self, kind: str, error: OSError) -> None:
         """Keep the tasks of a kind for the next request, and log the first failure."""
         self._postponed.add(kind)
-        for line in self._of_kind(LINE)[:-FAILED_LINES] if kind == LINE else ():
-            self._lose(line, f"{FAILED_LINES} lines wait to be written")
+        for line in self._tasks_of_kind(LINE)[:-FAILED_LINES] if kind == LINE else ():
+            self._drop_task(line, f"{FAILED_LINES} lines wait to be written")
         if kind not in self._failing:
             self._failing.add(kind)
             logger.error("%s: %s; it is tried again at the next step", kind, error)
 
-    def _lose(self, task: WriteTask, why: str) -> None:
+    def _drop_task(self, task: WriteTask, why: str) -> None:
         """Drop a task, count it, and log the first loss of its kind."""
         with self._choosing:
             self._waiting.pop(task, None)

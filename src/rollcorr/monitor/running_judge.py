@@ -31,7 +31,7 @@ from rollcorr.diagnostics.health.rules import COMPARISON
 from rollcorr.diagnostics.health.trend import SeriesWatch
 from rollcorr.monitor.step_totals import LOSS_PREFIX
 
-_Key = tuple[str, str | None]
+_FindingKey = tuple[str, str | None]
 COUNTS = ("sequence_count", "token_count")
 """Metrics that are summed over the run."""
 
@@ -82,8 +82,8 @@ class RunningJudge:
         self._differed = False
         self._first: list[tuple[int, dict[str, float]]] = []
         self._counted: Counter[str] = Counter()
-        self._alarms: dict[_Key, Finding] = {}
-        self._absent: dict[_Key, int] = {}
+        self._alarms: dict[_FindingKey, Finding] = {}
+        self._absent: dict[_FindingKey, int] = {}
 
     @property
     def verdict(self) -> Verdict:
@@ -148,21 +148,22 @@ class RunningJudge:
                 first=self._first[0] if self._first else None,
             )
 
-            # A median can be outside its range only if a value is.
+            # Check only metrics with a recent value outside its range: no other median can be outside.
             found_now = judge(evidence, broken=dict.fromkeys(chain.from_iterable(self._broken)))
             warnings += tuple(finding for finding in found_now if finding.severity == "warning")
         elif not warnings:
             return Changes((), ())
         found = {(finding.code, finding.metric): finding for finding in warnings}
 
+        # An alarm ends after RECENT_STEPS steps in a row without its finding.
         began = tuple(finding for finding in found.values() if self.raise_alarm(finding))
-        passed = []
+        ended = []
         for key in [key for key in self._alarms if key not in found]:
             self._absent[key] = self._absent.get(key, 0) + 1
             if self._absent[key] >= RECENT_STEPS:
-                passed.append(self._alarms.pop(key))
+                ended.append(self._alarms.pop(key))
                 del self._absent[key]
-        return Changes(began, tuple(passed))
+        return Changes(began, tuple(ended))
 
     def raise_alarm(self, finding: Finding) -> bool:
         """Add or renew an alarm from outside the metrics; return whether it begins now.
@@ -180,7 +181,7 @@ class RunningJudge:
 def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
     """Return a warning if a loss on a device, where `policy_loss` cannot raise, applied a correction of other rows."""
     share = bare.get(f"{LOSS_PREFIX}{MISMATCH}", 0.0)
-    if not share > 0:
+    if not share > 0:  # true for NaN as well
         return ()
     return (
         Finding(

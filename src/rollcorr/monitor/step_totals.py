@@ -135,7 +135,7 @@ class StepTotals:
         if numbers.dim() == 0:
             self._numbers[name] = numbers
         else:
-            self._statistics["values", name] = [_distribution(numbers)]
+            self._statistics["values", name] = [_distribution_statistics(numbers)]
 
     def pack(self) -> tuple[Layout, Tensor]:
         """Return the layout and the vector of all parts, on the device of the data."""
@@ -159,13 +159,13 @@ class StepTotals:
 
         # Copy all host parts to the device at once.
         device = next((part.device for _, part in parts if part.device.type != "cpu"), torch.device("cpu"))
-        there = [part for part in parts if part[1].device == device]
+        on_device = [part for part in parts if part[1].device == device]
         elsewhere = [part for part in parts if part[1].device != device]
-        tensors = [part for _, part in there]
+        tensors = [part for _, part in on_device]
         if elsewhere:
             tensors.append(torch.cat([part.cpu() for _, part in elsewhere]).to(device))
         vector = torch.cat(tensors) if tensors else torch.zeros(0, dtype=STATISTICS_DTYPE, device=device)
-        return tuple(entry for entries, _ in (*there, *elsewhere) for entry in entries), vector
+        return tuple(entry for entries, _ in (*on_device, *elsewhere) for entry in entries), vector
 
 
 class RankExchange:
@@ -194,8 +194,8 @@ class RankExchange:
         if group is None or not self._groups:
             return True
         ranks_of = torch.distributed.get_process_group_ranks
-        here = {rank for own in self._groups for rank in ranks_of(own)}
-        return next(rank for rank in ranks_of(group) if rank in here) == torch.distributed.get_rank()
+        members = {rank for own in self._groups for rank in ranks_of(own)}
+        return next(rank for rank in ranks_of(group) if rank in members) == torch.distributed.get_rank()
 
     def read(self, layout: Layout, vector: Tensor) -> list[tuple[Layout, Tensor]]:
         """Return the layouts and vectors of all ranks, on the host: one transfer, or two if a vector does not fit.
@@ -207,7 +207,7 @@ class RankExchange:
             return [(layout, self._to_host(vector))]
 
         number = number_of(layout)
-        marks, parts = self._gathered(number, vector)
+        marks, parts = self._gather_vectors(number, vector)
         late = next((rank for rank, mark in enumerate(marks) if mark < 0), None)
         if late is not None:
             raise RuntimeError(out_of_step(late, "Monitor.step", "correct"))
@@ -217,12 +217,12 @@ class RankExchange:
             room = max(filled_blocks(sum(entry.size for entry in found)) for found in self._layouts.values())
             if room > self._room:
                 self._room = room
-                marks, parts = self._gathered(number, vector)
+                marks, parts = self._gather_vectors(number, vector)
         layouts = [self._layouts[other] for other in marks]
         sizes = [sum(entry.size for entry in found) for found in layouts]
         return [(found, part[HEADER : HEADER + size]) for found, part, size in zip(layouts, parts, sizes, strict=True)]
 
-    def _gathered(self, number: int, vector: Tensor) -> tuple[list[int], Tensor]:
+    def _gather_vectors(self, number: int, vector: Tensor) -> tuple[list[int], Tensor]:
         """Gather the hash of each rank's layout, and the marked vectors, (P, room)."""
         # If the backends support host memory, copy to the host first and gather there.
         on_host = all(reads_host_memory(group) for group in self._groups)
@@ -278,7 +278,7 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
     metrics: dict[str, float] = {}
     for (source, name), found_parts in sorted(statistics.items(), key=lambda item: item[0][0]):
         may_repeat = context_ranks > 1 and source == "values"
-        parts = _once_per_context(found_parts) if may_repeat else [part for _, part in found_parts]
+        parts = _drop_repeated_parts(found_parts) if may_repeat else [part for _, part in found_parts]
         host = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
         if source == "correction":
             metrics |= finalize(host)
@@ -289,7 +289,7 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}
 
 
-def _once_per_context(parts: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
+def _drop_repeated_parts(parts: Sequence[tuple[int, Statistics]]) -> list[Statistics]:
     """Select the parts of a tensor to count, as the ranks of a context group may have the same sequences.
 
     If the ranks of each context group pass equal values, these are per sequence, and only the first rank is counted.
@@ -316,7 +316,7 @@ def _is_reserved(name: str) -> bool:
     return True
 
 
-def _distribution(values: Tensor) -> Statistics:
+def _distribution_statistics(values: Tensor) -> Statistics:
     """Compute the number of non-finite values, and the moments and extremes of the finite ones."""
     flat = values.reshape(-1).to(STATISTICS_DTYPE)
     if flat.device.type == "cpu":

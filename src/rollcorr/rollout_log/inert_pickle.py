@@ -269,9 +269,9 @@ class TorchArchive:
         if entry is None:
             raise DamagedPickleError(f"the archive has no {path}")
         wanted = entry.file_size if count is None else count
+        # zipfile verifies the checksum only of an entry that is read completely.
         try:
             with self._zip.open(entry) as stream:
-                # zipfile verifies the checksum of a complete storage, but not of a part.
                 if first:
                     stream.seek(first)
                 data = stream.read(wanted)

@@ -24,9 +24,9 @@ _READ_BUFFER = 1 << 16
 # Ids of kept sets with about the memory of one token and its log-probs, when both are read.
 _KEPT_IDS_PER_TOKEN = 8
 # Values of all columns together that are read at once. Arrow needs up to 14 bytes for each while it decodes.
-_BATCH_VALUES = 1 << 24
+_MAX_BATCH_VALUES = 1 << 24
 # Bytes of text that the rows read at once may have, if each repeats the largest page of texts.
-_BATCH_TEXT = 1 << 26
+_MAX_BATCH_TEXT_BYTES = 1 << 26
 # Most leaf columns of the file that the columns of the schema may consist of. This library's files have 39.
 _MOST_LEAVES = 256
 _WIDEST_VALUE = 16
@@ -111,7 +111,7 @@ class ParquetSource(LogSource):
             groups = range(len(footer.rows)) if groups is None else groups
             plan = _Plan(path, pages, footer, leaves, self.limits)
             # Join row groups until they reach half of the values that can be decoded at once.
-            for run in _runs([plan.list_values(group) for group in groups], _BATCH_VALUES // 2):
+            for run in _runs([plan.list_values(group) for group in groups], _MAX_BATCH_VALUES // 2):
                 piece = list(groups[run.start : run.stop])
                 size = plan.batch_rows(piece, rows)
                 for records in file.iter_batches(batch_size=size, columns=list(found), row_groups=piece):
@@ -242,10 +242,10 @@ class _Plan:
             DamagedParquetError: the headers of the pages contradict the footer.
         """
         largest_text = max(self._check_pages(group) for group in piece)
-        rows = max(1, min(rows, _BATCH_TEXT // max(largest_text, 1)))
+        rows = max(1, min(rows, _MAX_BATCH_TEXT_BYTES // max(largest_text, 1)))
 
         # If all rows can be decoded at once, their lengths are not needed.
-        if sum(self.list_values(group) for group in piece) > _BATCH_VALUES:
+        if sum(self.list_values(group) for group in piece) > _MAX_BATCH_VALUES:
             for group in piece:
                 rows = self._rows_that_fit(group, rows)
         return rows
@@ -290,6 +290,6 @@ class _Plan:
             self._limits.check_lengths(lengths, column, file=self._path, first_row=before)
             values += lengths
 
-        while rows > 1 and np.add.reduceat(values, np.arange(0, len(values), rows)).max() > _BATCH_VALUES:
+        while rows > 1 and np.add.reduceat(values, np.arange(0, len(values), rows)).max() > _MAX_BATCH_VALUES:
             rows = max(1, rows // 2)
         return rows

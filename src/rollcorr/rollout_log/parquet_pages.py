@@ -375,8 +375,8 @@ def _integers(*fields: tuple[int, int]) -> _Fields:
 
 
 # Codec, number of values, bytes in the file, first page, dictionary.
-_CHUNK_METADATA = _integers((4, _I32), (5, _I64), (7, _I64), (9, _I64), (11, _I64))
-_CHUNK: _Fields = {(3, _STRUCT): partial(_Thrift.struct, wanted=_CHUNK_METADATA)}
+_COLUMN_METADATA_FIELDS = _integers((4, _I32), (5, _I64), (7, _I64), (9, _I64), (11, _I64))
+_CHUNK: _Fields = {(3, _STRUCT): partial(_Thrift.struct, wanted=_COLUMN_METADATA_FIELDS)}
 
 # Kind, size, and bytes in the file. Then the number of values, with the encoding or the bytes of the repetition levels.
 _PAGE_HEADER: _Fields = {

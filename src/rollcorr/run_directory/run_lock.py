@@ -47,8 +47,8 @@ def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
     """
     path = Path(directory) / "run.lock"
     made_directory = not path.parent.exists()
-    handle = _locked_file(path)
-    _HELD.add(handle)
+    handle = _open_and_lock(path)
+    _HELD_LOCKS.add(handle)
 
     holder = {
         "host": socket.gethostname(),
@@ -63,18 +63,18 @@ def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         # A forked child has no lock to release: the file belongs to its parent.
-        if handle in _HELD:
+        if handle in _HELD_LOCKS:
             # Remove the file while it is locked: a process that opened it meanwhile sees that it was unlinked.
             with suppress(OSError):  # the directory is not empty, for example
                 path.unlink(missing_ok=True)
                 if made_directory:
                     path.parent.rmdir()
-            _HELD.discard(handle)
+            _HELD_LOCKS.discard(handle)
             with suppress(OSError):  # the handle is closed in any case
                 os.close(handle)
 
 
-def _locked_file(path: Path) -> int:
+def _open_and_lock(path: Path) -> int:
     """Open and lock the lock file; return its handle.
 
     Raises:
@@ -98,7 +98,7 @@ def _lock(handle: int, path: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise RunInUseError(
-            f"the run directory {str(path.parent)!r} is in use by {_holder(handle)}, or choose another one"
+            f"the run directory {str(path.parent)!r} is in use by {_describe_holder(handle)}, or choose another one"
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -111,27 +111,27 @@ def _lock(handle: int, path: Path) -> None:
         )
 
 
-def _holder(handle: int) -> str:
+def _describe_holder(handle: int) -> str:
     """Return the lock's owner, from the file's text, and the fix."""
     try:
         holder = json.loads(os.pread(handle, 4096, 0))
         name = f"process {holder['pid']} on {holder['host']}, which started at {holder['started']}"
-        own = (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
+        is_own = (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
     except (OSError, ValueError, KeyError, TypeError):  # the owner has the lock, and has not written its name yet
-        name, own = "another process", False
-    return "this process: close the earlier Monitor" if own else f"{name}: wait until it has ended, stop it"
+        name, is_own = "another process", False
+    return "this process: close the earlier Monitor" if is_own else f"{name}: wait until it has ended, stop it"
 
 
-_HELD: set[int] = set()
+_HELD_LOCKS: set[int] = set()
 """Handles of the locks of this process."""
 
 
 def _forget_locks() -> None:
     """Close the child's copies after a fork, so that the locks end with the parent. The parent keeps its locks."""
-    for handle in _HELD:
+    for handle in _HELD_LOCKS:
         with suppress(OSError):
             os.close(handle)
-    _HELD.clear()
+    _HELD_LOCKS.clear()
 
 
 os.register_at_fork(after_in_child=_forget_locks)

@@ -78,7 +78,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._file = self._opened()
+        self._file = self._open_and_repair()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line. After an error the file is unchanged, and the caller can retry the same line.
@@ -95,7 +95,7 @@ class JsonLines:
         rest = memoryview(text)
         try:
             if self._file.closed:
-                self._file = self._opened()
+                self._file = self._open_and_repair()
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
@@ -114,7 +114,7 @@ class JsonLines:
         with suppress(OSError):
             self._file.close()
 
-    def _opened(self) -> io.FileIO:
+    def _open_and_repair(self) -> io.FileIO:
         """Return the open file after removing a partial line."""
         # Without a buffer, closing the file does not retry a failed write.
         file = self._path.open("a+b", buffering=0)
@@ -165,7 +165,7 @@ class TensorBoard:
         if not is_first:
             hides_later = SessionLog(status=SessionLog.START)
             first.append(Event(wall_time=time.time(), step=start + 1, session_log=hides_later))
-        self._add(first)
+        self._write_events(first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one event per metric.
@@ -175,7 +175,9 @@ class TensorBoard:
             metrics: name → number.
         """
         now = time.time()
-        self._add([self._event(wall_time=now, step=step, summary=self._scalar(*item)) for item in metrics.items()])
+        self._write_events(
+            [self._event(wall_time=now, step=step, summary=self._scalar(*item)) for item in metrics.items()]
+        )
 
     def flush(self) -> None:
         """Flush every event to the disk."""
@@ -186,7 +188,7 @@ class TensorBoard:
         with suppress(OSError):  # buffered events failed to write before, and that error was reported
             self._file.close()
 
-    def _add(self, events: Sequence[Any]) -> None:
+    def _write_events(self, events: Sequence[Any]) -> None:
         texts = [event.SerializeToString() for event in events]
         try:
             for text in texts:

@@ -60,7 +60,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     directory, remarks = RunDirectory(path), []
     check_run_directory(path)
-    if _leads_out(directory.metrics, path):
+    if _is_outside_run(directory.metrics, path):
         raise BadInputError(
             f"{directory.metrics} is a symbolic link out of the run directory, or no regular file; "
             "copy the file into it"
@@ -100,14 +100,14 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     # Never follow a link out of the directory: the report would publish a foreign file.
     config, config_text, config_remarks = _read_config(directory.config, path)
     drawn = [(heading, directory.picture(when)) for when, heading in PICTURES.items()]
-    strange = [file for _, file in drawn if _leads_out(file, path)]
+    strange = [file for _, file in drawn if _is_outside_run(file, path)]
     remarks += [f"{file.relative_to(path)} {LINK_LEFT_OUT}" for file in strange]
     return Run(
         path=path,
         series=tuple(by_step[step] for step in sorted(by_step)),
         config=config,
         config_text=config_text,
-        remarks=(*remarks, *config_remarks, *_changes(directory.history, path)),
+        remarks=(*remarks, *config_remarks, *_describe_changes(directory.history, path)),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
         pictures=tuple((heading, file) for heading, file in drawn if file not in strange and file.is_file()),
     )
@@ -130,7 +130,7 @@ def check_run_directory(path: Path) -> None:
         raise BadInputError(f"{path}: it cannot be read ({error.strerror}); check who may read it") from error
 
 
-def _leads_out(path: Path, run: Path) -> bool:
+def _is_outside_run(path: Path, run: Path) -> bool:
     """Return whether a path leads out of the run through a symbolic link, or is no regular file."""
     try:
         return not path.resolve().is_relative_to(run.resolve()) or (path.exists() and not path.is_file())
@@ -138,9 +138,9 @@ def _leads_out(path: Path, run: Path) -> bool:
         return True
 
 
-def _changes(path: Path, run: Path) -> list[str]:
+def _describe_changes(path: Path, run: Path) -> list[str]:
     """Return a remark for each change of options in a history.json; an empty list for an unreadable file."""
-    if _leads_out(path, run):
+    if _is_outside_run(path, run):
         return [f"{path.name} {LINK_LEFT_OUT}"]
     try:
         with path.open("rb") as file:
@@ -161,7 +161,7 @@ def _read_config(path: Path, run: Path) -> tuple[RolloutCorrectionConfig | None,
 
     Invalid YAML is not shown, because its secrets cannot be found.
     """
-    if _leads_out(path, run):
+    if _is_outside_run(path, run):
         return None, "", [f"{path.name} {LINK_LEFT_OUT}; so were rules about thresholds"]
     if not path.exists():
         return None, "", [f"there is no {path.name}; rules about thresholds were left out"]

@@ -39,7 +39,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
-        wandb = _package("wandb")
+        wandb = _import_package("wandb")
         self._is_own = wandb.run is None
         self._run = wandb.run or wandb.init(name=directory.path.name, dir=str(directory.path))
 
@@ -70,7 +70,7 @@ class MLflow:
     """
 
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
-        self._mlflow = _package("mlflow")
+        self._mlflow = _import_package("mlflow")
         active = self._mlflow.active_run()
         self._name, self._is_own = directory.path.name, False
         self._run_id = None if active is None else active.info.run_id
@@ -101,7 +101,7 @@ class Trackio:
     """
 
     def __init__(self, directory: RunDirectory, start: int = 0) -> None:
-        self._trackio = _package("trackio")
+        self._trackio = _import_package("trackio")
         self._trackio.init(project="rollcorr", name=directory.path.name)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -195,21 +195,21 @@ class Sinks:
             metrics: name → number.
         """
         for sink in self._working:
-            self._call(sink, f"step {step}: ", "write", step, dict(metrics))
+            self._call_sink(sink, f"step {step}: ", "write", step, dict(metrics))
 
     def flush(self) -> None:
         """Call `flush` of each sink that has it, which flushes the steps so far to the disk."""
         for sink in self._working:
             if hasattr(sink, "flush"):
-                self._call(sink, "", "flush")
+                self._call_sink(sink, "", "flush")
 
     def close(self) -> None:
         """Close all sinks in reverse order, including failed ones."""
         for sink in reversed(self._sinks):
-            self._call(sink, "at the end: ", "close")
+            self._call_sink(sink, "at the end: ", "close")
         self._sinks, self._working = [], []
 
-    def _call(self, sink: Sink, when: str, method: str, *values: object) -> None:
+    def _call_sink(self, sink: Sink, when: str, method: str, *values: object) -> None:
         """Call a method of a sink and catch its errors, also SystemExit."""
         try:
             getattr(sink, method)(*values)
@@ -222,7 +222,7 @@ class Sinks:
             self._report(f"{when}{type(sink).__name__} failed and gets no further steps: {error}", error)
 
 
-def _package(name: str) -> Any:  # noqa: ANN401 - a module without types
+def _import_package(name: str) -> Any:  # noqa: ANN401 - a module without types
     try:
         return importlib.import_module(name)
     except ImportError as error:

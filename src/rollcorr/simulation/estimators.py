@@ -9,7 +9,7 @@ from rollcorr.config import CRITERIA, PRESETS, RolloutCorrectionConfig, Threshol
 NONE = "none"
 """Plain PPO on the rollouts: no weights, no rejection."""
 
-_WEIGHTS: Mapping[str, tuple[str, Threshold | None]] = {
+_WEIGHT_ESTIMATORS: Mapping[str, tuple[str, Threshold | None]] = {
     "token_untruncated": ("token", None),
     "sequence_untruncated": ("sequence", None),
     "sequence_icepop": ("sequence", "0.5_5.0"),
@@ -39,7 +39,7 @@ def every_estimator() -> Estimators:
         **{name: RolloutCorrectionConfig.preset(name) for name in PRESETS},
         **{
             name: RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
-            for name, (level, threshold) in _WEIGHTS.items()
+            for name, (level, threshold) in _WEIGHT_ESTIMATORS.items()
         },
         **{
             name: RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=threshold)

@@ -176,12 +176,12 @@ class GradientSums:
     def without(self, group: int) -> GradientSums:
         """Return the sums of all other groups, for the jackknife."""
         others = torch.arange(len(self.weight), device=self.weight.device) != group
-        kept = {name: getattr(self, name)[others] for name in _SUMS}
+        kept = {name: getattr(self, name)[others] for name in _SUM_NAMES}
         rows = None if self.rows is None else self.rows - self.rows // len(self.weight)
         return replace(self, **kept, rows=rows)
 
 
-_SUMS = ("weight", "kept_weight", "first", "second", "token_second", "factors", "tokens")
+_SUM_NAMES = ("weight", "kept_weight", "first", "second", "token_second", "factors", "tokens")
 
 
 def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossCoefficients | None) -> GradientSums:
@@ -202,7 +202,7 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
             differ in shape, or a coefficient is not finite.
     """
     config = estimator if isinstance(estimator, RolloutCorrectionConfig) else None
-    own = _checked(rows, estimator) if isinstance(estimator, LossCoefficients) else None
+    own = _check_coefficients(rows, estimator) if isinstance(estimator, LossCoefficients) else None
     if config is not None and (config.normalizer == "weights" or config.rollout_is_batch_normalize):
         raise ValueError(
             f"normalizer={config.normalizer!r} with rollout_is_batch_normalize={config.rollout_is_batch_normalize} "
@@ -216,7 +216,7 @@ def gradient_sums(rows: SequenceRows, estimator: RolloutCorrectionConfig | LossC
         part = rows.pick(chunk)
         used = loss_coefficients(part, config) if own is None else LossCoefficients(*(one[chunk] for one in own))
         group = torch.arange(start, start + len(part), device=rows.tokens.device) * groups // len(rows)
-        for name, amount in _row_amounts(part, used).items():
+        for name, amount in _row_contributions(part, used).items():
             scaled = amount * part.probability.view(-1, *[1] * (amount.dim() - 1))
             total = sums.setdefault(name, scaled.new_zeros(groups, *scaled.shape[1:]))
             total.index_add_(0, group, scaled)
@@ -235,13 +235,13 @@ def gradient_error(sums: GradientSums, truth: Tensor, batch_size: int) -> Gradie
     Returns:
         The errors, each with its standard error.
     """
-    value = _numbers(sums, truth, batch_size)
+    value = _error_estimates(sums, truth, batch_size)
     if sums.rows is None:
         errors = dict.fromkeys(value, 0.0)
     else:
         # Delete-one-group jackknife: valid for any function of the sums.
         groups = len(sums.weight)
-        left_out = [_numbers(sums.without(group), truth, batch_size) for group in range(groups)]
+        left_out = [_error_estimates(sums.without(group), truth, batch_size) for group in range(groups)]
         errors = {name: math.sqrt(groups - 1) * float(np.std([one[name] for one in left_out])) for name in value}
 
     # Noise can make the square negative. It then counts as 0, where a first-order error would vanish. So the error of
@@ -314,7 +314,7 @@ def inverse_kept(batch_size: int, kept: float) -> float:
     return float((law.log_prob(count).exp() / count).sum())
 
 
-def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
+def _check_coefficients(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
     """Check coefficients against the rows, and set them to 0 for tokens that are not in the loss.
 
     Raises:
@@ -331,7 +331,7 @@ def _checked(rows: SequenceRows, own: LossCoefficients) -> LossCoefficients:
     return LossCoefficients(coefficients, loss_mask)
 
 
-def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor]:
+def _row_contributions(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor]:
     """Compute each row's contribution to each sum."""
     coefficients, loss_mask = used
     gradient = rows.score_sums(coefficients).flatten(1)
@@ -354,7 +354,7 @@ def _row_amounts(rows: SequenceRows, used: LossCoefficients) -> dict[str, Tensor
     }
 
 
-def _numbers(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, float]:
+def _error_estimates(sums: GradientSums, truth: Tensor, batch_size: int) -> dict[str, float]:
     weight, kept_weight = float(sums.weight.sum()), float(sums.kept_weight.sum())
     first, second = sums.first.sum(0), float(sums.second.sum())
     truth = truth.flatten()

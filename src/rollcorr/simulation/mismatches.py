@@ -104,7 +104,7 @@ class PolicyPair:
     @property
     def sequence_kl(self) -> float:
         """KL(μ‖π) of sequences, nats: Σ_t E_μ[−d_t]."""
-        return self._rollout_sum(self.rollout.log_probs.exp() * -self.log_ratios)
+        return self._sum_over_visits(self.rollout.log_probs.exp() * -self.log_ratios)
 
     @property
     def kl(self) -> float:
@@ -118,7 +118,7 @@ class PolicyPair:
         If truncation removed tokens, E_μ[ρ] is below 1, and this may be negative.
         """
         squares = self.trainer.log_probs.exp().square() / self.rollout.log_probs.exp()
-        return self._rollout_sum(squares) / self.length - 1
+        return self._sum_over_visits(squares) / self.length - 1
 
     @property
     def sequence_log_second_moment(self) -> float:
@@ -136,7 +136,7 @@ class PolicyPair:
         """Return a pair with the same policies and rule and a new T. A goal remains the same number of points."""
         return replace(self, length=length)
 
-    def _rollout_sum(self, values: Tensor) -> float:
+    def _sum_over_visits(self, values: Tensor) -> float:
         """Compute Σ of (S, V) values over the tokens that μ can sample, weighted by its visits to each state."""
         per_state = values.masked_fill(self.rollout.log_probs.exp() == 0, 0.0).sum(-1)
         return float((self.visits * per_state).sum())
@@ -159,12 +159,12 @@ class Kind:
     whole: bool = False
 
 
-def _noise(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _add_noise(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     logits = pair.trainer.logits
     return logits + severity * torch.randn(logits.shape, dtype=torch.float64, generator=generator, device="cpu")
 
 
-def _heavy_tailed(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _add_heavy_tails(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     # t with 2 degrees of freedom is normal / √(χ²/2), and χ² with 2 is 2 · exponential.
     logits = pair.trainer.logits
     normal = torch.randn(logits.shape, dtype=torch.float64, generator=generator, device="cpu")
@@ -172,20 +172,20 @@ def _heavy_tailed(pair: PolicyPair, severity: float, generator: torch.Generator)
     return logits + severity * normal / (-torch.log1p(-uniform)).clamp(min=1e-12).sqrt()
 
 
-def _tempered(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _change_temperature(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     if severity >= 1:
         raise ValueError(f"severity of tempered must be < 1 (it is 1 − temperature); got {severity:g}")
     return pair.trainer.logits / (1 - severity)
 
 
-def _truncated(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _truncate_top_p(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     if not 0 <= severity < 1:
         raise ValueError(f"severity of truncated must be in [0, 1) (it is 1 − top_p); got {severity:g}")
     logits = pair.trainer.logits
     return logits.masked_fill(~top_p_support(logits, 1 - severity), -torch.inf)
 
 
-def _top_k(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _truncate_top_k(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     logits, vocabulary = pair.trainer.logits, pair.trainer.vocabulary
     kept = vocabulary - round(severity)
     if not 1 <= kept <= vocabulary:
@@ -193,23 +193,23 @@ def _top_k(pair: PolicyPair, severity: float, generator: torch.Generator) -> Ten
     return logits.masked_fill(~top_k_support(logits, kept), -torch.inf)
 
 
-def _stale(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _undo_update(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     return pair.trainer.logits - severity * pair.gradient / pair.gradient.abs().max().clamp(min=1e-300)
 
 
-def _quantized(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
+def _quantize_logits(pair: PolicyPair, severity: float, generator: torch.Generator) -> Tensor:
     logits = pair.trainer.logits
     return logits.clone() if severity == 0 else (logits / severity).round() * severity
 
 
 KINDS: Mapping[str, Kind] = {
-    "noise": Kind("Gaussian noise on every logit", _noise, 8.0),
-    "heavy_tailed": Kind("Student-t noise on every logit: a few tokens differ by far", _heavy_tailed, 8.0),
-    "tempered": Kind("sampled at another temperature", _tempered, 0.98),
-    "truncated": Kind("sampled with top-p", _truncated, 0.98),
-    "top_k": Kind("sampled with top-k", _top_k, 1e6, whole=True),
-    "stale": Kind("one update behind, along the exact gradient", _stale, 40.0),
-    "quantized": Kind("logits rounded to a grid", _quantized, 12.0),
+    "noise": Kind("Gaussian noise on every logit", _add_noise, 8.0),
+    "heavy_tailed": Kind("Student-t noise on every logit: a few tokens differ by far", _add_heavy_tails, 8.0),
+    "tempered": Kind("sampled at another temperature", _change_temperature, 0.98),
+    "truncated": Kind("sampled with top-p", _truncate_top_p, 0.98),
+    "top_k": Kind("sampled with top-k", _truncate_top_k, 1e6, whole=True),
+    "stale": Kind("one update behind, along the exact gradient", _undo_update, 40.0),
+    "quantized": Kind("logits rounded to a grid", _quantize_logits, 12.0),
 }
 """Every kind of mismatch for `make_pair`."""
 

@@ -124,10 +124,10 @@ def absolute_error(pair: PolicyPair, level: str, ceiling: float | None) -> tuple
 
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)
-_MISTAKE = 1e-4
+_MISTAKE_PROBABILITY = 1e-4
 
 
-def _over(
+def _sweep(
     values: Sequence[float], measured: Callable[[float], tuple[float, float]], which: int
 ) -> tuple[list[float], list[float]]:
     return list(values), [measured(value)[which] for value in values]
@@ -140,7 +140,9 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "one mistake, Δ = 1e-4",
         True,
-        lambda: _over(_LENGTHS, lambda T: absolute_error(one_mistake(_MISTAKE, 1e-4, int(T)), "token", 2.0), 0),
+        lambda: _sweep(
+            _LENGTHS, lambda T: absolute_error(one_mistake(_MISTAKE_PROBABILITY, 1e-4, int(T)), "token", 2.0), 0
+        ),
     ),
     OrderCheck(
         "token",
@@ -148,8 +150,10 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         1.0,
         "one mistake, T = 32",
         True,
-        lambda: _over(
-            (1e-5, 3e-5, 1e-4, 3e-4), lambda d: absolute_error(one_mistake(_MISTAKE, d, 32), "token", 2.0), 0
+        lambda: _sweep(
+            (1e-5, 3e-5, 1e-4, 3e-4),
+            lambda d: absolute_error(one_mistake(_MISTAKE_PROBABILITY, d, 32), "token", 2.0),
+            0,
         ),
     ),
     OrderCheck(
@@ -158,7 +162,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "coin, μ = 0.3, untruncated",
         False,
-        lambda: _over(_LENGTHS, lambda T: absolute_error(_level_coin(0.3, int(T)), "token", None), 1),
+        lambda: _sweep(_LENGTHS, lambda T: absolute_error(_coin_with_even_goal(0.3, int(T)), "token", None), 1),
     ),
     OrderCheck(
         "token",
@@ -166,7 +170,9 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "coin, μ = 0.3, C = 1",
         True,
-        lambda: _over((64, 128, 256, 512), lambda T: absolute_error(_level_coin(0.3, int(T)), "token", 1.0), 1),
+        lambda: _sweep(
+            (64, 128, 256, 512), lambda T: absolute_error(_coin_with_even_goal(0.3, int(T)), "token", 1.0), 1
+        ),
     ),
     OrderCheck(
         "token",
@@ -174,9 +180,9 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         1.0,
         "coin, T = 64, A = 1",
         True,
-        lambda: _over(
+        lambda: _sweep(
             [1 / (4 * q * (1 - q)) for q in (0.4, 0.3, 0.2, 0.1, 0.05, 0.02)],
-            lambda growth: absolute_error(_always_rewarded(growth - 1, 64), "token", None),
+            lambda growth: absolute_error(_constant_advantage_coin(growth - 1, 64), "token", None),
             1,
         ),
     ),
@@ -186,7 +192,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         -1.0,
         "Pareto ratios of index 2, T = 1",
         True,
-        lambda: _over(
+        lambda: _sweep(
             (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
             lambda c: absolute_error(pareto_ratios(2.0, 40), "sequence", c),
             0,
@@ -194,11 +200,11 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
     ),
     OrderCheck(
         "sequence, truncated",
-        "bias, of T at one χ²",
+        "bias, of T at fixed χ²",
         1.0,
         "rare jump, C = 2",
         False,
-        lambda: _over((8, 16, 32, 64, 128), lambda T: absolute_error(rare_jump(int(T)), "sequence", 2.0), 0),
+        lambda: _sweep((8, 16, 32, 64, 128), lambda T: absolute_error(rare_jump(int(T)), "sequence", 2.0), 0),
     ),
     OrderCheck(
         "sequence, truncated",
@@ -206,7 +212,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "rare jump, C = 2",
         False,
-        lambda: _over((8, 16, 32, 64, 128), lambda T: absolute_error(rare_jump(int(T)), "sequence", 2.0), 1),
+        lambda: _sweep((8, 16, 32, 64, 128), lambda T: absolute_error(rare_jump(int(T)), "sequence", 2.0), 1),
     ),
     OrderCheck(
         "sequence, truncated",
@@ -214,7 +220,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "Pareto ratios of index 1, T = 1",
         False,
-        lambda: _over(
+        lambda: _sweep(
             (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), lambda c: absolute_error(pareto_ratios(1.0, 24), "sequence", c), 1
         ),
     ),
@@ -222,12 +228,12 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
 """Every order of the table that is a power. (1 + χ̄²)^T is no power of T: the study "growth" has it."""
 
 
-def _level_coin(second: float, length: int) -> PolicyPair:
+def _coin_with_even_goal(second: float, length: int) -> PolicyPair:
     """Return the coin with a goal that μ reaches half of the time, so that the advantage is ±1/2 at any length."""
     return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil((1 - second) * length))
 
 
-def _always_rewarded(chi2: float, length: int) -> PolicyPair:
+def _constant_advantage_coin(chi2: float, length: int) -> PolicyPair:
     """Return the coin with reward 0 and advantage 1, so that only the weighted score contributes variance."""
     rule = RewardRule(torch.tensor([[1e-9, 0]], dtype=torch.float64, device="cpu"))
     return replace(coin_with_chi2(chi2, length), rule=rule, advantage_offset=1.0)

@@ -70,7 +70,7 @@ class SequenceRows:
         Args:
             index: rows to return, in order: a slice, or 1-D int64 or bool.
         """
-        return replace(self, **{name: getattr(self, name)[index] for name in _TENSORS})
+        return replace(self, **{name: getattr(self, name)[index] for name in _TENSOR_FIELDS})
 
     def score_sums(self, coefficients: Tensor) -> Tensor:
         """Compute Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
@@ -95,7 +95,7 @@ class SequenceRows:
         return table[self.states, self.tokens]
 
 
-_TENSORS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "rewards", "probability")
+_TENSOR_FIELDS = ("tokens", "states", "train_log_prob", "rollout_log_prob", "rewards", "probability")
 
 
 def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> SequenceRows:
@@ -124,7 +124,7 @@ def sample_rows(pair: PolicyPair, count: int, generator: torch.Generator) -> Seq
         tokens[:, t] = (thresholds <= draw).sum(-1)
         state = pair.rollout.next_state[state, tokens[:, t]]
     probability = torch.full((count,), 1 / count, dtype=torch.float64, device="cpu")
-    return _rows(pair, tokens, probability, exact=False)
+    return _build_rows(pair, tokens, probability, exact=False)
 
 
 def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> SequenceRows:
@@ -135,7 +135,7 @@ def mixed_rows(rows: SequenceRows, others: SequenceRows, share: float) -> Sequen
     """
     count = round(share * len(rows))
     joined: dict[str, Any] = {
-        name: torch.cat([getattr(rows, name)[count:], getattr(others, name)[:count]]) for name in _TENSORS
+        name: torch.cat([getattr(rows, name)[count:], getattr(others, name)[:count]]) for name in _TENSOR_FIELDS
     }
 
     # The jackknife groups rows by position, so interleave both parts.
@@ -158,9 +158,9 @@ def every_sequence(pair: PolicyPair) -> SequenceRows:
     """Return each of the V^T sequences that μ can sample, with its probability μ(y)."""
     token = torch.arange(pair.trainer.vocabulary, device="cpu")
     tokens = torch.cartesian_prod(*[token] * pair.length).view(-1, pair.length)
-    rows = _rows(pair, tokens, torch.ones(len(tokens), dtype=torch.float64, device="cpu"), exact=True)
+    rows = _build_rows(pair, tokens, torch.ones(len(tokens), dtype=torch.float64, device="cpu"), exact=True)
     log_probability = pair.rollout.log_probs[rows.states, rows.tokens].sum(-1)
-    return _possible(replace(rows, probability=log_probability.exp()))
+    return _drop_impossible(replace(rows, probability=log_probability.exp()))
 
 
 def every_count(pair: PolicyPair) -> SequenceRows:
@@ -176,10 +176,10 @@ def every_count(pair: PolicyPair) -> SequenceRows:
     # The token at position t is the first with a cumulative count above t.
     position = torch.arange(pair.length, device="cpu").expand(len(counts), -1).contiguous()
     tokens = torch.searchsorted(counts.cumsum(-1), position, right=True)
-    return _possible(_rows(pair, tokens, log_probability.exp(), exact=True))
+    return _drop_impossible(_build_rows(pair, tokens, log_probability.exp(), exact=True))
 
 
-def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool) -> SequenceRows:
+def _build_rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool) -> SequenceRows:
     """Compute the states of the tokens, and look up all remaining values."""
     states = torch.zeros_like(tokens)
     for t in range(1, pair.length):
@@ -196,7 +196,7 @@ def _rows(pair: PolicyPair, tokens: Tensor, probability: Tensor, *, exact: bool)
     )
 
 
-def _possible(rows: SequenceRows) -> SequenceRows:
+def _drop_impossible(rows: SequenceRows) -> SequenceRows:
     """Drop rows of probability 0: their log μ is −inf, and no sampler reports that."""
     return rows.pick(rows.probability > 0)
 

@@ -93,7 +93,7 @@ def draw_regimes(rows: Rows) -> Figure:
             directions.setdefault(name, []).append(direction)
     names = sorted(directions, key=lambda name: fmean(directions[name]))
 
-    figure, panels = _figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), len(regimes))
+    figure, panels = _create_figure(3.2 + 2.0 * len(regimes), 1.6 + 0.22 * len(names), len(regimes))
     for axes, regime in zip(panels, regimes, strict=True):
         values = [[cells[name, regime, kind] for kind in kinds] for name in names]
         axes.imshow(values, vmin=0.0, vmax=1.0, cmap="viridis_r", aspect="auto")
@@ -115,7 +115,7 @@ def draw_sweep(rows: Rows, column: str, label: str) -> Figure:
         "direction": "direction error",
         "ess": "effective sample size",
     }
-    return _curves(11.4, [(title, name, found) for name, title in titles.items()], column, label)
+    return _draw_curves(11.4, [(title, name, found) for name, title in titles.items()], column, label)
 
 
 def draw_batch_sizes(rows: Rows) -> Figure:
@@ -124,12 +124,12 @@ def draw_batch_sizes(rows: Rows) -> Figure:
     lengths = sorted({row["T"] for row in rows})
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     panels = [(f"√MSE / |∇J| at T = {T}", "root_mse", [row for row in found if row["T"] == T]) for T in chosen]
-    return _curves(10.4, panels, "batch_size", "batch size, sequences")
+    return _draw_curves(10.4, panels, "batch_size", "batch size, sequences")
 
 
-def _curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label: str) -> Figure:
+def _draw_curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label: str) -> Figure:
     """Draw a curve for each estimator of `SHOWN` against the column `x`; a panel is a title, the column y, and rows."""
-    figure, row_of_axes = _figure(width, 3.4, len(panels))
+    figure, row_of_axes = _create_figure(width, 3.4, len(panels))
     for axes, (title, y, rows) in zip(row_of_axes, panels, strict=True):
         for color, (estimator, shown) in zip(COLORS, SHOWN.items(), strict=True):
             points = sorted((row[x], row[y]) for row in rows if row["estimator"] == estimator)
@@ -139,51 +139,51 @@ def _curves(width: float, panels: Sequence[tuple[str, str, Rows]], x: str, label
             axes.set_yscale("log")
         elif y in ("bias", "deviation"):
             axes.set_yscale("symlog", linthresh=0.01)
-        _label(axes, title, label)
+        _set_labels(axes, title, label)
         if x == "T":
             lengths = sorted({int(row["T"]) for row in rows})
             axes.set_xticks(lengths, [str(length) for length in lengths])
-    _legend(figure, row_of_axes[0])
+    _add_legend(figure, row_of_axes[0])
     return figure
 
 
 def draw_thresholds(rows: Rows) -> Figure:
     """Draw the direction error against the threshold, a panel per family; the matched random rejection is dashed."""
-    families = _grouped([row for row in rows if row["batch_size"] == 1024], "family")
-    figure, panels = _figure(13.0, 2.1, len(families), columns=6)
+    families = _group_rows([row for row in rows if row["batch_size"] == 1024], "family")
+    figure, panels = _create_figure(13.0, 2.1, len(families), columns=6)
     for axes, (family, members) in zip(panels, families.items(), strict=True):
-        for color, (kind, found) in zip(COLORS[1:], _grouped(members, "kind").items(), strict=False):
+        for color, (kind, found) in zip(COLORS[1:], _group_rows(members, "kind").items(), strict=False):
             x = [row["threshold"] for row in found]
             axes.plot(x, [row["direction"] for row in found], color=color, label=kind)
             if found[0]["unit"]:
                 axes.plot(x, [row["random_direction"] for row in found], color=color, linewidth=1.0, linestyle="--")
         axes.set_xscale("log")
         axes.set_ylim(0.0, 1.02)
-        _label(axes, family, "")
-    _legend(figure, panels[0])
+        _set_labels(axes, family, "")
+    _add_legend(figure, panels[0])
     return figure
 
 
 def draw_orders(rows: Rows) -> Figure:
     """Draw the points of each fitted order, with its slope and the published one."""
-    checks = _grouped([row | {"check": f"{row['estimator']}: {row['quantity']}"} for row in rows], "check")
-    figure, panels = _figure(11.4, 2.6, len(checks), columns=3)
-    for axes, (title, found) in zip(panels, checks.items(), strict=True):
-        x, y = [row["x"] for row in found], [row["y"] for row in found]
-        slope, published = found[0]["slope"], found[0]["published"]
+    checks = _group_rows([row | {"check": f"{row['estimator']}: {row['quantity']}"} for row in rows], "check")
+    figure, panels = _create_figure(11.4, 2.6, len(checks), columns=3)
+    for axes, (title, points) in zip(panels, checks.items(), strict=True):
+        x, y = [row["x"] for row in points], [row["y"] for row in points]
+        slope, published = points[0]["slope"], points[0]["published"]
         axes.loglog(x, y, "o", color=COLORS[1], markersize=4, label=f"measured, slope {slope:.2f}")
         axes.loglog(
             x, [y[0] * (v / x[0]) ** published for v in x], "--", color=COLORS[6], label=f"published, {published:g}"
         )
         axes.legend()
-        _label(axes, title, "")
+        _set_labels(axes, title, "")
     return figure
 
 
 def draw_growth(rows: Rows) -> Figure:
     """Draw χ² of sequences: exact, from (1 + χ̄²)^T, and as estimated by a batch of 1,024."""
-    pairs = _grouped(rows, "pair")
-    figure, panels = _figure(10.4, 3.2, len(pairs))
+    pairs = _group_rows(rows, "pair")
+    figure, panels = _create_figure(10.4, 3.2, len(pairs))
     for axes, (name, found) in zip(panels, pairs.items(), strict=True):
         lengths = [row["T"] for row in found]
         for color, column, label in (
@@ -193,11 +193,13 @@ def draw_growth(rows: Rows) -> Figure:
         ):
             axes.loglog(lengths, [row[column] for row in found], color=color, marker="o", label=label)
         axes.legend()
-        _label(axes, f"χ² of sequences: {name}", "length T, tokens")
+        _set_labels(axes, f"χ² of sequences: {name}", "length T, tokens")
     return figure
 
 
-def _figure(width: float, row_height: float, count: int, *, columns: int | None = None) -> tuple[Figure, list[Axes]]:
+def _create_figure(
+    width: float, row_height: float, count: int, *, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
     """Return a figure with `count` panels in rows of `columns`; in one row by default."""
     columns = columns or count
     rows = math.ceil(count / columns)
@@ -209,7 +211,7 @@ def _figure(width: float, row_height: float, count: int, *, columns: int | None 
     return figure, panels[:count]
 
 
-def _grouped(rows: Rows, column: str) -> dict[str, list[ResultRow]]:
+def _group_rows(rows: Rows, column: str) -> dict[str, list[ResultRow]]:
     """Group rows by the value of a column, in order."""
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
@@ -217,7 +219,7 @@ def _grouped(rows: Rows, column: str) -> dict[str, list[ResultRow]]:
     return groups
 
 
-def _label(axes: Axes, title: str, label: str) -> None:
+def _set_labels(axes: Axes, title: str, label: str) -> None:
     # Between powers of ten, labels of minor ticks would overlap.
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -231,6 +233,6 @@ def _label(axes: Axes, title: str, label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))

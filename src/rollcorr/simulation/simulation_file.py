@@ -35,8 +35,8 @@ from rollcorr.simulation.mismatches import PolicyPair, make_pair, pair_at_kl
 from rollcorr.simulation.sequence_rows import exact_rows, sample_rows
 from rollcorr.simulation.studies import Cell, ResultRow, measure
 
-_MADE = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports")
-_GIVEN = ("trainer", "rollout", "reward", "next_state", "goal")
+_GENERATED_PAIR_KEYS = ("kind", "severity", "kl", "vocabulary", "states", "spread", "seed", "outcome", "reports")
+_TABLE_PAIR_KEYS = ("trainer", "rollout", "reward", "next_state", "goal")
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -72,7 +72,7 @@ def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
         raise TypeError(f"pair must be a mapping such as {{kind: noise, severity: 0.2}}; got {pair!r}")
     check_integer("samples", options["samples"], at_least=40)
     check_integer("seed", options["seed"], at_least=0)
-    lengths = _integers("length", options["length"])
+    lengths = _parse_integers("length", options["length"])
 
     # Build both once here, so that an error is raised before the first cell and not after an hour.
     chosen_estimators(chosen)
@@ -82,14 +82,14 @@ def read_simulation_file(path: str | os.PathLike[str]) -> list[Cell]:
     shared = {
         "pair": dict(pair),
         "chosen": chosen,
-        "batch_sizes": _integers("batch_sizes", options["batch_sizes"]),
+        "batch_sizes": _parse_integers("batch_sizes", options["batch_sizes"]),
         "samples": options["samples"],
         "seed": options["seed"],
     }
     return [Cell("estimators", {"length": length, **shared}) for length in lengths]
 
 
-def _integers(option: str, values: object) -> list[int]:
+def _parse_integers(option: str, values: object) -> list[int]:
     """Return one integer or a list of integers as a list.
 
     Raises:
@@ -119,7 +119,7 @@ def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
         TypeError, ValueError: a key is unknown, or a value is invalid.
     """
     if "kind" in options:
-        _check_keys("pair", options, _MADE)
+        _check_keys("pair", options, _GENERATED_PAIR_KEYS)
         given = {key: value for key, value in options.items() if key not in ("kind", "severity", "kl")}
         if ("severity" in options) == ("kl" in options):
             raise ValueError(f"pair needs severity or kl, one of them; got {', '.join(options)}")
@@ -127,12 +127,12 @@ def pair_of(options: Mapping[str, Any], length: int) -> PolicyPair:
             return pair_at_kl(options["kind"], options["kl"], length=length, **given)
         return make_pair(options["kind"], options["severity"], length=length, **given)
 
-    _check_keys("pair", options, _GIVEN)
+    _check_keys("pair", options, _TABLE_PAIR_KEYS)
     missing = [name for name in ("trainer", "rollout", "reward") if name not in options]
     if missing:
         raise ValueError(f"pair has no {' and no '.join(missing)}; give a kind, or the tables trainer, rollout, reward")
-    trainer, rollout, points = (_table(name, options[name]) for name in ("trainer", "rollout", "reward"))
-    policy = MarkovPolicy(trainer, _next_state(options.get("next_state"), *trainer.shape))
+    trainer, rollout, points = (_parse_table(name, options[name]) for name in ("trainer", "rollout", "reward"))
+    policy = MarkovPolicy(trainer, _parse_next_state(options.get("next_state"), *trainer.shape))
     goal = options.get("goal")
     rule = RewardRule(points, None if goal is None else check_number("goal", goal))
     return PolicyPair(policy, policy.with_logits(rollout), rule, length)
@@ -158,13 +158,13 @@ def chosen_estimators(chosen: object) -> Estimators:
             named[entry] = known[entry]
         elif isinstance(entry, Mapping):
             name = str(entry.get("name", ", ".join(f"{key}={value}" for key, value in entry.items())))
-            named[name] = _configuration(name, {key: value for key, value in entry.items() if key != "name"})
+            named[name] = _build_estimator(name, {key: value for key, value in entry.items() if key != "name"})
         else:
             raise TypeError(f"an estimator is a name or a mapping of options; got {entry!r}")
     return named
 
 
-def _configuration(name: str, options: dict[str, Any]) -> RolloutCorrectionConfig:
+def _build_estimator(name: str, options: dict[str, Any]) -> RolloutCorrectionConfig:
     """Return a custom estimator: fields of a configuration, or a preset with some of its fields replaced.
 
     Raises:
@@ -191,7 +191,7 @@ def _check_keys(where: str, given: Mapping[Any, Any], known: Any) -> None:  # no
             raise ValueError(unknown_name(f"{where} has no option {key!r}", key, known))
 
 
-def _table(name: str, values: object) -> Tensor:
+def _parse_table(name: str, values: object) -> Tensor:
     """Convert a list of lists of numbers to (S, V) float64."""
     try:
         table = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -202,9 +202,9 @@ def _table(name: str, values: object) -> Tensor:
     return table
 
 
-def _next_state(values: object, states: int, vocabulary: int) -> Tensor:
+def _parse_next_state(values: object, states: int, vocabulary: int) -> Tensor:
     if values is not None:
-        return _table("next_state", values).long()
+        return _parse_table("next_state", values).long()
     if states not in (1, vocabulary):
         raise ValueError(
             f"pair.next_state is needed: {states} states and {vocabulary} tokens; without it the state is the last "

@@ -81,7 +81,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
     exact_kinds = ["noise"] if quick else ["noise", "heavy_tailed", "stale"]
     lengths = (2, 8) if quick else (2, 4, 8, 16, 32, 64)
     divergences = (0.01, 0.1) if quick else (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.6)
-    table = {0.05: 400} if quick else PUBLISHED_LENGTHS
+    clamp_lengths = {0.05: 400} if quick else PUBLISHED_LENGTHS
     return [
         *(Cell("agreement", {"kind": kind, "draws": draws, "seed": 11}) for kind in kinds),
         *(
@@ -102,7 +102,7 @@ def laboratory_cells(*, quick: bool = False) -> list[Cell]:
         Cell("batch", {"length": 16, "kl": 0.03, "batch_size": 64, "batches": 30 if quick else 200, "seed": 2}),
         *(Cell("orders", {"index": index}) for index in range(2 if quick else len(ORDER_CHECKS))),
         *(Cell("growth", {"length": T}) for T in ((10, 100) if quick else (10, 30, 100, 300, 1000))),
-        *(Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in table.items()),
+        *(Cell("clamp", {"kl": kl, "published": T, "samples": 64, "seed": 4}) for kl, T in clamp_lengths.items()),
     ]
 
 
@@ -145,9 +145,9 @@ def measure(
             matched = None if control is None else gradient_error(control, pair.gradient, batch_size)
             found.append(
                 {**labels, **facts, "estimator": name, "batch_size": batch_size}
-                | _columns(error, *_RANDOM_TOO, "ess", "kept", "kept_sequences")
+                | _estimate_columns(error, *_COMPARED_ERRORS, "ess", "kept", "kept_sequences")
                 | {"exact": error.exact, "unit": unit or ""}
-                | _columns(matched, *_RANDOM_TOO, prefix="random_")
+                | _estimate_columns(matched, *_COMPARED_ERRORS, prefix="random_")
             )
     return found
 
@@ -189,7 +189,7 @@ def agreement(kind: str, draws: int, seed: int) -> list[ResultRow]:
 
 def regimes(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
     """Measure every estimator on sampled sequences of a Markov policy with 16 tokens, at one T × KL."""
-    rows = _sampled(kind, t_times_kl, length, samples, seed)
+    rows = _sample_markov(kind, t_times_kl, length, samples, seed)
     return measure(rows, every_estimator(), (64, 1024), kind=kind, regime=t_times_kl)
 
 
@@ -202,7 +202,7 @@ def swept(kind: str, length: int, kl: float) -> list[ResultRow]:
 
 def threshold(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> list[ResultRow]:
     """Measure each family of weights and each criterion, from strict to open, on the sequences of `regimes`."""
-    rows = _sampled(kind, t_times_kl, length, samples, seed)
+    rows = _sample_markov(kind, t_times_kl, length, samples, seed)
     found = []
     for family, estimators in threshold_sweep().items():
         measured = measure(rows, estimators, (64, 1024), kind=kind, family=family)
@@ -299,7 +299,7 @@ def batch(length: int, kl: float, batch_size: int, batches: int, seed: int) -> l
             ).flatten(1)
             found.append(
                 {"level": level, "normalizer": name, "batch_size": batch_size, "T": length, "kl": pair.kl}
-                | _of_batches(gradients, pair)
+                | _batch_errors(gradients, pair)
             )
     return found
 
@@ -318,7 +318,7 @@ STUDIES: Mapping[str, Callable[..., list[ResultRow]]] = {
 """Study → the function that runs its cells."""
 
 
-def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
+def _sample_markov(kind: str, t_times_kl: float, length: int, samples: int, seed: int) -> SequenceRows:
     """Sample sequences of a Markov policy with 16 tokens; the reward is a mean over tokens."""
     name, _, extra = kind.partition(", ")
     options: dict[str, Any] = {"vocabulary": 16, "length": length, "spread": 2.0, "seed": seed}
@@ -333,11 +333,11 @@ def _sampled(kind: str, t_times_kl: float, length: int, samples: int, seed: int)
     return mixed_rows(rows, sample_rows(broken, samples, generator), GARBAGE)
 
 
-_RANDOM_TOO = ("bias", "deviation", "mse", "direction")
+_COMPARED_ERRORS = ("bias", "deviation", "mse", "direction")
 """Errors that are also reported for the matched random rejection."""
 
 
-def _columns(error: GradientError | None, *names: str, prefix: str = "") -> ResultRow:
+def _estimate_columns(error: GradientError | None, *names: str, prefix: str = "") -> ResultRow:
     """Return columns for some estimates, each followed by its standard error; empty strings if `error` is None."""
     columns: ResultRow = {}
     for name in names:
@@ -346,7 +346,7 @@ def _columns(error: GradientError | None, *names: str, prefix: str = "") -> Resu
     return columns
 
 
-def _of_batches(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
+def _batch_errors(gradients: torch.Tensor, pair: PolicyPair) -> ResultRow:
     """Compute direction error, relative bias and deviation of `gradients`, with the noise of their mean subtracted."""
     count, truth = len(gradients), pair.gradient.flatten()
     scale = float(truth.square().sum())

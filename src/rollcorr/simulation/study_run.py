@@ -89,7 +89,7 @@ def run_cells(
                 on_cell(cell, number, len(cells))
             path = folder / "cells" / f"{cell_key(cell)}.json"
             # A stored cell is never recomputed: the same command resumes.
-            record = _stored(path)
+            record = _read_finished_cell(path)
             reused += record is not None
             if record is None:
                 before = time.process_time()
@@ -114,7 +114,7 @@ def run_cells(
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": processor_name(),
-        "seeds": _seeds(cells),
+        "seeds": _seeds_by_study(cells),
     }
     write_text_durably(folder / "run.json", json.dumps(facts, ensure_ascii=False, indent=2) + "\n")
     return StudyResult(by_study, done, len(cells), reused, cpu_seconds, interrupted)
@@ -136,7 +136,7 @@ def to_csv(rows: Sequence[ResultRow]) -> str:
     return text.getvalue()
 
 
-def _stored(path: Path) -> dict[str, Any] | None:
+def _read_finished_cell(path: Path) -> dict[str, Any] | None:
     """Return rows and seconds of a finished cell; None if the file is missing or incomplete."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def _stored(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _seeds(cells: Sequence[Cell]) -> dict[str, list[int]]:
+def _seeds_by_study(cells: Sequence[Cell]) -> dict[str, list[int]]:
     """Return study → the seeds of its draws. The seeds of the policies are fixed in the studies."""
     seeds: dict[str, set[int]] = {}
     for cell in cells:

@@ -155,7 +155,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest sound checkpoint in a directory, or None. Read-only."""
     for path in reversed(paths_by_step(Path(directory)).values()):
         with suppress(DamagedCheckpointError):
-            _verify(path)
+            _verify_files(path)
             return path
     return None
 
@@ -195,7 +195,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    files = _verify(path)
+    files = _verify_files(path)
 
     # `name` is the file being read, for the error.
     name = STATE
@@ -233,10 +233,10 @@ def check_finite(optimizer: torch.optim.Optimizer, engine_weights: Mapping[str, 
         tensors |= {f"{key} of tensor {number}": value for key, value in moments.items() if torch.is_tensor(value)}
     tensors |= {f"{name} of the engine": value for name, value in engine_weights.items()}
 
-    broken = [name for name, tensor in tensors.items() if not _finite(tensor).all()]
+    broken = [name for name, tensor in tensors.items() if not _is_finite(tensor).all()]
     if broken:
         first = tensors[broken[0]]
-        count = int((~_finite(first)).sum())
+        count = int((~_is_finite(first)).sum())
         others = f", and {len(broken) - 1} more tensors are broken" if len(broken) > 1 else ""
         raise NonFiniteWeightsError(
             f"{broken[0]} {tuple(first.shape)} has {count} values of {first.numel()} that are NaN or infinite{others}: "
@@ -283,7 +283,7 @@ def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(content | {"sha256": digest}, indent=2) + "\n").encode()
 
 
-def _verify(path: Path) -> set[str]:
+def _verify_files(path: Path) -> set[str]:
     """Check the files of a checkpoint against its manifest, and the manifest against its own hash and folder.
 
     Returns:
@@ -293,7 +293,7 @@ def _verify(path: Path) -> set[str]:
         DamagedCheckpointError: a file differs; the message names it.
         OSError: as in `load_checkpoint`.
     """
-    with _reading(path, MANIFEST):
+    with _translate_read_errors(path, MANIFEST):
         text = (path / MANIFEST).read_bytes()
 
     # A flipped bit anywhere, even in a space, changes the text.
@@ -301,36 +301,40 @@ def _verify(path: Path) -> set[str]:
     with suppress(ValueError, RecursionError):
         manifest = json.loads(text)
     if not isinstance(manifest, dict) or _manifest_text(manifest) != text:
-        raise _damaged(path, MANIFEST, "is cut or altered")
+        raise _damaged_error(path, MANIFEST, "is cut or altered")
     if step_name(manifest["step"]) != path.name:
-        raise _damaged(path, MANIFEST, f"is of another checkpoint (step {manifest['step']})")
+        raise _damaged_error(path, MANIFEST, f"is of another checkpoint (step {manifest['step']})")
 
     for name, entry in manifest["files"].items():
         file = path / name
-        with _reading(path, name):
+        with _translate_read_errors(path, name):
             size = file.stat().st_size
             digest = file_sha256(file) if size == entry["bytes"] else None
         if size < entry["bytes"]:
-            raise _damaged(path, name, f"is cut to {size:,} of {entry['bytes']:,} bytes, or of another checkpoint")
+            raise _damaged_error(
+                path, name, f"is cut to {size:,} of {entry['bytes']:,} bytes, or of another checkpoint"
+            )
         if digest != entry["sha256"]:
-            raise _damaged(path, name, "is altered or of another checkpoint: its SHA-256 is not that of the manifest")
+            raise _damaged_error(
+                path, name, "is altered or of another checkpoint: its SHA-256 is not that of the manifest"
+            )
     return set(manifest["files"])
 
 
 @contextmanager
-def _reading(path: Path, name: str) -> Iterator[None]:
+def _translate_read_errors(path: Path, name: str) -> Iterator[None]:
     """Convert a disk error to `DamagedCheckpointError`, unless its cause is not the file."""
     try:
         yield
     except FileNotFoundError as error:
-        raise _damaged(path, name, "is missing") from error
+        raise _damaged_error(path, name, "is missing") from error
     except OSError as error:
         if error.errno in NOT_NOW:
             raise
-        raise _damaged(path, name, f"cannot be read ({error.strerror})") from error
+        raise _damaged_error(path, name, f"cannot be read ({error.strerror})") from error
 
 
-def _damaged(path: Path, name: str, what: str) -> DamagedCheckpointError:
+def _damaged_error(path: Path, name: str, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"checkpoint {str(path)!r} cannot be used: {name} {what}")
 
 
@@ -343,6 +347,6 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _finite(tensor: Tensor) -> Tensor:
+def _is_finite(tensor: Tensor) -> Tensor:
     """Return an elementwise finite mask; one-byte dtypes have no `isfinite` of their own."""
     return (tensor.float() if tensor.element_size() == 1 else tensor).isfinite()

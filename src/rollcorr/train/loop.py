@@ -206,19 +206,20 @@ def run_recipe(
         RunInUseError: a second process runs in the directory.
         FileExistsError: the directory contains unrelated files, or a run although `resume` is false.
         FileNotFoundError: `resume` is true and there is no checkpoint, or a model or data file does not exist.
-        ValueError: an option changed that a checkpoint fixes, no checkpoint is sound, a model or data file cannot be
-            read, or a launcher started several processes.
+        ValueError: an option that a checkpoint fixes has changed, no checkpoint is valid, a model or data file cannot
+            be read, or a launcher started several processes.
         ImportError: an extra is missing; the message names it.
         EngineError: the engine failed before the first step, or after the last.
         OSError: the directory cannot be written.
     """
     # Each process of a launcher would train the same run, and write over the others' record.
-    world = os.environ.get("WORLD_SIZE", "1")
+    # Without SLURM_PROCID, a shell of SLURM counts tasks that are not started.
+    slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if "SLURM_PROCID" in os.environ else ()
+    launched = next((name for name in ("WORLD_SIZE", *slurm) if name in os.environ), "")
+    world = os.environ.get(launched, "1")
     if world.isdigit() and int(world) > 1:
-        raise ValueError(
-            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
-            "--nproc_per_node 1"
-        )
+        fix = "without torchrun, or with --nproc_per_node 1" if launched == "WORLD_SIZE" else "with srun --ntasks 1"
+        raise ValueError(f"{launched}={world}: a run is one process on one device, so start it {fix}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console, directory = console or Console(), RunDirectory(Path(config.run_dir))
@@ -226,12 +227,13 @@ def run_recipe(
 
     with run_lock(directory.path), StopRequests(say, minutes=config.stop_after_minutes) as stop:
         beginning = find_beginning(config, directory)
-        done = finished_summary(directory, step=beginning.step, steps=config.steps)
-        for line in beginning_lines(beginning, config, is_finished=done is not None):
+        finished = finished_summary(directory, step=beginning.step, steps=config.steps)
+        for line in beginning_lines(beginning, config, is_finished=finished is not None):
             say(line)
-        if done is not None:
-            known = {option.name: done[option.name] for option in dataclasses.fields(Summary) if option.name in done}
-            return Summary(**known | {"run_dir": directory.path})
+        if finished is not None:
+            # The file may lack fields of this version, or have others.
+            names = [field.name for field in dataclasses.fields(Summary) if field.name in finished]
+            return Summary(**{name: finished[name] for name in names} | {"run_dir": directory.path})
 
         # Only the lock is written before the recipe is built, so an invalid option creates no run directory.
         try:
@@ -303,14 +305,14 @@ class _Run:
             is_done = False
             try:
                 if self.beginning.checkpoint is None:
-                    self._begin()
+                    self._save_start()
                 self._measure_null()
                 if self.beginning.checkpoint is not None:
                     _restore(self.recipe.trainer, self.beginning, self.say)
                     delete_older_checkpoints(self.directory.checkpoints, self.step, keep=self.config.checkpoint.keep)
-                self._measure_before()
+                self._measure_initial_quality()
                 if self._train():
-                    self.after = self._measure("after")
+                    self.after = self._measure_quality("after")
                     is_done = True
             except StopNow:  # from an evaluation, which the next start repeats
                 pass
@@ -321,7 +323,7 @@ class _Run:
             except _CannotSaveError as error:
                 self.failure = str(error)
 
-            summary = self._summary(interrupted=not is_done)
+            summary = self._write_summary(interrupted=not is_done)
             stopped_by = None if is_done else self.stop.reason
             for line in end_lines(self.config, saved=self.saved, failure=self.failure, stopped_by=stopped_by):
                 self.say(line)
@@ -338,9 +340,9 @@ class _Run:
         self.directory.summary.unlink(missing_ok=True)
         return drop_later_steps(self.directory, self.step)
 
-    def _begin(self) -> None:
+    def _save_start(self) -> None:
         """Save the result of the warm-up, so that no later start repeats it."""
-        with _saving("the start"):
+        with _translate_save_errors("the start"):
             if self.recipe.keeps_reference:
                 self.records[REFERENCE_RECORD] = keep_reference(self.directory.reference, self.recipe.save_policy)
         self._save()
@@ -355,7 +357,7 @@ class _Run:
         if not is_stale and (self.step > 0 or self.directory.null.exists()):
             return
         try:
-            with self.stop.at_once(), _saving("the null"):
+            with self.stop.at_once(), _translate_save_errors("the null"):
                 null = self.recipe.measure_null()
                 if null is None:
                     return
@@ -366,12 +368,12 @@ class _Run:
             tokens, k3 = null.profile.tokens, null.profile.k3
             self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
 
-    def _measure_before(self) -> None:
+    def _measure_initial_quality(self) -> None:
         """Measure the quality before the first step; the checkpoints store it."""
         if EVALUATION_RECORD in self.records:
             self.before = json.loads(self.records[EVALUATION_RECORD])
         elif self.step == 0:
-            self.before = self._measure("before")
+            self.before = self._measure_quality("before")
             if self.before is not None:
                 self.records[EVALUATION_RECORD] = json.dumps(self.before) + "\n"
                 self._save()
@@ -394,7 +396,7 @@ class _Run:
             self.step += 1
             try:
                 # Write the file first, so that every step on the console is also in the file.
-                with _saving(f"the log of step {self.step}"):
+                with _translate_save_errors(f"the log of step {self.step}"):
                     self.lines.write(self.step, metrics)
                     self.recipe.write_extras(self.step)
                 self.sinks.write(self.step, metrics)
@@ -426,7 +428,7 @@ class _Run:
                 )
                 version = self.step
 
-        with _saving(f"step {self.step}"):
+        with _translate_save_errors(f"step {self.step}"):
             self.lines.flush()
             self.sinks.flush()
             self.directory.flush_logs()
@@ -442,12 +444,12 @@ class _Run:
         self.saved = self.step
         return path
 
-    def _measure(self, when: str) -> Evaluation | None:
+    def _measure_quality(self, when: str) -> Evaluation | None:
         """Return the quality of the current policy."""
         trainer = self.recipe.trainer
         if not self.config.log.evaluate:
             return None
-        with self.stop.at_once(), _saving(f"the evaluation {when} the training"):
+        with self.stop.at_once(), _translate_save_errors(f"the evaluation {when} the training"):
             if trainer.engine is not None and trainer.engine.weight_version != self.step:
                 trainer.engine.update_weights(trainer.model, version=self.step)
             evaluation = self.recipe.evaluate(when)
@@ -455,7 +457,7 @@ class _Run:
             self.say(f"{when} training: {self.recipe.evaluation_text.format(**evaluation)}")
         return evaluation
 
-    def _summary(self, *, interrupted: bool) -> Summary:
+    def _write_summary(self, *, interrupted: bool) -> Summary:
         """Return the outcome of the run and write summary.json, which marks a finished run."""
         summary = Summary(
             run_dir=self.directory.path,
@@ -477,7 +479,7 @@ class _Run:
 
 
 @contextmanager
-def _saving(what: str) -> Iterator[None]:
+def _translate_save_errors(what: str) -> Iterator[None]:
     """Convert a disk error or non-finite weights to `_CannotSaveError`, which ends the run."""
     try:
         yield

@@ -92,7 +92,7 @@ def options_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def options_sha256(options: Mapping[str, Any]) -> str:
     """Return the SHA-256 of `compared_options`, in hexadecimal."""
-    return hashlib.sha256(_text(options).encode()).hexdigest()
+    return hashlib.sha256(_canonical_text(options).encode()).hexdigest()
 
 
 def find_changes(old: Mapping[str, Any], config: RunConfig) -> list[OptionChange]:
@@ -106,7 +106,7 @@ def find_changes(old: Mapping[str, Any], config: RunConfig) -> list[OptionChange
     config_class: Any = type(config)  # a recipe's, whose options all have defaults
     defaults = {} if old.keys() >= new.keys() else compared_options(config_class())
     changes = [OptionChange(name, old.get(name, defaults.get(name)), new.get(name)) for name in {**new, **old}]
-    return [change for change in changes if _text(change.old) != _text(change.new)]
+    return [change for change in changes if _canonical_text(change.old) != _canonical_text(change.new)]
 
 
 def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
@@ -124,7 +124,7 @@ def refuse_fixed(changes: Sequence[OptionChange], run_dir: str) -> None:
         )
 
 
-def _text(value: Any) -> str:  # noqa: ANN401
+def _canonical_text(value: Any) -> str:  # noqa: ANN401
     """Return a canonical text of a value, in which NaN equals itself."""
     return json.dumps(value, sort_keys=True)
 
@@ -179,7 +179,7 @@ class RunHistory:
                 for entry in data["entries"]
             )
             history = cls(**data | {"entries": entries})
-            hashes = [options_sha256(options) for options in history._versions()]
+            hashes = [options_sha256(options) for options in history._all_versions()]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not the history of a run ({error or type(error).__name__})") from error
         if hashes != [history.sha256, *(entry.sha256 for entry in entries)]:
@@ -193,7 +193,7 @@ class RunHistory:
     @property
     def options(self) -> dict[str, Any]:
         """Return the current options."""
-        return self._versions()[-1]
+        return self._all_versions()[-1]
 
     def changed(self, changes: Sequence[OptionChange], *, after_step: int) -> RunHistory:
         """Return a history with one more entry, or this one if `changes` is empty."""
@@ -203,7 +203,7 @@ class RunHistory:
         entry = HistoryEntry(after_step=after_step, changes=tuple(changes), sha256=options_sha256(options))
         return replace(self, entries=(*self.entries, entry))
 
-    def _versions(self) -> list[dict[str, Any]]:
+    def _all_versions(self) -> list[dict[str, Any]]:
         versions = [dict(self.first_options)]
         for entry in self.entries:
             versions.append(_apply(versions[-1], entry.changes))

@@ -62,7 +62,7 @@ def find_beginning(config: RunConfig, directory: RunDirectory) -> Beginning:
     with suppress(OSError, ValueError):  # missing or damaged: the checkpoints contain a copy
         stored = RunHistory.from_json(directory.history.read_text(encoding="utf-8"))
     if not has_checkpoints(directory.checkpoints):
-        return _from_the_start(config, directory, stored)
+        return _begin_without_checkpoint(config, directory, stored)
     if config.resume is False:
         raise FileExistsError(
             f"{place} holds a run already: leave out resume=false to go on with it, or choose another run_dir"
@@ -113,23 +113,27 @@ def finished_summary(directory: RunDirectory, *, step: int, steps: int) -> dict[
     return summary if is_finished else None
 
 
-def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHistory | None) -> Beginning:
+def _begin_without_checkpoint(config: RunConfig, directory: RunDirectory, stored: RunHistory | None) -> Beginning:
     """Begin a run without checkpoints: a new or an interrupted start. Unrelated files raise `FileExistsError`."""
     place = f"run_dir {str(directory.path)!r}"
     if config.resume is True:
         raise FileNotFoundError(f"{place} has no checkpoint to resume from: leave out resume=true to start a run")
 
-    # A run has a checkpoint before it logs a step: its checkpoints were lost, the start was not interrupted.
+    # A run writes a checkpoint before it logs a step. Here the checkpoints were lost: this is no interrupted start.
     if directory.metrics.is_file() and directory.metrics.stat().st_size:
         raise FileExistsError(
             f"{place} holds a run without checkpoints: {directory.metrics} has steps of it. Choose another run_dir, or "
             "move the directory away"
         )
     if stored is None:
-        strangers = [path.name for path in directory.written if path.exists() and not _says(path, directory, config)]
-        if strangers:
+        unrelated = [
+            path.name
+            for path in directory.written
+            if path.exists() and not _is_null_or_same_config(path, directory, config)
+        ]
+        if unrelated:
             raise FileExistsError(
-                f"{place} holds files that are not of a run and would be written over: {', '.join(strangers)}. Choose "
+                f"{place} holds files that are not of a run and would be written over: {', '.join(unrelated)}. Choose "
                 "another run_dir, or move them away"
             )
         history = RunHistory.begin(compared_options(config))
@@ -141,12 +145,13 @@ def _from_the_start(config: RunConfig, directory: RunDirectory, stored: RunHisto
         )
     changes = find_changes(stored.options, config)
     refuse_fixed(changes, str(directory.path))
+
     # No step was trained under the old options, so the run begins with the new ones.
     history = replace(RunHistory.begin(compared_options(config)), run=stored.run)
     return Beginning(checkpoint=None, history=history, changes=changes, damaged=[])
 
 
-def _says(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
+def _is_null_or_same_config(path: Path, directory: RunDirectory, config: RunConfig) -> bool:
     """Return whether a file is a null, which is kept, or a config.yaml with the same options."""
     if path != directory.config:
         return path == directory.null
@@ -184,13 +189,16 @@ def end_lines(config: RunConfig, *, saved: int | None, failure: str | None, stop
         stopped_by: source of a request to stop before the end; optional.
     """
     if failure is not None:
-        return [f"stopped: {failure}", _next(config, saved)]
+        return [f"stopped: {failure}", _describe_next_start(config, saved)]
     if stopped_by is not None:
-        return [f"stopped by {stopped_by} after step {saved or 0} of {config.steps}", _next(config, saved)]
+        return [
+            f"stopped by {stopped_by} after step {saved or 0} of {config.steps}",
+            _describe_next_start(config, saved),
+        ]
     return [f"finished: {saved} of {config.steps} steps; the same command reports this and trains nothing"]
 
 
-def _next(config: RunConfig, saved: int | None) -> str:
+def _describe_next_start(config: RunConfig, saved: int | None) -> str:
     command = "the same command without resume=false" if config.resume is False else "the same command"
     if saved is None:
         return f"{command} starts again, because nothing is saved yet"

@@ -48,7 +48,7 @@ class StopRequests(ExitStack):
             if self._seconds < math.inf:
                 listened.append(signal.SIGALRM)
             for number in listened:
-                self.callback(signal.signal, number, signal.signal(number, self._request))
+                self.callback(signal.signal, number, signal.signal(number, self._handle_signal))
             if self._seconds < math.inf:
                 signal.setitimer(signal.ITIMER_REAL, self._seconds)
                 self.callback(signal.setitimer, signal.ITIMER_REAL, 0)
@@ -72,16 +72,16 @@ class StopRequests(ExitStack):
         finally:
             self._raises = False
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self._reason is not None:
             return
         self._reason = "stop_after_minutes" if number == signal.SIGALRM else signal.Signals(number).name
 
-        # A background job starts with Ctrl-C ignored; a second request still stops it at once.
+        # A second Ctrl-C stops at once, even in a background job, which starts with Ctrl-C ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._raises:
             raise StopNow(self._reason)
 
-        # A terminal that is gone, or that was being written to, must not keep the run from saving.
+        # The run must save even if the terminal is closed, or the signal interrupted a write to it.
         with suppress(OSError, RuntimeError):
             self._say(f"{self._reason}: stopping after this step (Ctrl-C stops at once and loses the step)")

@@ -42,8 +42,8 @@ def test_a_policy_draws_what_the_pipeline_of_diffusers_draws(pipeline, guidance)
     qwen = pipeline.name == "qwen"
     scale = {"true_cfg_scale": guidance, "negative_prompt": ["", ""]} if qwen else {"guidance_scale": guidance}
     expected = theirs(
-        TEXTS, latents=sampler._noise(2, 3, 1, "start"), height=16, width=16, num_inference_steps=5, output_type="pt",
-        **scale,
+        TEXTS, latents=sampler._draw_noise(2, 3, 1, "start"), height=16, width=16, num_inference_steps=5,
+        output_type="pt", **scale,
     ).images  # fmt: skip
     assert mine.shape == (2, 3, 16, 16)
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)

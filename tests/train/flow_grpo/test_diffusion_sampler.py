@@ -23,7 +23,7 @@ def test_only_the_steps_of_the_window_are_noisy(sampler):
     sampler, prompts = sampler()
     steps = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 2]])
     path = sampler.sample(prompts, steps, seed=0, step=1)
-    x = sampler._noise(4, 0, 1, "start")
+    x = sampler._draw_noise(4, 0, 1, "start")
     for number in range(5):
         sigma, sigma_next = sampler.schedule.sigmas[number : number + 2]
         policy = sampler.policy

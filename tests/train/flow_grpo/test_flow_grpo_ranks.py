@@ -3,7 +3,7 @@
 import flow_ranks
 import pytest
 import torch
-import torch.multiprocessing as mp
+from processes import start_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, micro_model):
     path = tmp_path_factory.mktemp("flow_ranks")
-    mp.start_processes(flow_ranks.run, args=(str(path), str(micro_model)), nprocs=flow_ranks.SIZE, start_method="spawn")
+    start_ranks(flow_ranks.run, path, flow_ranks.SIZE, str(micro_model))
     return [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(flow_ranks.SIZE)]
 
 

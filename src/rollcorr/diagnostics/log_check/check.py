@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
-from rollcorr.config.documents import read_yaml
+from rollcorr.config.layers import read_document
 from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
@@ -49,22 +48,27 @@ and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
 
-def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
-    """What to measure: a preset, a YAML file of any generation, or `DIAGNOSIS` when neither is given.
+def choose_config(*, preset: str | None = None, settings: Sequence[str] = ()) -> RolloutCorrectionConfig:
+    """What to measure: a preset, options of any generation, or `DIAGNOSIS` when neither is given.
+
+    Args:
+        preset: its name.
+        settings: as on a command line: one YAML file at most, and `dotted.name=value` over it.
 
     Raises:
         BadInputError: both are given, or what is given is no configuration or switches the correction off.
     """
-    if preset is not None and file is not None:
-        raise BadInputError(f"--preset {preset} and --config {file} exclude each other; give one")
-    if preset is None and file is None:
+    text = " ".join(settings)
+    if preset is not None and settings:
+        raise BadInputError(f"--preset {preset} and --config {text} exclude each other; give one")
+    if preset is None and not settings:
         return DIAGNOSIS
     try:
-        config = resolve(preset if file is None else read_yaml(file))
+        config = resolve(preset or read_document(settings))
     except (ValueError, TypeError) as error:
-        raise BadInputError(f"{file or '--preset'}: {in_one_line(error)}") from error
+        raise BadInputError(f"{text or '--preset'}: {in_one_line(error)}") from error
     if config is None:
-        raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")
+        raise BadInputError(f"{text}: no rollout correction there, so nothing to measure; try --preset disabled")
     return config
 
 

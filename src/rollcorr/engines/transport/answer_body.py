@@ -26,24 +26,24 @@ READ_FOR_SECRETS = 16 * SHOWN
 BYTES_PER_CONTAINER = 16
 
 # zlib's code for a gzip header.
-_GZIP = 16 + zlib.MAX_WBITS
+_GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
-class _Brief(reprlib.Repr):
+class _RedactingRepr(reprlib.Repr):
     """Formatter that redacts secrets in a value, then shortens it."""
 
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(redact_text(x[:READ_FOR_SECRETS]), level)
 
 
-_brief = _Brief()
-_brief.maxlevel, _brief.maxstring, _brief.maxother, _brief.maxlong = 4, 300, 300, 40
-_brief.maxlist = _brief.maxdict = _brief.maxtuple = 12
+_redacting_repr = _RedactingRepr()
+_redacting_repr.maxlevel, _redacting_repr.maxstring, _redacting_repr.maxother, _redacting_repr.maxlong = 4, 300, 300, 40
+_redacting_repr.maxlist = _redacting_repr.maxdict = _redacting_repr.maxtuple = 12
 
 
 def brief(value: object) -> str:
     """Return a value of an answer as text for an error: always short, even for a large or deeply nested value."""
-    return _brief.repr(value)[: 2 * SHOWN]
+    return _redacting_repr.repr(value)[: 2 * SHOWN]
 
 
 def printable(text: str) -> str:
@@ -70,7 +70,7 @@ def read_body(response: httpx.Response, *, limit: int, between: Callable[[], Non
             "server, or on the proxy before it"
         )
 
-    unpacker = zlib.decompressobj(_GZIP) if encoding == "gzip" else None
+    unpacker = zlib.decompressobj(_GZIP_WBITS) if encoding == "gzip" else None
     body, received = bytearray(), 0
     for piece in response.iter_raw():
         between()
@@ -80,7 +80,7 @@ def read_body(response: httpx.Response, *, limit: int, between: Callable[[], Non
         except zlib.error as error:
             return body, f"with a body that is no gzip: {error}"
         if max(len(body), received) > limit:
-            return body[:limit], _too_long(limit)
+            return body[:limit], _too_long_message(limit)
 
     if unpacker is not None and not unpacker.eof:
         return body, "with gzip that ends too early"
@@ -95,7 +95,7 @@ def parse_json(body: bytearray, problem: str | None, *, limit: int, where: str) 
             than the memory limit allows.
     """
     if problem is None and body.count(b"[") + body.count(b"{") > limit // BYTES_PER_CONTAINER:
-        problem = _too_long(limit)
+        problem = _too_long_message(limit)
     if problem is not None:
         raise EngineAnswerError(f"{where} was answered {problem}")
     try:
@@ -107,7 +107,7 @@ def parse_json(body: bytearray, problem: str | None, *, limit: int, where: str) 
         raise EngineAnswerError(f"{where} did not answer in JSON ({printable(str(error))}): {text!r}") from error
 
 
-def _too_long(limit: int) -> str:
+def _too_long_message(limit: int) -> str:
     return (
         f"with more than {limit / 1e6:g} MB, unpacked, or with more lists and mappings than that holds; nothing of it "
         "is used. If answers of this length are right, raise max_answer_megabytes"

@@ -54,11 +54,11 @@ PROBE_SECONDS = 10.0
 MAX_ANSWER_BYTES = 32_000_000
 
 # Errors of a connection that the server did not accept.
-_NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout)
+_CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 @dataclass(eq=False)
-class _PassingError(Exception):
+class _TransientError(Exception):
     """A transient failure.
 
     Attributes:
@@ -141,11 +141,11 @@ class JsonClient:
                 stopped while the server was away.
             EngineAnswerError: the server refused, or its answer is over the limit or not JSON.
         """
-        return self._all("GET", path, [None])[0]
+        return self._request_all("GET", path, [None])[0]
 
     def post(self, path: str, body: object) -> Any:  # noqa: ANN401 (any JSON)
         """POST `body` as JSON to `path` and return the JSON of the answer. Raises as `get`."""
-        return self._all("POST", path, [body])[0]
+        return self._request_all("POST", path, [body])[0]
 
     def post_all(self, path: str, bodies: Sequence[object]) -> list[Any]:
         """POST every body and return the answers in their order, or raise the first error.
@@ -156,9 +156,9 @@ class JsonClient:
             path: below the server's address.
             bodies: JSON values, one per request.
         """
-        return self._all("POST", path, bodies)
+        return self._request_all("POST", path, bodies)
 
-    def _all(self, method: str, path: str, bodies: Sequence[object]) -> list[Any]:
+    def _request_all(self, method: str, path: str, bodies: Sequence[object]) -> list[Any]:
         """Return the answers to a batch of requests from a thread pool, without waiting for hung threads."""
         batch = waiting.RequestBatch(self.url, deadline_minutes=self.deadline_minutes, wait_minutes=self.wait_minutes)
         connections = _Connections(
@@ -167,10 +167,12 @@ class JsonClient:
         pool = futures.ThreadPoolExecutor(self.concurrency, thread_name_prefix="rollcorr-engine")
         answers: list[futures.Future[Any]] = []
         try:
-            answers += [pool.submit(self._answer, method, path, body, batch, connections) for body in bodies]
+            answers += [
+                pool.submit(self._request_with_retries, method, path, body, batch, connections) for body in bodies
+            ]
             pending = set(answers)
             while pending:
-                batch.check()  # a server that sends a byte now and then never lets a thread see the deadline
+                batch.check()  # a thread never reaches the deadline while its server keeps sending bytes
                 done, pending = futures.wait(pending, timeout=waiting.SLICE, return_when=futures.FIRST_EXCEPTION)
                 for answer in done:
                     answer.result()
@@ -185,7 +187,7 @@ class JsonClient:
             futures.wait(answers, timeout=waiting.SLICE)
             connections.client.close()
 
-    def _answer(
+    def _request_with_retries(
         self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections
     ) -> Any:  # noqa: ANN401 (any JSON)
         """Return the response, retrying transient failures."""
@@ -194,10 +196,10 @@ class JsonClient:
         for tries in itertools.count(1):
             batch.check()
             try:
-                answer = self._exchange(method, path, body, batch, connections, where)
+                answer = self._request_once(method, path, body, batch, connections, where)
                 batch.note_answer()
                 return answer
-            except _PassingError as passing:
+            except _TransientError as passing:
                 fault, cause = passing, passing.__cause__
             self.faults += 1
             failed = f"{where} failed {tries} times, at last with {fault.reason}; "
@@ -226,13 +228,13 @@ class JsonClient:
                 raise EngineUnavailableError(f"{failed}the run was asked to stop before the engine was back") from cause
         raise AssertionError("every try returns, raises or waits for the next one")
 
-    def _exchange(
+    def _request_once(
         self, method: str, path: str, body: object, batch: waiting.RequestBatch, connections: _Connections, where: str
     ) -> Any:  # noqa: ANN401 (any JSON)
         """Send a request once, without retries.
 
         Raises:
-            _PassingError: a retry may succeed.
+            _TransientError: a retry may succeed.
             EngineAnswerError: a retry would fail again.
         """
         timeout = min(self.timeout, max(batch.seconds_left, waiting.SLICE))
@@ -246,18 +248,18 @@ class JsonClient:
                 content, problem = read_body(response, limit=limit, between=batch.check)
         except httpx.TransportError as error:
             reason = f"{type(error).__name__} ({printable(str(error))})".replace(" ()", "")
-            is_away = isinstance(error, _NOT_CONNECTED)
-            if not (is_away or has_begun) and _is_without_answer(error):
+            is_away = isinstance(error, _CONNECT_ERRORS)
+            if not (is_away or has_begun) and _ended_without_answer(error):
                 batch.check()  # stop sending once the batch is over
-                is_away = _is_nobody_there(connections, timeout)
-            raise _PassingError(reason, is_away) from error
+                is_away = _is_server_down(connections, timeout)
+            raise _TransientError(reason, is_away) from error
         if not refused:
             return parse_json(content, problem, limit=limit, where=where)
 
         text = printable(content.decode("utf-8", "replace"))
         if status in AWAY or status >= 500:
             retry_after = waiting.retry_after_seconds(headers.get("retry-after"))
-            raise _PassingError(f"HTTP {status}: {text}", status in AWAY, retry_after)
+            raise _TransientError(f"HTTP {status}: {text}", status in AWAY, retry_after)
         batch.note_answer()
         if 300 <= status < 400:
             place = printable(headers.get("location", "nowhere"))
@@ -315,15 +317,15 @@ class _Connections:
             opened = details["return_value"].get_extra_info("socket")
             self._sockets.append(opened)
             if self._ended.is_set():  # opened after `cut`
-                _shut(opened)
+                _shut_down_socket(opened)
 
     def cut(self) -> None:
         """Abort every running exchange: the waiting threads get an error."""
         for opened in self._sockets:
-            _shut(opened)
+            _shut_down_socket(opened)
 
 
-def _shut(opened: socket.socket) -> None:
+def _shut_down_socket(opened: socket.socket) -> None:
     # A plain shutdown, also for a TLS socket: it wakes the reading thread, which does the rest.
     with contextlib.suppress(OSError):
         socket.socket.shutdown(opened, socket.SHUT_RDWR)
@@ -348,7 +350,7 @@ def read_address(url: str) -> httpx.URL:
     return address
 
 
-def _is_nobody_there(connections: _Connections, timeout: float) -> bool:
+def _is_server_down(connections: _Connections, timeout: float) -> bool:
     """Return whether a minimal request breaks as well, so that the first request was not the cause.
 
     A proxy or a tunnel accepts connections for a dead server, and closes them.
@@ -357,9 +359,9 @@ def _is_nobody_there(connections: _Connections, timeout: float) -> bool:
         with connections.stream("GET", "/", None, timeout=min(timeout, PROBE_SECONDS)) as response:
             return response.status_code in AWAY
     except httpx.TransportError as error:
-        return isinstance(error, _NOT_CONNECTED) or _is_without_answer(error)
+        return isinstance(error, _CONNECT_ERRORS) or _ended_without_answer(error)
 
 
-def _is_without_answer(error: Exception) -> bool:
+def _ended_without_answer(error: Exception) -> bool:
     """Return whether the connection ended without an answer. Bytes that are not HTTP count as an answer."""
     return isinstance(error, httpx.NetworkError) or "without sending a response" in str(error)

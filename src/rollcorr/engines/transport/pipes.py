@@ -73,12 +73,14 @@ class WorkerProcess:
         reader = threading.Thread(target=_read_log, args=(self._process.stderr, self._log), daemon=True)
         reader.start()
         self._asked = 0
-        self._end = weakref.finalize(self, _end, self._process, reader)  # also when the interpreter exits
+        self._kill_worker = weakref.finalize(
+            self, _kill_worker, self._process, reader
+        )  # also when the interpreter exits
 
     @property
     def alive(self) -> bool:
         """Return whether the worker accepts requests."""
-        return self._end.alive and self._process.poll() is None
+        return self._kill_worker.alive and self._process.poll() is None
 
     def ask(self, what: str, *, timeout: float, **values: Any) -> dict[str, Any]:  # noqa: ANN401 (any JSON)
         """Send a request and return the answer.
@@ -95,23 +97,23 @@ class WorkerProcess:
         self._asked += 1
         question = json.dumps({"id": self._asked, "do": what, **values})
         if not self.alive:
-            raise self._died(what)
+            raise self._worker_died_error(what)
 
         # In a separate thread: a hung worker does not read, and a full pipe blocks.
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_exchange, args=(self._process, question, lines), daemon=True).start()
+        threading.Thread(target=_write_and_read_line, args=(self._process, question, lines), daemon=True).start()
         try:
             line = lines.get(timeout=timeout)
         except queue.Empty:
             self.close()
             raise EngineUnavailableError(
                 f"the {self.name} did not answer {what!r} within {timeout:g} s and was ended; raise the timeout if it "
-                f"may need longer.{self._last_words()}"
+                f"may need longer.{self._last_log_lines()}"
             ) from None
 
         # A line without a newline means that the worker died while it wrote: discard the partial answer.
         if not line.endswith("\n"):
-            raise self._died(what)
+            raise self._worker_died_error(what)
         try:
             answer: dict[str, Any] = json.loads(line)
             if answer.pop("id") != self._asked:
@@ -120,7 +122,7 @@ class WorkerProcess:
             self.close()
             raise EngineAnswerError(
                 f"the {self.name} answered {what!r} with {line[:200]!r}, which is no answer to it; it was ended."
-                f"{self._last_words()}"
+                f"{self._last_log_lines()}"
             ) from error
         if "error" in answer:
             raise EngineAnswerError(f"the {self.name} could not {what}: {answer['error']}")
@@ -128,18 +130,18 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Kill the worker and its child processes. Safe to call twice."""
-        self._end()
+        self._kill_worker()
 
-    def _died(self, what: str) -> EngineUnavailableError:
+    def _worker_died_error(self, what: str) -> EngineUnavailableError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         self.close()
         code = self._process.returncode
         return EngineUnavailableError(
-            f"the {self.name} died when asked to {what} (exit code {code}).{self._last_words()}"
+            f"the {self.name} died when asked to {what} (exit code {code}).{self._last_log_lines()}"
         )
 
-    def _last_words(self) -> str:
+    def _last_log_lines(self) -> str:
         return " Its last lines:\n" + "".join(self._log).rstrip() if self._log else ""
 
 
@@ -148,7 +150,7 @@ def _read_log(stream: IO[str], log: deque[str]) -> None:
         log.extend(stream)
 
 
-def _exchange(process: Any, question: str, lines: queue.SimpleQueue[str]) -> None:  # noqa: ANN401 (a Popen of pipes)
+def _write_and_read_line(process: Any, question: str, lines: queue.SimpleQueue[str]) -> None:  # noqa: ANN401 (a Popen of pipes)
     """Write a request and read one line; an empty line means that the worker is dead."""
     try:
         print(question, file=process.stdin, flush=True)
@@ -157,7 +159,7 @@ def _exchange(process: Any, question: str, lines: queue.SimpleQueue[str]) -> Non
         lines.put("")
 
 
-def _end(process: Any, reader: threading.Thread) -> None:  # noqa: ANN401 (a Popen of pipes)
+def _kill_worker(process: Any, reader: threading.Thread) -> None:  # noqa: ANN401 (a Popen of pipes)
     """Kill the worker's process group, and close its pipes."""
     # Child processes may outlive the worker and keep its pipes open.
     with contextlib.suppress(ProcessLookupError, PermissionError):

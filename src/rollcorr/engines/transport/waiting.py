@@ -96,7 +96,7 @@ class RequestBatch:
             since, was_told = self._away_since, self._was_told
             self._away_since, self._next_line, self._was_told = None, math.inf, False
         if since is not None and was_told:
-            show_line(f"the engine at {self._place} answers again, after {_minutes(monotonic() - since)}")
+            show_line(f"the engine at {self._place} answers again, after {_format_duration(monotonic() - since)}")
 
     def pause(self, seconds: float) -> bool:
         """Wait, at most until the deadline. Return false if the end of the batch or a requested stop cut it short."""
@@ -106,10 +106,10 @@ class RequestBatch:
             if left <= 0:
                 return True
             sleep(min(left, SLICE))
-            self._tell()
+            self._report_outage()
         return False
 
-    def _tell(self) -> None:
+    def _report_outage(self) -> None:
         """Report that the server is away, if a message is due."""
         with self._lock:
             now, since = monotonic(), self._away_since
@@ -117,8 +117,8 @@ class RequestBatch:
                 return
             self._next_line, self._was_told = now + LATER_LINES, True
         show_line(
-            f"the engine at {self._place} has been away for {_minutes(now - since)} ({self._reason}); waiting up to "
-            f"{_minutes(self._budget)}, the option wait_minutes. Ctrl-C ends the wait"
+            f"the engine at {self._place} has been away for {_format_duration(now - since)} ({self._reason}); waiting "
+            f"up to {_format_duration(self._budget)}, the option wait_minutes. Ctrl-C ends the wait"
         )
 
 
@@ -140,11 +140,11 @@ def retry_after_seconds(header: str | None) -> float:
         return 0.0
 
 
-def _minutes(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Format a duration for people.
 
     Example:
-        >>> _minutes(7.4), _minutes(600.0)
+        >>> _format_duration(7.4), _format_duration(600.0)
         ('7 s', '10 min')
     """
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -90,11 +90,11 @@ class VllmBase(RemoteEngine):
         }
 
     @abc.abstractmethod
-    def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
+    def _request_choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
         """Return one answer per prompt, in the format of `/inference/v1/generate`."""
 
     def _complete(self, prompts: list[list[int]], seeds: list[int]) -> list[Completion]:
-        choices = self._choices(prompts, seeds, self._parameters)
+        choices = self._request_choices(prompts, seeds, self._parameters)
         return [
             completion(choice, row=row, sampling=self.sampling, initial=self._initial_version)
             for row, choice in enumerate(choices)
@@ -160,7 +160,7 @@ def completion(
                 f"row {row} ended with {brief(reason)}, not with an end token or at its full length"
             )
 
-        # The checks of a batch report a short list of log-probs later.
+        # Fewer log-probs than tokens are allowed here: the checks of the batch report them.
         ids = [entry["token_id"] for entry in content]
         log_probs = [entry["logprob"] for entry in content]
         if ids != list(tokens[: len(ids)]):
@@ -171,7 +171,8 @@ def completion(
         kept = None
         if tells_kept(sampling):
             kept = choice.get("sampling_mask") or [
-                _finite(entry["top_logprobs"], f"token {t} of row {row}", sampling) for t, entry in enumerate(content)
+                _finite_ids(entry["top_logprobs"], f"token {t} of row {row}", sampling)
+                for t, entry in enumerate(content)
             ]
 
         # An older release omits the versions, or sends an empty list in their place.
@@ -199,9 +200,11 @@ def choice_of_text(choice: Any) -> dict[str, Any]:  # noqa: ANN401 (unchecked JS
         tops = found.get("top_logprobs") or [{} for _ in names]
         content = [
             {
-                "token_id": _named(name),
+                "token_id": _parse_token_id(name),
                 "logprob": log_prob,
-                "top_logprobs": [{"token_id": _named(n), "logprob": value} for n, value in (top or {}).items()],
+                "top_logprobs": [
+                    {"token_id": _parse_token_id(n), "logprob": value} for n, value in (top or {}).items()
+                ],
             }
             for name, log_prob, top in zip(names, log_probs, tops, strict=True)
         ]
@@ -224,18 +227,18 @@ def prompt_log_probs(found: Any, row: Sequence[int]) -> list[Any]:  # noqa: ANN4
         return [by_id[str(token)]["logprob"] for token, by_id in zip(row[1:], found[1:], strict=True)]
 
 
-def _named(name: str) -> int:
+def _parse_token_id(name: str) -> int:
     """Parse the id in "token_id:71"; raise `ValueError` for any other text."""
     _, number = name.split("token_id:")
     return int(number)
 
 
-def _finite(entries: Sequence[Mapping[str, Any]], where: str, sampling: SamplingSpec) -> list[int]:
+def _finite_ids(entries: Sequence[Mapping[str, Any]], where: str, sampling: SamplingSpec) -> list[int]:
     """Return the ids of the entries above −∞: all ids that could be drawn."""
     # Processed log-probs of a complete kept set sum to probability 1; any other sum means an incomplete set.
     finite = {entry["token_id"]: entry["logprob"] for entry in entries if entry["logprob"] > JSON_MINUS_INFINITY}
     mass = math.fsum(map(math.exp, finite.values()))
-    if not abs(mass - 1) <= KEPT_MASS_ERROR:
+    if not abs(mass - 1) <= KEPT_MASS_ERROR:  # true for NaN as well
         raise EngineAnswerError(
             f"{where}: the {len(finite)} ids that vLLM kept have a mass of {mass:.4f}, not 1. Either its log-probs are "
             'not processed (start it with logprobs_mode="processed_logprobs"), or more logits tie at the '

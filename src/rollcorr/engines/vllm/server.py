@@ -88,7 +88,7 @@ class VllmServerEngine(VllmBase):
             )
         return Path(self.options.folder)
 
-    def _meet(self) -> None:
+    def _read_server_properties(self) -> None:
         """Read the server's paths, version, model and longest sequence."""
         served_model = self.options.served_model
         paths, version, listed = (self._client.get(path) for path in ("/openapi.json", "/version", "/v1/models"))
@@ -103,7 +103,7 @@ class VllmServerEngine(VllmBase):
     def _check_log_probs(self) -> None:
         """Check the kind of log-probs by sampling with top-k 1: the processed log-prob is 0, the raw one is not."""
         parameters = {"max_tokens": 1, "top_k": 1, "temperature": 0.5, "logprobs": 0, "ignore_eos": True}
-        choice = self._choices([self._probe.prompt_ids[0].tolist()], [0], parameters)[0]
+        choice = self._request_choices([self._probe.prompt_ids[0].tolist()], [0], parameters)[0]
 
         with reading("the server returned no log-prob", choice):
             log_prob = check_log_prob(choice["logprobs"]["content"][0]["logprob"], "the log-prob of the first answer")
@@ -121,7 +121,7 @@ class VllmServerEngine(VllmBase):
         except ValueError as error:
             raise EngineAnswerError(f"the server came back with other options: {error}") from error
 
-    def _choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
+    def _request_choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
         asked = [{**parameters, "seed": seed} for seed in seeds]
         if GENERATE in self._paths:
             bodies: list[dict[str, Any]] = [

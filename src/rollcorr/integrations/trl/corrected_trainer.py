@@ -88,7 +88,7 @@ class RolloutCorrectionMixin:
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
-        _set_up(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
+        _set_up_trainer(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch, with the correction in it."""
@@ -110,7 +110,7 @@ class RolloutCorrectionMixin:
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """As TRL's: return the rewards of all ranks. A Monitor gets only this rank's."""
         rewards: Tensor = cast("Any", super())._calculate_rewards(inputs, prompts, *args, **kwargs)
-        if self._monitored_steps is not None and _mode(self) == "train":
+        if self._monitored_steps is not None and _train_or_eval(self) == "train":
             self._monitored_steps.remember_rewards(rewards, len(prompts))
         return rewards
 
@@ -137,7 +137,7 @@ class RolloutCorrectionMixin:
             kwargs: TRL's, passed on.
         """
         trainer: Trainer = self
-        mode = _mode(trainer)
+        mode = _train_or_eval(trainer)
         statistics = self._correction_statistics.pop(mode, None)
         metrics = {} if statistics is None else statistics.metrics(prefix="")
 
@@ -190,17 +190,17 @@ def attach(
         The trainer.
 
     Raises:
-        TypeError: it has no `_generate_and_score_completions`, so it is not one of TRL's online trainers.
+        TypeError: the trainer has no `_generate_and_score_completions`, so it is not one of TRL's online trainers.
         ValueError: TRL's loss does not support the configuration, the engine cannot sample for this trainer, or the
-            Monitor was made with a different configuration, or for different ranks. Before its first update, training
-            raises one if the loss of a subclass does not read the correction.
+            Monitor was made with a different configuration, or for different ranks. Training raises it before the
+            first update if the loss of a subclass ignores the correction.
     """
     if not hasattr(trainer, "_generate_and_score_completions"):
         raise TypeError(
             f"attach takes a GRPOTrainer or RLOOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
-    _set_up(trainer, config, engine, monitor, disable_trl_correction)
+    _set_up_trainer(trainer, config, engine, monitor, disable_trl_correction)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(
@@ -209,7 +209,7 @@ def attach(
     return trainer
 
 
-def _set_up(
+def _set_up_trainer(
     trainer: Trainer, given: Asked, engine: Engine | None, monitor: Monitor | None, disable_trl_correction: bool | None
 ) -> None:
     """Set the configuration, the engine and the Monitor, and log the active correction.
@@ -224,16 +224,16 @@ def _set_up(
         of_monitor = "disabled" if monitor.config is None else monitor.config
     choices = (given, of_monitor, getattr(trainer, "_correction_asked", None))
     asked = next((choice for choice in choices if choice is not None), None)
-    config = _checked_config(trainer, asked)
+    config = _resolve_config(trainer, asked)
 
     # A run has one configuration, and its directory contains that of the Monitor.
-    if of_monitor is not None and _checked_config(trainer, of_monitor) != config:
+    if of_monitor is not None and _resolve_config(trainer, of_monitor) != config:
         raise ValueError(
             f"the Monitor was made with {of_monitor}, and attach was given {config}: give the configuration to one of "
             "them"
         )
     generation = None if engine is None else EngineGeneration(engine, trainer)
-    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, _group())
+    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, _group_of_all_ranks())
 
     # All checks have passed: only assignments follow.
     if earlier is not None:
@@ -268,7 +268,7 @@ def _set_up(
         logger.warning("%s", start_up_line(trainer))
 
 
-def _checked_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
+def _resolve_config(trainer: Trainer, asked: Asked) -> RolloutCorrectionConfig:
     config = config_from_trl(trainer.args) if asked is None else resolve(asked)
     return check_config(config or RolloutCorrectionConfig.preset("measure"), loss_type_of(trainer))
 
@@ -279,9 +279,9 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
     # `correct` is a collective, so all ranks must call it or skip it together: each needs a log-prob for every token.
     fits = rollout is not None and rollout.shape == batch["completion_mask"].shape
-    of_ranks = of_all_ranks(fits, _group())
+    of_ranks = of_all_ranks(fits, _group_of_all_ranks())
     if rollout is None or not all(of_ranks):
-        _report_missing(trainer, of_ranks)
+        _report_missing_log_probs(trainer, of_ranks)
         return
 
     config, steps, mask = trainer._correction_config, trainer._monitored_steps, tokens_in_loss(batch) != 0
@@ -294,22 +294,22 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
             batch["old_per_token_logps"] = old
 
     # End the run before its first update if the loss would ignore the correction.
-    if not (config.only_measures or trainer._loss_was_checked) and _mode(trainer) == "train":
-        check_loss(trainer, batch, config, _group())
+    if not (config.only_measures or trainer._loss_was_checked) and _train_or_eval(trainer) == "train":
+        check_loss(trainer, batch, config, _group_of_all_ranks())
         trainer._loss_was_checked = True
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO reads its log there.
-    if steps is not None and _mode(trainer) == "train":
+    if steps is not None and _train_or_eval(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:
-        correction = correct(old, rollout, mask, config, group=_group(), fill=1.0, densities=True)
+        correction = correct(old, rollout, mask, config, group=_group_of_all_ranks(), fill=1.0, densities=True)
     if not config.only_measures:
         write_to_batch(trainer, batch, correction)
     elif trainer._disable_trl_correction:
         remove_trl_weights(trainer, batch)
 
     # Statistics merge exactly. So the log contains the metrics of all tokens since the last call, not a mean of means.
-    statistics, mode = correction.statistics, _mode(trainer)
+    statistics, mode = correction.statistics, _train_or_eval(trainer)
     assert statistics is not None
     earlier = trainer._correction_statistics.get(mode)
     trainer._correction_statistics[mode] = statistics if earlier is None else earlier.merge(statistics)
@@ -339,23 +339,23 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].shape[1],
-            batch_size=getattr(trainer.args, f"per_device_{_mode(trainer)}_batch_size"),
+            batch_size=getattr(trainer.args, f"per_device_{_train_or_eval(trainer)}_batch_size"),
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
     return cast("Tensor", scores[0])
 
 
-def _mode(trainer: Trainer) -> str:
+def _train_or_eval(trainer: Trainer) -> str:
     return "train" if trainer.model.training else "eval"
 
 
-def _group() -> torch.distributed.ProcessGroup | None:
+def _group_of_all_ranks() -> torch.distributed.ProcessGroup | None:
     """Return the group of all ranks, each with its own sequences, or None for a single process."""
     world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
     return None if world is None or world.size() == 1 else world
 
 
-def _report_missing(trainer: Trainer, of_ranks: list[bool]) -> None:
+def _report_missing_log_probs(trainer: Trainer, of_ranks: list[bool]) -> None:
     """Report that this batch stays uncorrected: a warning if no rank has log-probs, else an alarm.
 
     Args:

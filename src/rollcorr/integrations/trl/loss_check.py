@@ -62,7 +62,7 @@ def check_loss(
         ValueError: the loss ignores one of them; the message names the class and the tensor.
     """
     try:
-        found = _examine(trainer, batch, config)
+        found = _find_loss_error(trainer, batch, config)
     except Exception as error:  # a subclass's loss may need more than a synthetic batch contains
         found = False, f"it failed on a synthetic batch: {error!r}"
 
@@ -75,30 +75,35 @@ def check_loss(
         logger.warning("rollcorr could not check that the loss of %s reads the correction: %s", name, text)
 
 
-def _examine(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> tuple[bool, str]:  # noqa: ANN401
+def _find_loss_error(trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> tuple[bool, str]:  # noqa: ANN401
     """Return (True, error) if this rank's loss fails, (False, reason) if it cannot be checked, else (False, "")."""
     probe = _LossProbe(trainer, batch, config)
-    plain = probe.policy_gradient(corrected=False)
-    if not plain.any():
+    uncorrected = probe.policy_gradient(corrected=False)
+    if not uncorrected.any():
         return False, "it does not compute log-probs by _get_per_token_logps_and_entropies, or its gradient is 0"
-    if _differs(probe.policy_gradient(corrected=False), plain, plain):
+    if _gradients_differ(probe.policy_gradient(corrected=False), uncorrected, uncorrected):
         return False, "its gradient changes between two calls on one batch"
 
     try:
         policy = probe.policy_gradient()
     except Exception as error:
         return True, f"fails on a batch with a correction in {weight_name(trainer)!r}: {error}"
-    unread = _unread(probe, policy, trainer, config)
-    if unread is None:
+    ignored = _find_ignored_tensor(probe, policy, trainer, config)
+    if ignored is None:
         return False, ""
     return True, (
-        f"(loss_type {loss_type_of(trainer)!r}) does not apply {unread!r} as TRL's does, so the correction would not "
+        f"(loss_type {loss_type_of(trainer)!r}) does not apply {ignored!r} as TRL's does, so the correction would not "
         "act. Read it in the loss as GRPOTrainer does; or use a configuration that does not need it, such as "
         "'measure', or a loss_type that names how the loss divides"
     )
 
 
-def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorrectionConfig) -> str | None:  # noqa: ANN401
+def _find_ignored_tensor(
+    probe: _LossProbe,
+    policy: Tensor,
+    trainer: Any,  # noqa: ANN401 (one of TRL's trainers)
+    config: RolloutCorrectionConfig,
+) -> str | None:
     """Return the tensor of the batch that the loss does not apply, or None."""
     loss_type, weights = loss_type_of(trainer), weight_name(trainer)
     if config.weights_reach_loss:
@@ -108,7 +113,7 @@ def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorr
         # VESPO is not linear in the weight, and its options limit a weight's effect: its gradient must only differ.
         is_vespo = loss_type == "vespo"
         expected = policy.expand_as(found) if is_vespo else torch.stack([0 * policy, doubled * policy])
-        if _differs(found, expected, policy) != is_vespo:
+        if _gradients_differ(found, expected, policy) != is_vespo:
             return weights
 
     # RLOO rejects sequences, and so do weights of 0 if the loss divides by its mask.
@@ -117,15 +122,15 @@ def _unread(probe: _LossProbe, policy: Tensor, trainer: Any, config: RolloutCorr
         kept = torch.ones_like(policy, dtype=torch.bool)
         kept[0, : LENGTH if by_weight else 1] = False
         found = probe.policy_gradient(kept=kept) if by_weight else probe.gradient(kept=kept)
-        if _differs(torch.where(kept, 0.0, found), 0 * policy, policy):
+        if _gradients_differ(torch.where(kept, 0.0, found), 0 * policy, policy):
             return weights if by_weight else "tool_mask"
 
-    if needs_count(config, loss_type) and _differs(probe.policy_gradient(factor=2.0), policy / 2, policy):
+    if needs_count(config, loss_type) and _gradients_differ(probe.policy_gradient(factor=2.0), policy / 2, policy):
         return "num_items_in_batch"
     return None
 
 
-def _differs(found: Tensor, expected: Tensor, policy: Tensor) -> bool:
+def _gradients_differ(found: Tensor, expected: Tensor, policy: Tensor) -> bool:
     return not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(policy.abs().max()))
 
 
@@ -141,12 +146,12 @@ class _LossProbe:
     def __init__(self, trainer: Any, batch: Mapping[str, Any], config: RolloutCorrectionConfig) -> None:  # noqa: ANN401
         self._trainer, self._config = trainer, config
         mask = batch["completion_mask"]
-        drawn = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0), device="cpu").to(mask.device)
-        self._log_prob, sign = -1 - drawn[:, :LENGTH], 1 - 2 * (torch.arange(ROWS, device=mask.device) % 2)
+        draws = torch.rand(ROWS, LENGTH + 1, generator=torch.Generator().manual_seed(0), device="cpu").to(mask.device)
+        self._log_prob, sign = -1 - draws[:, :LENGTH], 1 - 2 * (torch.arange(ROWS, device=mask.device) % 2)
         self._ones = torch.ones_like(self._log_prob)
 
         # Every token counts, and all policies are equal, so that no ratio is clipped.
-        others = {name: _resized(value, mask.shape) for name, value in batch.items() if name != "tool_mask"}
+        others = {name: _resize(value, mask.shape) for name, value in batch.items() if name != "tool_mask"}
         policies = {"sampling_per_token_logps", "ref_per_token_logps"} & batch.keys()
         self._batch: dict[str, Any] = {
             **others,
@@ -156,7 +161,7 @@ class _LossProbe:
             "completion_mask": self._ones.long(),
             "num_items_in_batch": self._ones.long().sum(),
             "importance_sampling_ratio": self._ones,
-            "advantages": sign * (0.5 + drawn[:, LENGTH]),
+            "advantages": sign * (0.5 + draws[:, LENGTH]),
         }
 
     def policy_gradient(self, **options: Any) -> Tensor:  # noqa: ANN401
@@ -180,7 +185,7 @@ class _LossProbe:
             ValueError: the gradient is not finite.
         """
         leaf, zeros = self._log_prob.clone().requires_grad_(), 0 * self._ones
-        batch = tree_map(_copied, self._batch) | {"advantages": advantage * self._batch["advantages"]}
+        batch = tree_map(_copy_leaf, self._batch) | {"advantages": advantage * self._batch["advantages"]}
         if corrected:
             kept = self._ones.bool() if kept is None else kept
             correction = SimpleNamespace(
@@ -192,7 +197,7 @@ class _LossProbe:
             )
             write_to_batch(self._trainer, batch, correction)
 
-        with _isolated(self._trainer, leaf.device), torch.enable_grad():
+        with _isolate_trainer(self._trainer, leaf.device), torch.enable_grad():
             self._trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf.clone(), zeros, zeros.sum())
             loss = self._trainer.compute_loss(self._trainer.model, batch)
             (gradient,) = torch.autograd.grad(loss, leaf, materialize_grads=True) if loss.requires_grad else (zeros,)
@@ -202,9 +207,9 @@ class _LossProbe:
 
 
 @contextmanager
-def _isolated(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: ANN401
+def _isolate_trainer(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: ANN401
     """Disable collectives in a `with` block and restore the trainer after it; its loss may be a bound method."""
-    before, drawn = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
+    before, random_states = vars(trainer), (random.getstate(), numpy.random.get_state())  # noqa: NPY002
     models = {part for leaf in tree_leaves(before) if isinstance(leaf, nn.Module) for part in leaf.modules()}
 
     def refuse_to_run(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
@@ -228,24 +233,24 @@ def _isolated(trainer: Any, device: torch.device) -> Iterator[None]:  # noqa: AN
     devices = [] if device.type == "cpu" else [device]
     hook = register_module_forward_pre_hook(refuse_to_run)
     try:
-        trainer.__dict__ = tree_map(_copied, before) | replaced
+        trainer.__dict__ = tree_map(_copy_leaf, before) | replaced
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             yield
     finally:
         trainer.__dict__ = before
         hook.remove()
-        random.setstate(drawn[0])
-        numpy.random.set_state(drawn[1])  # noqa: NPY002
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])  # noqa: NPY002
 
 
-def _copied(leaf: Any) -> Any:  # noqa: ANN401 (any attribute of a trainer)
+def _copy_leaf(leaf: Any) -> Any:  # noqa: ANN401 (any attribute of a trainer)
     """Return a tensor or set that a loss may change in place. Around it, lists and dictionaries are copied."""
     if isinstance(leaf, Tensor) and not leaf.requires_grad:
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, set) else leaf
 
 
-def _resized(value: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401 (any value of a trainer's batch)
+def _resize(value: Any, shape: tuple[int, ...]) -> Any:  # noqa: ANN401 (any value of a trainer's batch)
     """Repeat or cut the rows of a tensor, and its columns if it has one for each of the completion's tokens."""
     if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
         return value

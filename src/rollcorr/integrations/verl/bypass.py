@@ -45,7 +45,7 @@ def wire_bypass_mode(config: Config) -> bool:
         ValueError: a key is unknown, an option is outside its limits, bypass mode lacks rollout log-probs, or the actor
             already has a different rollout_correction.
     """
-    correction = _part(config, "algorithm", "rollout_correction")
+    correction = _nested_value(config, "algorithm", "rollout_correction")
     if correction is None:
         return False
 
@@ -57,11 +57,11 @@ def wire_bypass_mode(config: Config) -> bool:
     # Options outside their limits fail here, before a worker is built, and those that cannot act are named.
     settings.to_config()
 
-    log_probs = _part(config, "actor_rollout_ref", "rollout", "calculate_log_probs")
+    log_probs = _nested_value(config, "actor_rollout_ref", "rollout", "calculate_log_probs")
     if not settings.bypass_mode:
         # Both trainers skip the correction of a batch without rollout log-probs.
         if log_probs is False:
-            _warn_without_effect(settings, "with actor_rollout_ref.rollout.calculate_log_probs=False; set it to True")
+            _warn_inert_options(settings, "with actor_rollout_ref.rollout.calculate_log_probs=False; set it to True")
         return False
     if log_probs is False:
         raise ValueError(
@@ -70,14 +70,14 @@ def wire_bypass_mode(config: Config) -> bool:
         )
 
     # The actor's own section names its loss. Keep a loss that the user chose.
-    policy_loss = _part(config, "actor_rollout_ref", "actor", "policy_loss")
+    policy_loss = _nested_value(config, "actor_rollout_ref", "actor", "policy_loss")
     if policy_loss is None:
         raise ValueError(
             "bypass_mode=True needs actor_rollout_ref.actor.policy_loss: the actor learns from it which loss to use"
         )
     loss_mode = policy_loss.get("loss_mode", "vanilla")
     if loss_mode not in ("vanilla", "bypass_mode"):
-        _warn_without_effect(
+        _warn_inert_options(
             settings,
             f"in bypass mode with actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode!r}: the bypass loss alone "
             "reads it. Set loss_mode to 'bypass_mode', or bypass_mode to False",
@@ -93,7 +93,7 @@ def wire_bypass_mode(config: Config) -> bool:
                 f"actor_rollout_ref.actor.policy_loss.rollout_correction.{name} is {theirs!r}. Leave the second out, "
                 "or write rollout_correction: ${algorithm.rollout_correction}"
             )
-    _write(policy_loss, "bypass_mode", correction)
+    _write_policy_loss(policy_loss, "bypass_mode", correction)
     return True
 
 
@@ -140,12 +140,12 @@ def tell_actor(policy_loss_config: Any, loss_mode: str, correction: Mapping[str,
         _warn(
             f"The actor was built with loss_mode={built_with!r} and keeps it: "
             f"verl's trainer asks for {loss_mode!r} only now, so rollout_correction does not act in this run. "
-            f"{_fix(loss_mode)}"
+            f"{_suggest_fix(loss_mode)}"
         )
-    _write(policy_loss_config, loss_mode, correction)
+    _write_policy_loss(policy_loss_config, loss_mode, correction)
 
 
-def _write(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
+def _write_policy_loss(policy_loss: Any, loss_mode: str, correction: Mapping[str, Any] | None) -> None:  # noqa: ANN401
     unlocked: AbstractContextManager[Any] = nullcontext()
     if _is_omegaconf(policy_loss):
         from omegaconf import open_dict
@@ -168,7 +168,7 @@ def warn_if_vanilla_in_bypass(actor: Any) -> None:  # noqa: ANN401 (verl's Actor
         _warn(
             "policy_loss.rollout_correction has bypass_mode=True, but the actor's loss_mode is "
             f"{policy_loss.get('loss_mode')!r}, which never reads it: rollout_correction does not act in this run. "
-            f"{_fix('bypass_mode')}"
+            f"{_suggest_fix('bypass_mode')}"
         )
 
 
@@ -178,18 +178,18 @@ def warn_if_not_for_bypass(correction: Mapping[str, Any]) -> None:
         _warn(
             "The bypass loss got a rollout_correction with bypass_mode=False. verl fills in such a one, without "
             "rejection, when policy_loss.rollout_correction is left out; algorithm.rollout_correction does not reach "
-            f"the actor. {_fix('bypass_mode')}"
+            f"the actor. {_suggest_fix('bypass_mode')}"
         )
 
 
-def _part(config: Config, *names: str) -> Any:  # noqa: ANN401 (a node, a dictionary or a value)
+def _nested_value(config: Config, *names: str) -> Any:  # noqa: ANN401 (a node, a dictionary or a value)
     """Return the value under these nested names, or None if one is missing."""
     for name in names:
         config = None if config is None else config.get(name, None)
     return config
 
 
-def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None:
+def _warn_inert_options(settings: RolloutCorrectionConfig, reason: str) -> None:
     """Warn of each option that is set but has no effect."""
     unset = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "loss_type": "ppo_clip"}
     for name, nothing in unset.items():
@@ -197,7 +197,7 @@ def _warn_without_effect(settings: RolloutCorrectionConfig, reason: str) -> None
             _warn(f"{name}={settings[name]!r} has no effect {reason}")
 
 
-def _fix(loss_mode: str) -> str:
+def _suggest_fix(loss_mode: str) -> str:
     lines = f"Add to verl's command line:{ACTOR_SWITCH.format(loss_mode=loss_mode)}"
     if loss_mode != "bypass_mode":  # an older generation, whose options are other ones
         return lines.rstrip()

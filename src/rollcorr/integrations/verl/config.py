@@ -16,6 +16,7 @@ from rollcorr.config.checks import unknown_name
 from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import VERL, preset_constructor, preset_fields
+from rollcorr.config.schemas import instead
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
@@ -90,7 +91,9 @@ class RawConfig(Mapping[str, Any]):
         for key in options:
             if key not in known:
                 problem, hint = f"rollout_correction has no key {key!r}", cls._elsewhere.get(key)
-                raise ValueError(f"{problem}. {hint}" if hint else unknown_name(problem, key, known))
+                if not hint:
+                    raise ValueError(unknown_name(problem, key, known))
+                raise ValueError(f"{problem}. {hint}{'' if key in KEYS['newest'] else instead(config)}")
         return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
 
@@ -136,8 +139,7 @@ class RolloutCorrectionConfig(RawConfig):
     # Keys that verl's class does not have, and their right place.
     _elsewhere = dict.fromkeys(
         KEYS["2025-10"] + KEYS["2025-11"],
-        "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
-        ".v2025_10 take the older ones",
+        "It is an option of 2025, which rollcorr.integrations.verl.v2025_11 and .v2025_10 take",
     ) | {
         "normalizer": (
             "The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, "
@@ -167,7 +169,7 @@ class RolloutCorrectionConfig(RawConfig):
             TypeError: a value's type is invalid.
             ValueError: a value is outside its limits.
         """
-        options = {**self, "rollout_is": _level(self)}
+        options = {**self, "rollout_is": _effective_level(self)}
         del options["verl_parity"]
         if self.rollout_is_threshold is None:
             del options["rollout_is_threshold"]  # in this library None means weights without a ceiling
@@ -182,14 +184,14 @@ class RolloutCorrectionConfig(RawConfig):
         """
         # Drop unused thresholds, so that they are not reported as inert in every step.
         unread = {"bypass_mode", "loss_type", "verl_parity"}
-        if _level(self) is None:
+        if _effective_level(self) is None:
             unread.update(WEIGHT_OPTIONS)
         if self.rollout_rs is None:
             unread.update(("rollout_rs", "rollout_rs_threshold"))
         return CheckedConfig(**{name: value for name, value in self.items() if name not in unread})
 
 
-def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+def _build_preset(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
     """Return the preset with some thresholds replaced; verl passes the two ends of an IcePop band separately."""
     if name in BAND_PRESETS:
         lower, upper = str(PRESETS[name].values["rollout_is_threshold"]).split("_")
@@ -202,10 +204,10 @@ BAND_PRESETS = ("decoupled_token_icepop", "bypass_pg_token_icepop")
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL:
         _ends = ("threshold_lower",) if _name in BAND_PRESETS else ()
-        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _construct, (*_preset.parameters, *_ends)))
+        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _build_preset, (*_preset.parameters, *_ends)))
 
 
-def _level(config: RolloutCorrectionConfig) -> str | None:
+def _effective_level(config: RolloutCorrectionConfig) -> str | None:
     """Return `rollout_is`, or None if verl computes no weights although a level is set.
 
     Raises:

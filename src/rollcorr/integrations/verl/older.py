@@ -33,15 +33,15 @@ SUMMARY = (
 )
 
 
-def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
+def measured_ratio(metrics: Mapping[str, float], *, log_bound: float = SAFETY_BOUND) -> dict[str, float]:
     """Return the registry's weight statistics under their bare names, min and max before truncation.
 
     Args:
         metrics: of a correction with weights, without a prefix.
+        log_bound: cap on the log of the maximum at sequence levels, nats.
 
     Returns:
-        "mean", …, "seq_fraction_low". At sequence levels min and max come from the unclamped log weight, and the
-        maximum is capped at e^20.
+        "mean", …, "seq_fraction_low". At sequence levels min and max come from the unclamped log weight.
     """
     found = {name: metrics[f"rollout_is_{name}"] for name in SUMMARY if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
@@ -49,7 +49,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     # A sequence's weight overflows long before its log does.
     if "rollout_is_log_max" in metrics and metrics["sequence_count"]:
         found["min"] = math.exp(metrics["rollout_is_log_min"])
-        found["max"] = math.exp(min(metrics["rollout_is_log_max"], SAFETY_BOUND))
+        found["max"] = math.exp(min(metrics["rollout_is_log_max"], log_bound))
     return found
 
 
@@ -193,7 +193,7 @@ class RolloutCorrectionConfig(RawConfig):
         return weights, mask, {f"{PREFIX}{name}": value for name, value in metrics.items()}
 
 
-def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
+def _build_preset(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 (owner)
     """Return the preset with some thresholds replaced, in the options of that release."""
     values = dict(PRESETS[name].values)
     for argument, value in given.items():
@@ -214,4 +214,4 @@ def _construct(owner: type, name: str, **given: object) -> Any:  # noqa: ANN401 
 for _name, _preset in PRESETS.items():
     if _preset.source == VERL_2025_11 or _name == "disabled":
         _arguments = [argument for argument in _preset.parameters if argument != "lower"]
-        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _construct, _arguments))
+        setattr(RolloutCorrectionConfig, _name, preset_constructor(_name, _build_preset, _arguments))

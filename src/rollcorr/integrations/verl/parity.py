@@ -187,11 +187,11 @@ class Band:
 
 
 def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tensor, band: Band) -> Metrics:
-    """Compute statistics of the weights in use (`applied`), and their share out of bounds before (`raw`, ℓ).
+    """Compute statistics of the applied weights, and the shares of raw weights outside the bounds.
 
     Args:
         applied: (B, T), 0 at padding.
-        raw: the same before truncation.
+        raw: the weights before truncation, (B, T).
         log_weight: ℓ, (B, T) per token or (B, 1) per sequence.
         mask: (B, T).
         band: bounds.
@@ -205,7 +205,7 @@ def weight_metrics(applied: Tensor, raw: Tensor, log_weight: Tensor, mask: Tenso
             "ratio_fraction_low": token_mean((raw < band.lower).double(), mask),
         }
     else:
-        high, low = log_weight > _log(band.upper), log_weight < _log(band.lower)
+        high, low = log_weight > _log_of_bound(band.upper), log_weight < _log_of_bound(band.lower)
         metrics = {
             "max": log_weight.max().clamp(max=SAFETY_BOUND).exp(),
             "min": log_weight.min().exp(),
@@ -288,7 +288,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
     # Every criterion reads the base mask, so their order has no effect.
     for criterion in criteria:
         statistic = _statistic(log_ratio, mask, criterion)
-        lower, upper = _bounds(criterion)
+        lower, upper = _statistic_bounds(criterion)
         keep = (statistic >= lower) & (statistic <= upper)
         metrics |= prefixed(f"rollout_rs_{criterion.name}_", _criterion_metrics(criterion, statistic, keep, mask))
         kept = kept & keep
@@ -300,7 +300,7 @@ def rejection(log_ratio: Tensor, mask: Tensor, criteria: tuple[Criterion, ...]) 
 
 def veto(log_ratio: Tensor, mask: Tensor, threshold: float | None) -> tuple[Tensor, Metrics]:
     """Return (B, 1), false for a row with a token of ratio below the threshold; and shares of such rows and tokens."""
-    catastrophic = (mask != 0) & (log_ratio < _log(threshold or 0.0))
+    catastrophic = (mask != 0) & (log_ratio < _log_of_bound(threshold or 0.0))
     vetoed = catastrophic.any(-1, keepdim=True)
     return ~vetoed, {
         "rollout_is_veto_fraction": vetoed.double().mean(),
@@ -323,21 +323,21 @@ def _statistic(log_ratio: Tensor, mask: Tensor, criterion: Criterion) -> Tensor:
     return sequence_mean(divergence, mask).unsqueeze(-1)
 
 
-def _bounds(criterion: Criterion) -> tuple[float, float]:
+def _statistic_bounds(criterion: Criterion) -> tuple[float, float]:
     """Return the statistic's bounds: k1, here −log ρ, lies between the logs of the ratio bounds as given."""
     upper = math.inf if criterion.upper is None else criterion.upper
     if criterion.kind != "k1":
         return -math.inf, upper
-    return _log(criterion.lower or 0.0), _log(upper)
+    return _log_of_bound(criterion.lower or 0.0), _log_of_bound(upper)
 
 
-def _log(bound: float) -> float:
+def _log_of_bound(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
 def _criterion_metrics(criterion: Criterion, statistic: Tensor, keep: Tensor, mask: Tensor) -> Metrics:
     """Compute one criterion's metrics; k2 and k3 have no lower bound."""
-    lower, upper = _bounds(criterion)
+    lower, upper = _statistic_bounds(criterion)
     valid = mask != 0
     nonempty = valid.any(-1)
     by_token, two_sided = criterion.scope == "token", criterion.kind == "k1"

@@ -29,7 +29,7 @@ HELPER = "verl.trainer.ppo.rollout_corr_helper"
 CORE_ALGOS = "verl.trainer.ppo.core_algos"
 UTILS = "verl.trainer.ppo.utils"
 
-_put_back = contextlib.ExitStack()
+_undo_stack = contextlib.ExitStack()
 
 
 def install() -> None:
@@ -56,7 +56,7 @@ def install() -> None:
     _carry_to_ray_workers()
 
     # Names of the active functions.
-    parts = [f"{', '.join(_functions_of(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
+    parts = [f"{', '.join(_functions_to_replace(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
     parts.append(f"the policy losses {', '.join(losses)}")
     logger.warning(
         "rollcorr %s replaces in %s: %s; bypass mode reaches the actor", __version__, _verl_version(), "; ".join(parts)
@@ -65,7 +65,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install` in this process. Running Ray workers keep our functions."""
-    _put_back.close()
+    _undo_stack.close()
 
 
 def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any]]:
@@ -83,10 +83,10 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
         )
     replacements: dict[int, Callable[..., Any]] = {}
     if not hasattr(need_critic, "wires_bypass_mode"):
-        replacements[id(need_critic)] = _wiring(need_critic)
+        replacements[id(need_critic)] = _wrap_need_critic(need_critic)
 
     for module in (modules[HELPER], modules[CORE_ALGOS]):
-        for name, ours in _functions_of(module).items():
+        for name, ours in _functions_to_replace(module).items():
             theirs = vars(module)[name]
             if theirs is ours:
                 continue
@@ -104,14 +104,14 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
     return replacements
 
 
-def _functions_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
+def _functions_to_replace(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return our functions that replace functions of verl's module, by name."""
     package = importlib.import_module("rollcorr.integrations.verl")
     functions = {name: getattr(package, name) for name in package.__all__ if name in vars(module)}
     return {name: function for name, function in functions.items() if inspect.isfunction(function)}
 
 
-def _wiring(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _wrap_need_critic(need_critic: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Return a wrapper of verl's `need_critic` that wires bypass mode; every trainer's constructor calls it."""
 
     @functools.wraps(need_critic)
@@ -127,15 +127,15 @@ def _replace_values(holder: MutableMapping[str, Any], replacements: dict[int, An
     """Replace verl's functions in a module or a registry by ours, and return the replaced names."""
     names = [name for name, value in holder.items() if id(value) in replacements]
     for name in names:
-        _put(holder, name, replacements[id(holder[name])])
+        _set_with_undo(holder, name, replacements[id(holder[name])])
     return names
 
 
-def _put(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (any value)
+def _set_with_undo(holder: MutableMapping[str, Any], name: str, value: Any) -> None:  # noqa: ANN401 (any value)
     if name in holder:
-        _put_back.callback(holder.__setitem__, name, holder[name])
+        _undo_stack.callback(holder.__setitem__, name, holder[name])
     else:
-        _put_back.callback(holder.pop, name, None)
+        _undo_stack.callback(holder.pop, name, None)
     holder[name] = value
 
 
@@ -154,11 +154,11 @@ def _carry_to_ray_workers() -> None:
             )
 
     # A child process reads the first variable; `ray.init` calls the function that the second names.
-    _put(os.environ, SWITCH, "1")
+    _set_with_undo(os.environ, SWITCH, "1")
     hook = os.environ.get(RAY_HOOK)
     if hook and hook != WITH_PLUGIN:
-        _put(os.environ, RAY_HOOK_BEFORE, hook)
-    _put(os.environ, RAY_HOOK, WITH_PLUGIN)
+        _set_with_undo(os.environ, RAY_HOOK_BEFORE, hook)
+    _set_with_undo(os.environ, RAY_HOOK, WITH_PLUGIN)
 
 
 def _verl_version() -> str:

@@ -319,7 +319,7 @@ def compute_policy_loss_with_rollout_correction(
         rollout_token_veto_threshold,
         verl_parity=verl_parity,
     )
-    return _pure_loss(
+    return _reinforce_loss(
         rollout_log_prob, log_prob, advantages, eos_mask, loss_agg_mode, settings, scale=loss_scale_factor
     )
 
@@ -352,10 +352,10 @@ def compute_policy_loss_rollout_correction_wrapper(
 
     # The trainer has applied the operating mode already; the loss reads only the correction.
     alone = dataclasses.replace(settings, bypass_old_logprob_for_rollout=False, use_pure_rollout_correction=False)
-    return _pure_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, alone, scale=1.0)
+    return _reinforce_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, alone, scale=1.0)
 
 
-def _pure_loss(
+def _reinforce_loss(
     rollout_log_prob: Tensor,
     log_prob: Tensor,
     advantages: Tensor,

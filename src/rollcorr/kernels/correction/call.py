@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.core.boundary import check_tensors, is_traced, why_no_address
+from rollcorr.core.boundary import TRACED, why_no_address
 from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.weights import between, divergence_bound, exceeds, log_band, masked_weights, ratio_above, ratio_below
 
@@ -73,7 +73,7 @@ def outputs(mask: Tensor, config: RolloutCorrectionConfig, out: Out | None) -> O
 
 
 def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor) -> None:
-    """Check that the caller's buffers fit the batch and are not part of it.
+    """Check that the caller's buffers, which passed `check_tensors`, fit the batch and are not part of it.
 
     Args:
         out: (weights, loss_mask).
@@ -81,8 +81,8 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
         inputs: tensors of the batch, by name.
 
     Raises:
-        ValueError: a buffer is missing or unused, has an invalid dtype, shape or device, is not contiguous, or shares
-            memory with an input.
+        ValueError: a buffer is missing or unused, has an invalid dtype or shape, is not contiguous, or shares memory
+            with an input.
     """
     needed = config is not None and config.rollout_is is not None
     if needed and out[0] is None:
@@ -96,7 +96,6 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
     name, like = next(iter(inputs.items()))
     types = {"out weights": torch.float32, "out loss_mask": torch.bool}
     buffers = {kind: buffer for kind, buffer in zip(types, out, strict=True) if buffer is not None}
-    check_tensors(**{name: like}, **buffers)
     for kind, buffer in buffers.items():
         if buffer.dtype != types[kind]:
             raise ValueError(f"{kind} must have dtype {types[kind]}, got {buffer.dtype}")
@@ -106,13 +105,14 @@ def check_out(out: Out, config: RolloutCorrectionConfig | None, **inputs: Tensor
             raise ValueError(f"{kind} must be contiguous, got strides {buffer.stride()}; make it with torch.empty")
 
     # Traced tensors have no address to compare.
-    if is_traced():
+    reason = why_no_address(**buffers)
+    if reason == TRACED:
         return
-    if (reason := why_no_address(**buffers)) is not None:
+    if reason is not None:
         raise ValueError(reason)
-    spans = [(other, *_span(tensor)) for other, tensor in inputs.items()]
+    spans = [(other, *_address_range(tensor)) for other, tensor in inputs.items()]
     for kind, buffer in buffers.items():
-        start, end = _span(buffer)
+        start, end = _address_range(buffer)
         for other, first, last in spans:
             if start < last and first < end:
                 raise ValueError(f"{kind} and {other} share memory; give a buffer of its own")
@@ -189,7 +189,7 @@ def beyond_bounds(statistic: Tensor, criterion: Criterion) -> tuple[Tensor, Tens
     return exceeds(statistic, criterion.upper), torch.zeros_like(statistic, dtype=torch.bool)
 
 
-def _span(x: Tensor) -> tuple[int, int]:
+def _address_range(x: Tensor) -> tuple[int, int]:
     """Return the addresses of the first element and of the end of the last; (0, 0) without memory to compare."""
     start = x.data_ptr()
     if x.is_contiguous():

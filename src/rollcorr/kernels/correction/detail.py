@@ -51,10 +51,10 @@ def token_detail(
     """
     if compiled and why_not(batch, config) is None:
         sums, statistics = cpu_detail(batch, config, weights)
-        table = SequenceTable(zip(_COLUMNS, sums, strict=True))
+        table = SequenceTable(zip(_TABLE_COLUMNS, sums, strict=True))
     else:
         batch = batch._replace(mask=truth(batch.mask))
-        read = partial(_read, batch, weights, config.nonfinite == "neutral")
+        read = partial(_measure_block, batch, weights, config.nonfinite == "neutral")
         table, statistics = read_blocks(read, batch.mask, batch.cu_seqlens)
 
     # Until here a token is identified by its position in its sequence.
@@ -68,18 +68,20 @@ def token_detail(
     return Statistics(statistics.names, {**statistics.rows, "tops": worst.unsqueeze(0)}), table
 
 
-_COLUMNS = ("log_ratio", "zero", "compared")
+_TABLE_COLUMNS = ("log_ratio", "zero", "compared")
 """Of the per-sequence table, in the order in which they are summed."""
 
 
-def _read(batch: Batch, weights: Tensor | None, neutral: bool, block: Block) -> tuple[SequenceTable, Statistics]:
+def _measure_block(
+    batch: Batch, weights: Tensor | None, neutral: bool, block: Block
+) -> tuple[SequenceTable, Statistics]:
     """Return a block's table and statistics, computed in torch."""
     train, rollout, valid = batch.train[block.at], batch.rollout[block.at], batch.mask[block.at]
     classes = classify_tokens(train, rollout, valid)
     compared = classes.measured | classes.zero_probability
     d = token_log_ratio(train, rollout, classes.measured)
     columns = (d, classes.zero_probability, compared)
-    table = SequenceTable((name, block.sum(x.double())) for name, x in zip(_COLUMNS, columns, strict=True))
+    table = SequenceTable((name, block.sum(x.double())) for name, x in zip(_TABLE_COLUMNS, columns, strict=True))
 
     histograms = {"log_ratio": histogram_of(d, classes.measured)}
     if weights is not None:

@@ -23,7 +23,7 @@ from rollcorr.kernels.correction.torch.blocks import torch_correction
 from rollcorr.kernels.correction.torch.table import Reduction
 from rollcorr.kernels.correction.triton import self_check
 
-_CHOICES = get_args(Implementation)
+_IMPLEMENTATION_NAMES = get_args(Implementation)
 
 VARIABLE = "ROLLCORR_IMPL"
 """Environment variable: what "auto" means, wherever that implementation takes the batch."""
@@ -59,8 +59,8 @@ def correction_kernel(
             is for denoising steps only.
         ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
-    if impl not in _CHOICES:
-        raise ValueError(f"impl must be one of {', '.join(map(repr, _CHOICES))}, got {impl!r}")
+    if impl not in _IMPLEMENTATION_NAMES:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, _IMPLEMENTATION_NAMES))}, got {impl!r}")
     impl = config.impl if impl == "auto" else impl
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
@@ -74,7 +74,7 @@ def correction_kernel(
     if chosen_here:
         # Only the reference writes into no buffer; a transform or a trace would have to track one.
         functional = in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        impl = "reference" if functional else _chosen(batch, config)
+        impl = "reference" if functional else _choose(batch, config)
     if impl == "cpu":
         return cpu_correction(batch, config, out=out, checked=chosen_here)
     if cu_seqlens is not None and in_host_memory(cu_seqlens):
@@ -149,7 +149,7 @@ def warm(
         correction_kernel(log_prob, log_prob, mask, settings, cu_seqlens=cu_seqlens)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return _chosen(Batch(log_prob, log_prob, mask, cu_seqlens), settings) if settings.impl == "auto" else settings.impl
+    return _choose(Batch(log_prob, log_prob, mask, cu_seqlens), settings) if settings.impl == "auto" else settings.impl
 
 
 def implementations() -> dict[str, tuple[bool, str]]:
@@ -164,11 +164,11 @@ def implementations() -> dict[str, tuple[bool, str]]:
             level is not None and not lacks,
             lacks or no_library or f"CPU, float32 and bfloat16: compiled C, {level}",
         ),
-        "triton": (no_triton is None, no_triton or f"CUDA and ROCm: three launches; {_triton_note()}"),
+        "triton": (no_triton is None, no_triton or f"CUDA and ROCm: three launches; {_describe_triton()}"),
     }
 
 
-def _triton_note() -> str:
+def _describe_triton() -> str:
     """Describe whether "auto" selects the Triton kernels on the first GPU, as known without running them."""
     if not torch.cuda.is_available():
         return "interpreted, on request"
@@ -180,26 +180,28 @@ def _triton_note() -> str:
     return f"'auto' takes torch instead, because of a difference on this machine: {verdict.reason}"
 
 
-def _chosen(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
+def _choose(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     """Return the implementation in the environment variable if it supports the batch, else the fastest."""
     named = "auto" if torch.compiler.is_compiling() else os.environ.get(VARIABLE, "auto")
     if named == "auto":
-        return _fastest(batch, config)
-    if named not in _CHOICES:
-        raise ValueError(f"the environment variable {VARIABLE} must be one of {', '.join(_CHOICES)}, got {named!r}")
+        return _fastest_implementation(batch, config)
+    if named not in _IMPLEMENTATION_NAMES:
+        raise ValueError(
+            f"the environment variable {VARIABLE} must be one of {', '.join(_IMPLEMENTATION_NAMES)}, got {named!r}"
+        )
 
     # A process may correct log files on the CPU and steps on a GPU: one name cannot support both.
     refusals = {"cpu": why_not, "triton": triton.why_not}
     reason = refusals[named](batch, config) if named in refusals else None
     if reason is None:
         return cast("Implementation", named)
-    chosen = _fastest(batch, config)
+    chosen = _fastest_implementation(batch, config)
     message = f"{VARIABLE}={named} cannot take this batch: {reason}; impl={chosen!r} takes it"
     warn_once(message, stacklevel=7)  # the line that calls `correct`
     return chosen
 
 
-def _fastest(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
+def _fastest_implementation(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
     if batch.mask.device.type == "cuda":
         takes = triton.why_not(batch, config) is None and self_check.is_verified(batch.mask.device)
         return "triton" if takes else "torch"

@@ -10,7 +10,7 @@ from torch import Tensor
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
 from rollcorr.core.mergeable_statistics import extremes_of
-from rollcorr.core.weights import ratio_above, ratio_below, within_ratio_band
+from rollcorr.core.weights import ratio_above, ratio_below
 from rollcorr.kernels.correction.call import (
     Batch,
     CorrectionOutput,
@@ -21,7 +21,7 @@ from rollcorr.kernels.correction.call import (
 from rollcorr.kernels.correction.rows import Computed, Sequences
 
 
-class _Tokens(NamedTuple):
+class _TokenInputs(NamedTuple):
     """The inputs in float64, with values that several steps below need."""
 
     train: Tensor
@@ -58,7 +58,9 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
 
     log_ratio = ratios.token_log_ratio(train.double(), rollout.double(), measured)
     log_ratio = log_ratio.masked_fill(zero_probability, -torch.inf)
-    batch = _Tokens(train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens)
+    batch = _TokenInputs(
+        train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens
+    )
     rows = Computed({}, {}, {})
     policy_sums = _compare(batch, config, rows)
 
@@ -71,7 +73,7 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
     return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"), policy_sums)
 
 
-def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
+def _compare(batch: _TokenInputs, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
     """Compare the policies, independent of the correction. Returns `CorrectionOutput.policy_sums`."""
     d, sums, measured, compared = batch.log_ratio, rows.sums, batch.measured, batch.compared
     logs = torch.stack([batch.sum(values, measured) for values in (d, batch.train, batch.rollout)])
@@ -86,11 +88,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
 
     # χ² and the shares include ρ = 0, but it has no logarithm to average.
     rows.sample("log_ratio", d, measured)
-    sums["abs_log_ratio"] = _masked_sum(d.abs(), measured)
-    sums["k3"] = _masked_sum(divergence.k3(d), measured)
-    sums["chi2_token"] = _masked_sum(divergence.chi_squared(d), compared)
-    sums["capped"] = (measured & (d.abs() > divergence.SAFETY_BOUND)).sum()
-    sums["ratio_outside_10pct"] = (compared & ~within_ratio_band(d, lower=0.9, upper=1.1)).sum()
+    rows.add_tokens(d, measured, compared, config)
 
     difference = divergence.probability_difference(batch.train, batch.rollout)
     sums["prob_diff_abs"] = _masked_sum(difference, compared)
@@ -100,7 +98,7 @@ def _compare(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) ->
     return torch.stack([sequences.valid.double(), sequences.measured.double(), *logs[1:]])
 
 
-def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
+def _weigh(batch: _TokenInputs, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
     """Compute the importance weights, 0 on tokens that are not counted, and their statistics."""
     count, has_counted = batch.counts(batch.counted), batch.has_counted
     log_product = batch.sum(batch.log_ratio, batch.counted)
@@ -158,12 +156,12 @@ def _weigh(batch: _Tokens, config: RolloutCorrectionConfig, loss_mask: Tensor, r
     return token_weight
 
 
-def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
+def _reject(batch: _TokenInputs, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
     """Compute the loss mask: the response mask without the tokens of each rejector."""
     sums = rows.sums
 
     # Every rejector reads only the response mask, so their order never matters.
-    rejected = {criterion.name: _criterion(batch, criterion, rows) for criterion in config.criteria}
+    rejected = {criterion.name: _apply_criterion(batch, criterion, rows) for criterion in config.criteria}
     threshold = config.rollout_token_veto_threshold
     if threshold is not None:
         catastrophic = batch.counted & ratio_below(batch.log_ratio, threshold)
@@ -198,11 +196,11 @@ def _reject(batch: _Tokens, config: RolloutCorrectionConfig, rows: Computed) -> 
     return loss_mask
 
 
-def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
+def _apply_criterion(batch: _TokenInputs, criterion: Criterion, rows: Computed) -> Tensor:
     """Return the tokens that one criterion rejects, and add the statistics of its divergence."""
     row, has_counted = f"rs/{criterion.name}", batch.has_counted
     estimate = divergence.ESTIMATES[criterion.kind](batch.log_ratio)
-    value = _statistic(batch, criterion, estimate)
+    value = _sequence_divergence(batch, criterion, estimate)
 
     # A token criterion has rows for tokens, and for its mean over each sequence, which decides no rejection.
     units = described = has_counted
@@ -220,7 +218,7 @@ def _criterion(batch: _Tokens, criterion: Criterion, rows: Computed) -> Tensor:
     return rejected if criterion.scope == "token" else batch.valid & batch.expand(rejected)
 
 
-def _statistic(batch: _Tokens, criterion: Criterion, estimate: Tensor) -> Tensor:
+def _sequence_divergence(batch: _TokenInputs, criterion: Criterion, estimate: Tensor) -> Tensor:
     """Compute a criterion's divergence of each sequence, (B,); a token criterion's mean over the sequence."""
     if criterion.scope == "seq_max":
         largest = layout.sequence_max(estimate, batch.counted, cu_seqlens=batch.cu_seqlens)

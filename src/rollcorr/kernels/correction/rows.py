@@ -1,8 +1,8 @@
 """The list of statistics: every row that a correction returns, with its kind, condition and description.
 
-Each row is defined once, here. Its metric reads it by name (`rollcorr.core.metric_registry`). A row that follows from
-sums over each sequence has its formula here (`of`), and `reference` and `torch` both use it. Each implementation
-computes the other rows:
+Each row is defined once, here. Its metric reads it by name (`rollcorr.core.metric_registry`). `reference` and `torch`
+share the formula of a row that follows from sums over each sequence (`of`), or from the log-ratio of each token
+(`measured`, `compared`; torch has shorter ways to some). Each implementation computes the other rows:
 
     reference, torch    a missing row, or one that is not on the list, raises an error that names it
     cpu                 the library reports its rows, which are compared with the list when it is loaded
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.criteria import check_token_criteria
-from rollcorr.core import divergence
+from rollcorr.core import divergence, weights
 from rollcorr.core.mergeable_statistics import Statistics, extremes_of, moments_of
 from rollcorr.kernels.correction.call import exceedance_band
 
@@ -76,10 +76,12 @@ class Row(NamedTuple):
         name: as in `Statistics`. A criterion's rows are listed once, with {criterion} for its name.
         kind: "sums", "moments" or "extremes".
         what: description, in one line.
-        when: the condition under which a configuration has it (`_conditions`); of a criterion's rows, "always" or the
-            scope of the criteria that have it.
+        when: the condition under which a configuration has it (`_true_conditions`); of a criterion's rows, "always" or
+            the scope of the criteria that have it.
         of: optional; the contribution of each sequence, (B,), a number or a bool. The row is their sum, or their
             extremes over the sequences with a measured token. By default each implementation computes the row.
+        measured: optional; the contribution of each measured token, from d. The row is their sum.
+        compared: optional; the same for each compared token. At probability zero d is below every bound.
     """
 
     name: str
@@ -87,9 +89,11 @@ class Row(NamedTuple):
     what: str
     when: str
     of: Callable[[Sequences], Tensor] | None = None
+    measured: Callable[[Tensor], Tensor] | None = None
+    compared: Callable[[Tensor], Tensor] | None = None
 
 
-def _conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
+def _true_conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
     """Return the conditions of `ROWS` that are true for a configuration."""
     weighs = config.rollout_is is not None
     held = {
@@ -119,11 +123,23 @@ ROWS: tuple[Row, ...] = (
     # Mismatch of the policies, per token.
     Row("log_ratio", "moments", "d of measured tokens", "always"),
     Row("log_ratio", "extremes", "d of measured tokens", "always"),
-    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", "always"),
-    Row("k3", "sums", "Σ k3 of measured tokens", "always"),
-    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", "always"),
-    Row("capped", "sums", "measured tokens with |d| > 20", "always"),
-    Row("ratio_outside_10pct", "sums", "compared tokens with ρ outside [0.9, 1.1]", "always"),
+    Row("abs_log_ratio", "sums", "Σ |d| of measured tokens", "always", measured=torch.abs),
+    Row("k3", "sums", "Σ k3 of measured tokens", "always", measured=divergence.k3),
+    Row("chi2_token", "sums", "Σ (ρ² − 1) of compared tokens, d within ±20", "always", compared=divergence.chi_squared),
+    Row(
+        "capped",
+        "sums",
+        "measured tokens with |d| > 20",
+        "always",
+        measured=lambda d: d.abs() > divergence.SAFETY_BOUND,
+    ),
+    Row(
+        "ratio_outside_10pct",
+        "sums",
+        "compared tokens with ρ outside [0.9, 1.1]",
+        "always",
+        compared=lambda d: ~weights.within_ratio_band(d, lower=0.9, upper=1.1),
+    ),
     Row("prob_diff_abs", "sums", "Σ |π − μ| of compared tokens", "always"),
     Row("prob_diff_abs", "extremes", "0 and the largest |π − μ| of compared tokens", "always"),
     Row("safety_bound", "extremes", "the safety bound, nats; it travels so that it merges to itself", "always"),
@@ -186,7 +202,7 @@ CRITERION_ROWS: tuple[Row, ...] = (
     Row("rs/{criterion}", "extremes", "its value for tokens or sequences, where finite", "always"),
 )
 
-_SHAPES: dict[str, tuple[int, ...]] = {"sums": (), "moments": (3,), "extremes": (2,)}
+_ROW_SHAPES: dict[str, tuple[int, ...]] = {"sums": (), "moments": (3,), "extremes": (2,)}
 
 
 class MissingRowError(ValueError):
@@ -200,10 +216,10 @@ def rows_of(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         ValueError: a criterion is for denoising steps only.
     """
     # torch.compile ignores caches, with a warning; the graph that it traces keeps the list anyway.
-    return _listed_rows(config) if torch.compiler.is_compiling() else known_rows(config)
+    return _rows_of_config(config) if torch.compiler.is_compiling() else known_rows(config)
 
 
-def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
+def _rows_of_config(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
     check_token_criteria(config.criteria)
     named = [
         row._replace(name=row.name.format(criterion=criterion.name))
@@ -211,11 +227,11 @@ def _listed_rows(config: RolloutCorrectionConfig) -> tuple[Row, ...]:
         for row in CRITERION_ROWS
         if row.when in ("always", criterion.scope)
     ]
-    conditions = _conditions(config)
+    conditions = _true_conditions(config)
     return (*(row for row in ROWS if row.when in conditions), *named)
 
 
-known_rows = lru_cache(maxsize=64)(_listed_rows)
+known_rows = lru_cache(maxsize=64)(_rows_of_config)
 
 
 @lru_cache(maxsize=64)
@@ -223,7 +239,7 @@ def empty_statistics(config: RolloutCorrectionConfig, device: torch.device | str
     """Return the rows of a configuration, all 0: a template into which a vector of values is unpacked."""
     rows = Computed({}, {}, {})
     for row in rows_of(config):
-        getattr(rows, row.kind)[row.name] = torch.zeros(_SHAPES[row.kind], device=device)
+        getattr(rows, row.kind)[row.name] = torch.zeros(_ROW_SHAPES[row.kind], device=device)
     return rows.statistics(config, "")
 
 
@@ -237,7 +253,7 @@ class Computed(NamedTuple):
     @classmethod
     def of(cls, statistics: Statistics) -> Computed:
         """Return the rows of statistics by kind and name."""
-        named = (zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True) for kind in _SHAPES)
+        named = (zip(statistics.names[kind], statistics.rows[kind].unbind(), strict=True) for kind in _ROW_SHAPES)
         return cls(*map(dict, named))
 
     def sample(self, name: str, values: Tensor, mask: Tensor) -> None:
@@ -255,21 +271,37 @@ class Computed(NamedTuple):
                 self.extremes[row.name] = extremes_of(row.of(sequences), sequences.has_measured)
         return added
 
+    def add_tokens(
+        self,
+        log_ratio: Tensor,
+        measured: Tensor,
+        compared: Tensor,
+        config: RolloutCorrectionConfig,
+        skip: Container[str] = (),
+    ) -> None:
+        """Compute the sums that have a formula for tokens, except those in `skip`."""
+        self.sums.update(
+            (row.name, formula(log_ratio).masked_fill(mask.logical_not(), 0).sum())
+            for row in rows_of(config)
+            for formula, mask in ((row.measured, measured), (row.compared, compared))
+            if formula is not None and row.name not in skip
+        )
+
     def statistics(self, config: RolloutCorrectionConfig, implementation: str) -> Statistics:
         """Return the rows in the order of the list.
 
         Raises:
             ValueError: a row of the list was not computed, or one that is not on the list was.
         """
-        ordered: dict[str, Values] = {kind: {} for kind in _SHAPES}
+        ordered: dict[str, Values] = {kind: {} for kind in _ROW_SHAPES}
         for row in rows_of(config):
             values = getattr(self, row.kind)
             if row.name not in values:
                 raise MissingRowError(
-                    f"impl={implementation!r} cannot take this batch: {_lacks(row)}; compute it there"
+                    f"impl={implementation!r} cannot take this batch: {_missing_row_error(row)}; compute it there"
                 )
             ordered[row.kind][row.name] = values[row.name]
-        unlisted = [name for kind in _SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
+        unlisted = [name for kind in _ROW_SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
         if unlisted:
             raise ValueError(f"impl={implementation!r} computes {unlisted}, which kernels/correction/rows.py lacks")
         return Statistics.of(sums=ordered["sums"], moments=ordered["moments"], extremes=ordered["extremes"])
@@ -291,7 +323,7 @@ class Abilities(NamedTuple):
     @property
     def note(self) -> str:
         """Return a description of the missing rows; empty without any."""
-        return "; ".join(_lacks(row) for row in self.missing)
+        return "; ".join(_missing_row_error(row) for row in self.missing)
 
     def why_not(self, config: RolloutCorrectionConfig) -> str | None:
         """Return why the kernel cannot compute the configuration; `None` if it can."""
@@ -300,8 +332,8 @@ class Abilities(NamedTuple):
                 return f"it does not know the criterion {criterion.name!r}"
         of_criteria = {condition for criterion in config.criteria for condition in ("always", criterion.scope)}
         for row in self.missing:
-            if row.when in (of_criteria if row in CRITERION_ROWS else _conditions(config)):
-                return _lacks(row)
+            if row.when in (of_criteria if row in CRITERION_ROWS else _true_conditions(config)):
+                return _missing_row_error(row)
         return None
 
 
@@ -310,5 +342,5 @@ def missing_rows(computed: Container[tuple[str, str]]) -> tuple[Row, ...]:
     return tuple(row for row in (*ROWS, *CRITERION_ROWS) if (row.kind, row.name) not in computed)
 
 
-def _lacks(row: Row) -> str:
+def _missing_row_error(row: Row) -> str:
     return f"it does not compute the row {row.name!r} ({row.kind}: {row.what})"

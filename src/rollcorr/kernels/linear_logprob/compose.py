@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProducts) -> LinearLogProb:
     """Compute log-probs and the requested extras, (N,), from an implementation of chunks and one of kept rows."""
     if problem.group is not None:
-        problem = replace(problem, hidden=_SummedGradient.apply(problem.hidden, problem.group))
+        problem = replace(problem, hidden=_SumGradientOverRanks.apply(problem.hidden, problem.group))
     if problem.mask is not None and not problem.compact:
         problem = problem.harmless(problem.mask)
     if problem.kept is None:
-        return _over_vocabulary(problem, epilogue)
+        return _score_vocabulary(problem, epilogue)
 
     member = membership(problem.kept, problem.token_ids, problem.mask)
     sums = merged_sums(kept_sums(problem, member, products), None, problem.group)
@@ -46,12 +46,12 @@ def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProd
     entropy = None
     if sums.entropy is not None:
         entropy = torch.where(member.working, sums.entropy, 0.0)
-        entropy = _where_wanted(entropy, problem.entropy, problem.mask)
+        entropy = _nan_unless(entropy, problem.entropy, problem.mask)
     log_kept_mass = None if problem.log_kept_mass is False else _log_kept_mass(problem, epilogue, member, sums)
     return LinearLogProb(log_prob, member.outside, entropy, log_kept_mass)
 
 
-def _over_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
+def _score_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
     """Compute log-probs over the vocabulary. Compact: drop tokens that do not count before any computation.
 
     Otherwise every token is computed: the host reads no value, so it never waits.
@@ -59,21 +59,21 @@ def _over_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
     mask, N = problem.mask, problem.token_ids.numel()
     rows = rows_where(mask) if problem.compact and mask is not None else None
     part = problem.at(rows)
-    measured = rows_where(part.entropy) if problem.compact and isinstance(part.entropy, Tensor) else None
-    sums = dense_sums(part, epilogue, measured=measured, entropy=problem.entropy is not False)
-    sums = merged_sums(sums, measured, problem.group)
+    entropy_rows = rows_where(part.entropy) if problem.compact and isinstance(part.entropy, Tensor) else None
+    sums = dense_sums(part, epilogue, measured=entropy_rows, entropy=problem.entropy is not False)
+    sums = merged_sums(sums, entropy_rows, problem.group)
 
     # Dropped tokens get log-prob 0 and entropy NaN, like computed tokens that do not count.
     log_prob, entropy = placed(sums.log_prob, rows, N, 0.0), sums.entropy
     if mask is not None:
         log_prob = log_prob.where(mask, 0.0)
     if entropy is not None:
-        entropy = placed(entropy, measured, part.token_ids.numel(), torch.nan)
-        entropy = _where_wanted(placed(entropy, rows, N, torch.nan), problem.entropy, mask)
+        entropy = placed(entropy, entropy_rows, part.token_ids.numel(), torch.nan)
+        entropy = _nan_unless(placed(entropy, rows, N, torch.nan), problem.entropy, mask)
     return LinearLogProb(log_prob, torch.zeros_like(problem.token_ids, dtype=torch.bool), entropy, None)
 
 
-def _where_wanted(values: Tensor, *wanted: Tensor | bool | None) -> Tensor:
+def _nan_unless(values: Tensor, *wanted: Tensor | bool | None) -> Tensor:
     """Return the values where every choice of tokens is true, and NaN elsewhere; `None` and True choose all tokens."""
     for choice in wanted:
         values = values.where(choice, torch.nan) if isinstance(choice, Tensor) else values
@@ -93,7 +93,7 @@ def _log_kept_mass(problem: Problem, epilogue: Epilogue, member: Membership, sum
     largest, log_sum, working = (at_rows(x, rows) for x in (sums.largest, sums.log_sum, member.working))
     mass = (largest - whole.largest) + (log_sum - whole.log_sum)
     mass = torch.where(working, mass, whole.log_prob)  # a set of one id contains only the sampled token
-    return _where_wanted(placed(mass, rows, len(member.working), torch.nan), problem.log_kept_mass, problem.mask)
+    return _nan_unless(placed(mass, rows, len(member.working), torch.nan), problem.log_kept_mass, problem.mask)
 
 
 def id_ranges(weight: Tensor, token_ids: Tensor, first_id: int, group: ProcessGroup | None) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
     """
     if group is None:
         return own
-    parts = [own if rank == group.rank() else part for rank, part in enumerate(_gather(own, group))]
+    parts = [own if rank == group.rank() else part for rank, part in enumerate(_gather_sums(own, group))]
     of_ranks = torch.stack([part.largest for part in parts])
     largest = of_ranks.amax(0)
     anchor = largest.masked_fill(largest == -torch.inf, 0.0)
@@ -138,14 +138,14 @@ def merged_sums(own: LogSums, measured: Tensor | None, group: ProcessGroup | Non
         log_share = logs - log_sum
         if measured is not None:
             log_share = log_share[:, measured]
-        gone = log_share == -torch.inf
+        has_no_mass = log_share == -torch.inf
         entropies = torch.stack([part.entropy for part in parts if part.entropy is not None])
-        surprise = entropies.masked_fill(gone, 0.0) - log_share.masked_fill(gone, 0.0)
+        surprise = entropies.masked_fill(has_no_mass, 0.0) - log_share.masked_fill(has_no_mass, 0.0)
         entropy = (log_share.exp() * surprise).sum(0)
     return LogSums(largest, log_sum, target, entropy)
 
 
-class _SummedGradient(torch.autograd.Function):
+class _SumGradientOverRanks(torch.autograd.Function):
     """The hidden states unchanged; backward sums their gradient over the ranks, each of which computes a part."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class _SummedGradient(torch.autograd.Function):
         return total.to(gradient.dtype), None
 
 
-def _gather(own: LogSums, group: ProcessGroup) -> list[LogSums]:
+def _gather_sums(own: LogSums, group: ProcessGroup) -> list[LogSums]:
     """Return the sums of each rank, without gradients."""
     vectors = [x.detach() for x in own if x is not None]
     sizes = [x.numel() for x in vectors]

@@ -73,20 +73,24 @@ class Epilogue:
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, measured: Tensor | None, running: Running
     ) -> None:
         """Add logits, not yet divided by the temperature, to the running sums. May overwrite the logits."""
-        _divide(logits, temperature)
-        inside, place = _inside(local_ids, logits.shape[-1])
+        _divide_by_temperature(logits, temperature)
+        inside, place = _locate_ids(local_ids, logits.shape[-1])
         running.target = torch.where(inside, logits.gather(1, place).squeeze(-1), running.target)
         largest = torch.maximum(running.largest, logits.amax(-1))
+
+        # Subtract the maximum before exp; subtract 0 where all logits are −∞, because −∞ − (−∞) is NaN.
         anchor = largest.masked_fill(largest == -torch.inf, 0.0)
         shift = (running.largest - anchor).clamp(min=UNDERFLOW)
         scale = shift.exp()
         powers = logits.sub_(anchor.unsqueeze(-1)).exp_()
         if running.weighted is not None:
-            some = slice(None) if measured is None else measured
-            running.weighted = scale[some] * (running.weighted + running.total[some] * shift[some])
+            rows = slice(None) if measured is None else measured
+            running.weighted = scale[rows] * (running.weighted + running.total[rows] * shift[rows])
         running.total = scale * running.total + powers.sum(-1)
         running.largest = largest
-        if running.weighted is not None:  # entr e = −e log e, which is 0 at 0
+
+        # torch.special.entr is −e log e, and 0 at 0.
+        if running.weighted is not None:
             chosen = powers if measured is None else powers[measured]
             running.weighted -= torch.special.entr(chosen, out=chosen).sum(-1)
 
@@ -94,7 +98,7 @@ class Epilogue:
         self, logits: Tensor, local_ids: Tensor, temperature: float | Tensor, upstream: Upstream, dtype: torch.dtype
     ) -> Tensor:
         """Compute the gradient of the loss in these logits, in the given type; in place if it is theirs."""
-        _divide(logits, temperature)
+        _divide_by_temperature(logits, temperature)
         powers = logits.sub_(upstream.log_total.unsqueeze(-1)).exp_()
         if upstream.entropies is None:
             powers.mul_(upstream.of_sum.unsqueeze(-1))
@@ -104,7 +108,7 @@ class Epilogue:
             change = (torch.special.entr(p) - p * entropy.unsqueeze(-1)) * of_entropy.unsqueeze(-1)
             powers.mul_(upstream.of_sum.unsqueeze(-1))
             powers = powers.add_(change) if rows is None else powers.index_add_(0, rows, change)
-        inside, place = _inside(local_ids, logits.shape[-1])
+        inside, place = _locate_ids(local_ids, logits.shape[-1])
         return powers.scatter_add_(1, place, upstream.of_target.where(inside, 0.0).unsqueeze(-1)).to(dtype)
 
 
@@ -119,10 +123,12 @@ def dense_sums(problem: Problem, epilogue: Epilogue, *, measured: Tensor | None 
             default is all tokens.
         entropy: whether any entropy is needed.
     """
-    return LogSums(*_Dense.apply(problem.hidden, problem.weight, problem.bias, problem, epilogue, measured, entropy))
+    return LogSums(
+        *_DenseLogProb.apply(problem.hidden, problem.weight, problem.bias, problem, epilogue, measured, entropy)
+    )
 
 
-class _Dense(torch.autograd.Function):
+class _DenseLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
@@ -143,7 +149,7 @@ class _Dense(torch.autograd.Function):
         )
         local_ids = problem.token_ids - problem.first_id
         with float32_products(problem.precision, hidden.device):
-            for first, _, logits, _ in _chunks(hidden, weight, bias, problem):
+            for first, _, logits, _ in _logit_chunks(hidden, weight, bias, problem):
                 epilogue.absorb(logits, local_ids - first, problem.temperature, measured, running)
 
         log_sum = running.total.log()
@@ -164,6 +170,7 @@ class _Dense(torch.autograd.Function):
         hidden, weight, bias, log_total, entropy = ctx.saved_tensors
         problem: Problem = replace(ctx.problem, hidden=hidden)
         gradient = HeadGradient(ctx, weight, accumulate_into=problem.accumulate_into, sparse=False)
+        # of_x is the gradient of the loss with respect to x.
         of_sum, of_target = (torch.zeros_like(log_total) if x is None else x for x in grads[1:3])
         of_entropy = grads[3]
         active = (of_sum != 0) | (of_target != 0)
@@ -183,8 +190,8 @@ class _Dense(torch.autograd.Function):
         if of_entropy is not None:
             entropy = entropy.masked_fill(of_entropy == 0, 0.0)
             entropy, of_entropy = at_rows(entropy, rows), at_rows(of_entropy, rows) / problem.temperature
-            some = rows_where(of_entropy != 0) if problem.compact else None
-            entropies = some, at_rows(entropy, some), at_rows(of_entropy, some)
+            entropy_rows = rows_where(of_entropy != 0) if problem.compact else None
+            entropies = entropy_rows, at_rows(entropy, entropy_rows), at_rows(of_entropy, entropy_rows)
         upstream = Upstream(
             log_total=at_rows(log_total, rows),
             of_sum=at_rows(of_sum, rows) / problem.temperature,
@@ -196,7 +203,7 @@ class _Dense(torch.autograd.Function):
         of_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         local_ids = problem.token_ids - problem.first_id
         with float32_products(problem.precision, hidden.device):
-            for first, operand, logits, head in _chunks(problem.hidden, weight, bias, problem):
+            for first, operand, logits, head in _logit_chunks(problem.hidden, weight, bias, problem):
                 G = ctx.epilogue.to_gradient(logits, local_ids - first, problem.temperature, upstream, operand.dtype)
                 if of_states is not None:
                     add_product(of_states, G, head)
@@ -208,14 +215,14 @@ class _Dense(torch.autograd.Function):
         return of_states, gradient.result(), of_bias, None, None, None, None
 
 
-def _chunks(
+def _logit_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """Yield for each chunk: its first row, hidden states and rows as operands, and logits in a reused buffer."""
     dtype = operand_type(hidden, weight, problem.wide, problem.precision)
     N, V = hidden.shape[0], weight.shape[0]
-    live = CHUNK_ENTRIES.get(hidden.device.type, CHUNK_ENTRIES["cuda"])
-    size = max(1, min(V, problem.chunk or max(SMALLEST_CHUNK, live // max(N, 1))))
+    max_entries = CHUNK_ENTRIES.get(hidden.device.type, CHUNK_ENTRIES["cuda"])
+    size = max(1, min(V, problem.chunk or max(SMALLEST_CHUNK, max_entries // max(N, 1))))
     buffer = hidden.new_empty(N * size, dtype=problem.wide)
     operand = hidden.to(dtype)
     for first in range(0, V, size):
@@ -226,11 +233,11 @@ def _chunks(
         yield first, operand, logits, head
 
 
-def _divide(logits: Tensor, temperature: float | Tensor) -> None:
+def _divide_by_temperature(logits: Tensor, temperature: float | Tensor) -> None:
     if isinstance(temperature, Tensor) or temperature != 1.0:
         logits.div_(column(temperature))
 
 
-def _inside(local_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _locate_ids(local_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return whether each token's id is in a chunk, (n,), and its index in the chunk (clamped), (n, 1)."""
     return (local_ids >= 0) & (local_ids < size), local_ids.clamp(0, size - 1).unsqueeze(-1)

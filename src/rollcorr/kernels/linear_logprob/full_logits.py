@@ -13,7 +13,7 @@ def reference_log_prob(problem: Problem) -> LinearLogProb:
     """Implement `rollcorr.kernels.linear_logprob.linear_log_prob`, (N,), from (N, V) logits in float32 or wider."""
     weight = problem.weight
     if problem.accumulate_into is not None:
-        weight = _Accumulated.apply(weight, problem.accumulate_into)
+        weight = _AccumulateGradient.apply(weight, problem.accumulate_into)
     logits = problem.hidden.to(problem.wide) @ weight.to(problem.wide).t()
     if problem.bias is not None:
         logits = logits + problem.bias
@@ -36,7 +36,7 @@ def reference_log_prob(problem: Problem) -> LinearLogProb:
     )
 
 
-class _Accumulated(torch.autograd.Function):
+class _AccumulateGradient(torch.autograd.Function):
     """A tensor whose gradient is added to `total` instead of being returned."""
 
     @staticmethod

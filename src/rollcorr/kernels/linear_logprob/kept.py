@@ -75,7 +75,7 @@ def kept_sums(problem: Problem, member: Membership, products: RaggedProducts) ->
     else:
         problem = problem.harmless(member.working)
 
-    entries, exists, stands_alone = _entries(problem, member)
+    entries, exists, stands_alone = _collect_entries(problem, member)
     z: Tensor = _RaggedDot.apply(problem.hidden, problem.weight, entries, problem.accumulate_into, products)
     if problem.bias is not None:
         z = z + problem.bias[entries.ids].to(z.dtype)
@@ -123,7 +123,7 @@ class RaggedProducts:
         """Compute h_{t(e)} · W_{id(e)} of each entry, (m,), float32 or wider."""
         wide = wide_type(hidden, weight)
         z = hidden.new_zeros(entries.ids.shape, dtype=wide)
-        for columns, table, ids in _tables(weight, entries, wide):
+        for columns, table, ids in _slice_wide_head(weight, entries, wide):
             states = hidden[:, columns].to(wide).contiguous()
             z += torch.ops.aten._embedding_bag_per_sample_weights_backward(
                 states, table, ids, entries.offsets[:-1], entries.hidden_rows, 0
@@ -132,8 +132,8 @@ class RaggedProducts:
 
     def of_hidden(self, weight: Tensor, entries: Entries, gradient: Tensor) -> Tensor:
         """Compute Σ_e g_e W_{id(e)} of each token, (n, d), from the gradient g of the entries' logits."""
-        tables = _tables(weight, entries, gradient.dtype)
-        parts = [_bags(table, ids, entries.offsets, gradient) for _, table, ids in tables]
+        tables = _slice_wide_head(weight, entries, gradient.dtype)
+        parts = [_sum_bags(table, ids, entries.offsets, gradient) for _, table, ids in tables]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def add_to_head(self, total: Tensor, hidden: Tensor, entries: Entries, gradient: Tensor) -> None:
@@ -145,7 +145,7 @@ class RaggedProducts:
             # Without reading which rows occur, every row of the head has a bag, and most bags are empty.
             starts = torch.searchsorted(sorted_ids, torch.arange(len(total) + 1, device=sorted_ids.device))
             for columns in _column_slices(len(total), hidden):
-                total[:, columns].add_(_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
+                total[:, columns].add_(_sum_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))
             return
 
         # Cutting entries into blocks reads the offsets on the host. A GPU would have to wait, so it computes all rows
@@ -153,7 +153,7 @@ class RaggedProducts:
         ids, bag_sizes = sorted_ids.unique_consecutive(return_counts=True)
         offsets = offsets_of(bag_sizes)
         if not ids.is_cpu:
-            total.index_add_(0, ids, _bags(hidden, hidden_rows, offsets, gradient).to(total.dtype))
+            total.index_add_(0, ids, _sum_bags(hidden, hidden_rows, offsets, gradient).to(total.dtype))
             return
 
         # On the CPU the new rows are computed and added one block at a time, so that they stay in the cache. A block
@@ -167,7 +167,7 @@ class RaggedProducts:
             strict=True,
         )
         for block_ids, block_sizes, block_rows, block_gradient in blocks:
-            rows = _bags(hidden, block_rows, offsets_of(block_sizes), block_gradient)
+            rows = _sum_bags(hidden, block_rows, offsets_of(block_sizes), block_gradient)
             total.index_add_(0, block_ids, rows.to(total.dtype))
 
 
@@ -200,12 +200,12 @@ class _RaggedDot(torch.autograd.Function):
         return of_hidden, of_weight.result(), None, None, None
 
 
-def _bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+def _sum_bags(table: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
     """Compute Σ_e w_e table[id(e)] of each bag."""
     return embedding_bag(ids, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
-def _tables(weight: Tensor, entries: Entries, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _slice_wide_head(weight: Tensor, entries: Entries, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield the head in a wide type, in slices of its columns, with the index of each entry's row.
 
     A wide head is returned unchanged. If rows may be read, the rows in use are copied; else a few columns of all rows.
@@ -227,7 +227,7 @@ def _column_slices(rows: int, like: Tensor) -> Iterator[slice]:
         yield slice(start, start + width)
 
 
-def _entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
+def _collect_entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Tensor]:
     """Return the entries in places, whether each place has an entry, and the spare places of inactive tokens.
 
     A token has a place for each id of its set and a spare one for its sampled id. A place without an entry has the id
@@ -249,8 +249,8 @@ def _entries(problem: Problem, member: Membership) -> tuple[Entries, Tensor, Ten
 
     if problem.group is not None:
         ids = ids - problem.first_id
-        own = (ids >= 0) & (ids < problem.weight.shape[0])
-        exists, is_sampled = exists & own, is_sampled & own
+        in_shard = (ids >= 0) & (ids < problem.weight.shape[0])
+        exists, is_sampled = exists & in_shard, is_sampled & in_shard
     if problem.compact:
         ids, rows, is_sampled = ids[exists], rows[exists], is_sampled[exists]
         offsets = offsets_of(torch.bincount(rows, minlength=tokens))

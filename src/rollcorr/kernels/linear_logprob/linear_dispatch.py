@@ -122,7 +122,7 @@ def linear_log_prob(
         raise ValueError(f"precision must be 'float32' or 'tf32', got {precision!r}")
     _check_operands(hidden, weight, token_ids, bias, accumulate_into, impl)
     for name, value in (("mask", mask), ("entropy", entropy), ("log_kept_mass", log_kept_mass)):
-        _check_choice_of_tokens(name, value, token_ids)
+        _check_token_mask(name, value, token_ids)
     _check_temperature(temperature, token_ids, impl)
     _check_options(token_ids, kept, log_kept_mass, vocab_group, first_id, chunk, impl)
 
@@ -137,11 +137,11 @@ def linear_log_prob(
         weight=weight if accumulate_into is None or not torch.is_grad_enabled() else asked_for_gradient(weight),
         token_ids=ids.flatten(),
         bias=bias,
-        temperature=_flat(temperature, wide_type(hidden, weight)),
-        mask=_flat(mask),
+        temperature=_flatten(temperature, wide_type(hidden, weight)),
+        mask=_flatten(mask),
         kept=kept,
-        entropy=_flat(entropy),
-        log_kept_mass=_flat(log_kept_mass),
+        entropy=_flatten(entropy),
+        log_kept_mass=_flatten(log_kept_mass),
         accumulate_into=accumulate_into,
         group=vocab_group,
         first_id=first_id,
@@ -160,7 +160,7 @@ def linear_log_prob(
     return LinearLogProb._make(x if x is None else x.view(token_ids.shape) for x in result)
 
 
-def _flat(value: Value, dtype: torch.dtype | None = None) -> Value:
+def _flatten(value: Value, dtype: torch.dtype | None = None) -> Value:
     """Return a flat tensor, optionally in a new dtype; return other values unchanged."""
     return cast("Value", value.flatten().to(dtype or value.dtype)) if isinstance(value, Tensor) else value
 
@@ -216,7 +216,7 @@ def _check_temperature(temperature: float | Tensor, token_ids: Tensor, impl: str
         )
 
 
-def _check_choice_of_tokens(name: str, value: Tensor | bool | None, token_ids: Tensor) -> None:
+def _check_token_mask(name: str, value: Tensor | bool | None, token_ids: Tensor) -> None:
     """Raise ValueError if a tensor is not one bool per token; TypeError if the value is not a tensor or a bool."""
     if value is None or isinstance(value, bool):
         return

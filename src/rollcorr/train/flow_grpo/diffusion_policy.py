@@ -140,19 +140,19 @@ def load_policy(
     file = directory / "base.json"
     note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     base = Path(note.get("path", directory))
-    part = {name: _part(directory, base, name, note.get(name)) for name in ("transformer", "scheduler")}
-    class_name = _class_name(part["transformer"] / "config.json")
+    folders = {name: _part_folder(directory, base, name, note.get(name)) for name in ("transformer", "scheduler")}
+    class_name = _class_name(folders["transformer"] / "config.json")
     if class_name not in FAMILIES:
         raise ValueError(f"transformer class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}")
 
-    scheduler_class = _class_name(part["scheduler"] / "scheduler_config.json")
+    scheduler_class = _class_name(folders["scheduler"] / "scheduler_config.json")
     if scheduler_class != "FlowMatchEulerDiscreteScheduler":
         raise ValueError(
-            f"{part['scheduler']}: {scheduler_class} is not supported; the step is that of flow matching, "
+            f"{folders['scheduler']}: {scheduler_class} is not supported; the step is that of flow matching, "
             "whose schedule FlowMatchEulerDiscreteScheduler gives"
         )
 
-    transformer = getattr(diffusers, class_name).from_pretrained(part["transformer"])
+    transformer = getattr(diffusers, class_name).from_pretrained(folders["transformer"])
     nn.Module.float(transformer)
     transformer.register_to_config(_name_or_path="")  # a saved copy must not depend on the load path
     lora = lora or LoraSettings()
@@ -164,13 +164,13 @@ def load_policy(
 
     return DiffusionPolicy(
         transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(part["scheduler"]),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folders["scheduler"]),
         family=FAMILIES[class_name],
         encoder=_load_encoder(base, encoder_dtype, device),
         decoder=vae,
         size=_latent_size(transformer.config, vae, height, width),
         base=base,
-        origin=part["transformer"],
+        origin=folders["transformer"],
         lora=lora,
     )
 
@@ -269,7 +269,7 @@ def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
 
 def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width: int | None) -> tuple[int, int]:  # noqa: ANN401
     """Return height and width in latent pixels."""
-    factor = 1 if vae is None else _downsampling(vae.config)
+    factor = 1 if vae is None else _downsampling_factor(vae.config)
     if height is None:
         if "sample_size" not in config:
             raise ValueError("this model has no size of its own; set model.height (and model.width) in pixels")
@@ -280,14 +280,14 @@ def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width:
     return pixels[0] // factor, pixels[1] // factor
 
 
-def _downsampling(config: Mapping[str, Any]) -> int:
+def _downsampling_factor(config: Mapping[str, Any]) -> int:
     """Return the pixels per latent pixel along each side."""
     if "block_out_channels" in config:
         return int(2 ** (len(config["block_out_channels"]) - 1))
     return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
 
 
-def _part(directory: Path, base: Path, name: str, noted: str | None) -> Path:
+def _part_folder(directory: Path, base: Path, name: str, noted: str | None) -> Path:
     """Return the folder of a part: in the directory, at the path in base.json, or in the base."""
     if (directory / name).is_dir():
         return directory / name

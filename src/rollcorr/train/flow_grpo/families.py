@@ -85,7 +85,7 @@ class Family(abc.ABC):
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
         """Return the number of image tokens, an input of the schedule's dynamic shifting."""
-        return _patches(height, width, PACKED)
+        return _patch_count(height, width, PACKED)
 
     @abc.abstractmethod
     def arguments(
@@ -106,7 +106,7 @@ class StableDiffusion3(Family):
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
         """Return (C, H, W)."""
-        _patches(height, width, config["patch_size"])
+        _patch_count(height, width, config["patch_size"])
         largest = config["pos_embed_max_size"] * config["patch_size"]
         if max(height, width) > largest:
             raise ValueError(
@@ -117,7 +117,7 @@ class StableDiffusion3(Family):
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
         """Return the number of patches of the picture."""
-        return _patches(height, width, config["patch_size"])
+        return _patch_count(height, width, config["patch_size"])
 
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
@@ -244,7 +244,7 @@ def stack_conditions(conditions: Sequence[Condition]) -> Condition:
     )
 
 
-def _patches(height: int, width: int, patch: int) -> int:
+def _patch_count(height: int, width: int, patch: int) -> int:
     """Return the number of patches of a picture; `patch` must divide both sides."""
     if height % patch or width % patch:
         raise ValueError(f"latents of {height} × {width} are not divisible by the patch size {patch}")

@@ -104,7 +104,7 @@ class FlowGrpoRecipe(Recipe):
         self.newest = self.trainer.step(step)
         batch = self.newest.batch
         return self.newest.metrics | {
-            f"picture/{name}": value for name, value in self._seen_in(batch.images, batch.texts).items()
+            f"picture/{name}": value for name, value in self._recognition_metrics(batch.images, batch.texts).items()
         }
 
     def write_extras(self, step: int) -> None:
@@ -119,10 +119,10 @@ class FlowGrpoRecipe(Recipe):
     def evaluate(self, when: str) -> Evaluation:
         """Draw held-out pictures along the ODE, compute their rewards, and save a grid of the first ones."""
         config = self.trainer.config
-        found, shown = self._evaluated(self.trainer.texts)
+        found, shown = self._evaluate_pictures(self.trainer.texts)
         measured = {"reward": found["reward"], "pictures": config.log.evaluate, **found}
         if self.held_out:
-            found, new = self._evaluated(self.held_out)
+            found, new = self._evaluate_pictures(self.held_out)
             measured |= {f"held_out_{name}": value for name, value in found.items()}
 
             # A third of the grid shows prompts that are not in the training set.
@@ -136,7 +136,7 @@ class FlowGrpoRecipe(Recipe):
             save_grid(torch.stack(images), captions, self.directory.picture(when))
         return measured
 
-    def _evaluated(self, prompts: Sequence[str]) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
+    def _evaluate_pictures(self, prompts: Sequence[str]) -> tuple[dict[str, float], list[tuple[torch.Tensor, str]]]:
         """Return rewards and recognized shapes of pictures, and the pictures with their prompts."""
         trainer, config = self.trainer, self.trainer.config
         count = config.log.evaluate
@@ -150,9 +150,9 @@ class FlowGrpoRecipe(Recipe):
         images = torch.cat(pictures)
 
         reward = float(trainer.reward(images, texts).double().mean())
-        return {"reward": reward} | self._seen_in(images, texts), list(zip(images, texts, strict=True))
+        return {"reward": reward} | self._recognition_metrics(images, texts), list(zip(images, texts, strict=True))
 
-    def _seen_in(self, images: torch.Tensor, texts: list[str]) -> dict[str, float]:
+    def _recognition_metrics(self, images: torch.Tensor, texts: list[str]) -> dict[str, float]:
         """Compute shares of pictures with the color and the shape of their prompt, background noise, and diversity.
 
         Diversity is the standard deviation of a pixel among the pictures of one prompt.

@@ -140,9 +140,10 @@ class FlowGrpoTrainer:
             staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
             trajectories, texts = self._sample(step)
         with clock("reward"):
-            batch = self._judge(trajectories, texts)
+            batch = self._build_batch(trajectories, texts)
         with clock("old_log_prob"):
             self._add_old_log_probs(batch)
+
         # Advantages come after the correction, which may reject samples.
         with clock("correction"):
             metrics = self._add_correction(batch)
@@ -197,7 +198,7 @@ class FlowGrpoTrainer:
         trajectories = self.sampler.sample(prompts, windows, seed=seed, step=step)
         return trajectories, [text for text in texts for _ in range(rollout.group_size)]
 
-    def _judge(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
+    def _build_batch(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
         images = self.policy.decode(trajectories.final)
         groups = torch.arange(self.config.rollout.prompts_per_step, device="cpu").repeat_interleave(
             self.config.rollout.group_size
@@ -283,7 +284,7 @@ class FlowGrpoTrainer:
                 for column in range(window):
                     output = gradients.diffusion_loss(
                         self._score(batch, self.model, micro_batch, column),
-                        _slice(batch.data, micro_batch, column),
+                        _select_step(batch.data, micro_batch, column),
                         schedule=self.schedule.timesteps.tolist(),
                     )
                     gradients.backward(output)
@@ -303,7 +304,7 @@ class FlowGrpoTrainer:
         return outputs, {"actor/loss": value, "actor/grad_norm": size, "actor/kept_fraction": kept_fraction}
 
 
-def _slice(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:
+def _select_step(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:
     """Return one step of the window of some rows: tensors (b, 1, …), latents (b, 2, …), advantages (b,)."""
     width = {"latents": 2}
     return {

@@ -48,7 +48,7 @@ def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
     enlarged = [ImageOps.scale(to_pil(image), zoom, Image.Resampling.NEAREST) for image in images]
     tiles = [ImageOps.expand(picture, GAP, "white") for picture in enlarged]
 
-    columns = _columns(len(images))
+    columns = _grid_columns(len(images))
     rows = math.ceil(len(images) / columns)
     width, height = tiles[0].size
     lines = max(caption.count("\n") + 1 for caption in captions)
@@ -71,7 +71,7 @@ def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
         partial.write_bytes(file.getvalue())
 
 
-def _columns(count: int) -> int:
+def _grid_columns(count: int) -> int:
     """Return the largest divisor up to √count that is not much smaller, else √count rounded up."""
     root = math.isqrt(count)
     return next((n for n in range(root, max(1, root // 2), -1) if count % n == 0), math.ceil(math.sqrt(count)))

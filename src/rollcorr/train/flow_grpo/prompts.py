@@ -105,7 +105,7 @@ class PipelineEncoder:
     def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         from diffusers import DiffusionPipeline
 
-        # The transformer and the VAE are loaded elsewhere, and are large.
+        # Leave out the transformer and the VAE: they are large, and loaded elsewhere.
         parts = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
         left_out = {name: None for name in ("transformer", "vae") if name in parts}
         try:

@@ -130,7 +130,7 @@ def make_reward(name: str, *, color_name: str = "red", function: str | None = No
         "ocr": ocr,
     }
     label = name if function is None else function
-    return partial(_checked, rewards[name] if function is None else load_function(function), label)
+    return partial(_compute_reward, rewards[name] if function is None else load_function(function), label)
 
 
 def load_function(where: str) -> RewardFunction:
@@ -151,7 +151,7 @@ def load_function(where: str) -> RewardFunction:
     return cast("RewardFunction", found)
 
 
-def _checked(reward: RewardFunction, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
+def _compute_reward(reward: RewardFunction, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:
     values = torch.as_tensor(reward(images, prompts), dtype=torch.float32, device="cpu").cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name} returned {tuple(values.shape)} for {len(prompts)} pictures; return one each")

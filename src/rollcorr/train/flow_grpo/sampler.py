@@ -82,15 +82,15 @@ class Schedule:
         Returns:
             m in the shape of the sample, s (B,).
         """
-        mean, std = self._step(velocity, sample, steps, self.noise_level)
+        mean, std = self._step_mean_and_std(velocity, sample, steps, self.noise_level)
         assert std is not None, "a step without noise has no log-prob"
         return mean, std.flatten()
 
     def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
         """Compute x + (σ_next − σ) v, the Euler step of the ODE, (B, …)."""
-        return self._step(velocity, sample, steps, 0.0)[0]
+        return self._step_mean_and_std(velocity, sample, steps, 0.0)[0]
 
-    def _step(
+    def _step_mean_and_std(
         self, velocity: Tensor, sample: Tensor, steps: Tensor, noise_level: float
     ) -> tuple[Tensor, Tensor | None]:
         sigma, sigma_next = self.at(steps)
@@ -199,12 +199,12 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
     """Compute s · e4m3(w / s), s = max |w| / 448: the weight of a weight-only fp8 layer, in the input's dtype.
 
     Args:
-        weight: (out, in); s is one for each output channel.
+        weight: (out, in); the scale s is one for each output channel.
 
     Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
-    s = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight / s).to(torch.float8_e4m3fn).to(weight.dtype) * s
+    scale = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
 def _linear_weights(model: nn.Module) -> set[str]:
@@ -269,14 +269,14 @@ class Sampler:
             ValueError: a latent is not finite.
         """
         rows, window = steps.shape
-        x = self._noise(rows, seed, step, "start")
+        x = self._draw_noise(rows, seed, step, "start")
         steps = steps.to(x.device)
         latents = x.new_empty(rows, window + 1, *x.shape[1:])
         means = x.new_empty(rows, window, *x.shape[1:])
         stds, log_probs = x.new_empty(rows, window), x.new_empty(rows, window)
 
         for number in range(self.schedule.steps):
-            v, at = self._velocity(x, number, prompts)
+            v, at = self._predict_velocity(x, number, prompts)
             straight = self.schedule.straight(v, x, at)
 
             # Rows whose window contains this step add noise; the rest follow the ODE.
@@ -286,7 +286,7 @@ class Sampler:
                 continue
             mean, std = self.schedule.moments(v, x, at)
             wide = std.view(-1, *[1] * (x.dim() - 1))
-            taken = take_step(mean, wide, self._noise(rows, seed, step, f"noise {number}")).prev_sample
+            taken = take_step(mean, wide, self._draw_noise(rows, seed, step, f"noise {number}")).prev_sample
             log_prob = gaussian_log_prob(taken, mean, wide)
 
             latents[row, column], latents[row, column + 1] = x[row], taken[row]
@@ -316,14 +316,14 @@ class Sampler:
     @torch.no_grad()
     def draw(self, prompts: Prompts, *, seed: int, step: int) -> Tensor:
         """Compute x at σ = 0 along the ODE, without exploration noise, (B, …)."""
-        x = self._noise(len(prompts), seed, step, "start")
+        x = self._draw_noise(len(prompts), seed, step, "start")
         for number in range(self.schedule.steps):
-            v, at = self._velocity(x, number, prompts)
+            v, at = self._predict_velocity(x, number, prompts)
             x = self.schedule.straight(v, x, at)
         _check_finite(x, self.model.dtype)
         return x
 
-    def _velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    def _predict_velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
         """Return v of all rows at a step, and the step number of each row."""
         at = torch.full((len(x),), number, device=x.device)
         sigma, _ = self.schedule.at(at)
@@ -341,7 +341,7 @@ class Sampler:
         ]
         return torch.cat(parts), at
 
-    def _noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
+    def _draw_noise(self, rows: int, seed: int, step: int, purpose: str) -> Tensor:
         """Draw standard normal latents on the CPU, so that they are the same for every device."""
         generator = derived_generator(seed, f"latents {purpose}", step)
         noise = torch.randn((rows, *self.policy.latent_shape), generator=generator, device="cpu")

@@ -91,8 +91,8 @@ def likeness(images: Tensor, classes: Tensor) -> Tensor:
         (B,), float32, on the CPU; negative for a different color.
     """
     # Use the nearest picture, because a prompt does not specify position and size.
-    templates = _templates()[classes.cpu()]
-    flat = (_small(images) * 2 - 1).flatten(1)[:, None]
+    templates = _render_templates()[classes.cpu()]
+    flat = (_downscale(images) * 2 - 1).flatten(1)[:, None]
     distance = (flat - templates).square().sum(-1)
     blank = (templates - (GROUND * 2 - 1)).square().sum(-1)
     best = distance.argmin(1, keepdim=True)
@@ -112,25 +112,25 @@ def shape_share(images: Tensor, classes: Tensor) -> Tensor:
     Returns:
         (B,) in [0, 1], float32, on the CPU.
     """
-    by_shape = _distances(images).view(-1, len(COLORS), len(SHAPES)).amin(1)
+    by_shape = _class_distances(images).view(-1, len(COLORS), len(SHAPES)).amin(1)
     wanted = (classes.cpu() % len(SHAPES))[:, None]
     return (-by_shape / SHAPE_EVIDENCE).softmax(1).gather(1, wanted).squeeze(1)
 
 
 def recognized(images: Tensor) -> Tensor:
     """Return the class with the nearest picture for each picture, (B,) integers on the CPU."""
-    return _distances(images).argmin(1)
+    return _class_distances(images).argmin(1)
 
 
 def background_noise(images: Tensor) -> float:
     """Compute the RMS deviation of the outermost pixels, which no shape reaches by more than its edge, from ground."""
-    pictures = _small(images)
+    pictures = _downscale(images)
     ring = torch.ones(SIZE, SIZE, dtype=torch.bool, device="cpu")
     ring[1:-1, 1:-1] = False
     return float((pictures[:, :, ring] - GROUND).double().square().mean().sqrt())
 
 
-def _small(images: Tensor) -> Tensor:
+def _downscale(images: Tensor) -> Tensor:
     """Average pictures down to 16 × 16, float32, on the CPU."""
     pictures = images.detach().float().cpu()
     if pictures.shape[-2:] != (SIZE, SIZE):
@@ -138,17 +138,17 @@ def _small(images: Tensor) -> Tensor:
     return pictures
 
 
-def _distances(images: Tensor) -> Tensor:
+def _class_distances(images: Tensor) -> Tensor:
     """Compute the squared distance of each picture to the nearest picture of each class, (B, classes)."""
-    templates = _templates()
-    flat = (_small(images) * 2 - 1).flatten(1)
+    templates = _render_templates()
+    flat = (_downscale(images) * 2 - 1).flatten(1)
     # Avoid the matmul form of `cdist`, which loses digits: these distances are compared with each other.
     found = torch.cdist(flat, templates.flatten(0, 1), compute_mode="donot_use_mm_for_euclid_dist")
     return found.view(len(flat), *templates.shape[:2]).amin(2).square()
 
 
 @cache
-def _templates() -> Tensor:
+def _render_templates() -> Tensor:
     """Return every class at every position and size of a grid: (classes, templates, D)."""
     offsets, radii = torch.linspace(-2, 2, 5, device="cpu"), torch.linspace(4, 6, 3, device="cpu")
     grid = torch.cartesian_prod(offsets, offsets, radii)

@@ -22,7 +22,7 @@ from rollcorr.engines.base import EngineAnswerError, Rollout, TokenBatch
 from rollcorr.engines.fused_scoring import needs_logits, score_responses_fused
 from rollcorr.engines.response_scoring import ResponseScores, response_logits, score_responses
 
-_MISSING = (
+_MISSING_KEPT_ERROR = (
     "actor.sampling={} needs the kept {} of each token, and the engine {!r} gave none: choose an engine or an engine "
     "option that gives them, sample with top_p=1, top_k=-1 and min_p=0, or set actor.sampling=recompute"
 )
@@ -81,12 +81,12 @@ class Actor:
         """
         if spec.restricts and spec.support == "replayed":
             if rollout.kept is None:
-                raise EngineAnswerError(_MISSING.format("replay", "sets", spec.engine))
+                raise EngineAnswerError(_MISSING_KEPT_ERROR.format("replay", "sets", spec.engine))
             return cls(spec, kept=rollout.kept.to("cpu").padded(rollout.tokens.response_mask.cpu()))
 
         if spec.restricts and spec.support == "kept_mass":
             if rollout.log_kept_mass is None:
-                raise EngineAnswerError(_MISSING.format("kept_mass", "mass", spec.engine))
+                raise EngineAnswerError(_MISSING_KEPT_ERROR.format("kept_mass", "mass", spec.engine))
             return cls(spec, log_kept_mass=rollout.log_kept_mass)
         return cls(spec)
 
@@ -109,8 +109,8 @@ class Actor:
             full_gradient: keep the graph of `full_log_prob`; only a KL penalty needs it.
         """
         device = rollout.tokens.response_ids.device
-        here = rows.to(device, non_blocking=True)
-        tokens = rollout.tokens.select(here)
+        device_rows = rows.to(device, non_blocking=True)
+        tokens = rollout.tokens.select(device_rows)
         if not self.spec.restricts:
             temperature = self.spec.temperature
             return ActorScores(*whole_scores(model, tokens, temperature=temperature, entropy_gradient=entropy_gradient))
@@ -118,7 +118,7 @@ class Actor:
         logits, ids = response_logits(model, tokens), tokens.response_ids
         positions = (rows[:, None] * ids.shape[1] + torch.arange(ids.shape[1], device=rows.device)).flatten()
         kept = None if self.kept is None else self.kept.select(positions).to(device)
-        mass = None if self.log_kept_mass is None else self.log_kept_mass[here]
+        mass = None if self.log_kept_mass is None else self.log_kept_mass[device_rows]
         log_prob, outside = actor_log_prob(logits, ids, self.spec, kept=kept, log_kept_mass=mass)
 
         # A graph costs memory over the full vocabulary: keep it only for loss terms that need it.
@@ -146,7 +146,7 @@ def whole_scores(
 ) -> ResponseScores:
     """Compute `score_responses` without (B, T, V) logits if the model is in float32 with a linear head.
 
-    A model in half precision rounds its logits, and so do its scores here.
+    A half-precision model rounds its logits, so its scores are computed from them.
 
     Args:
         model: a causal language model.

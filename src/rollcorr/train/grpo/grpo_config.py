@@ -142,8 +142,8 @@ class ActorConfig:
         if comparison.verdict == "different" and not self.allow_incompatible:
             raise IncompatibleSamplingError(
                 f"log-probs of the rollout and of actor.sampling={self.sampling} are not comparable: "
-                f"{comparison.reason}. To fix it: {_fix(rollout, self.sampling) or comparison.fix}. To train on the "
-                "biased ratio anyway, set actor.allow_incompatible=true"
+                f"{comparison.reason}. To fix it: {_suggest_options(rollout, self.sampling) or comparison.fix}. To "
+                "train on the biased ratio anyway, set actor.allow_incompatible=true"
             )
         return trainer
 
@@ -153,11 +153,12 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
     """Advantages, correction and loss.
 
     Attributes:
-        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; decoupled mode only.
+        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; null is true in decoupled
+            mode and false in bypass mode, which rejects after the advantages.
         loss: clipping, aggregation, and the weights of reference KL and entropy.
     """
 
-    leave_rejected_out_of_baseline: bool = False
+    leave_rejected_out_of_baseline: bool | None = None
     loss: LossConfig = field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
         if self.leave_rejected_out_of_baseline and (correction is None or correction.bypass_mode):
             raise ValueError(
                 "algorithm.leave_rejected_out_of_baseline=true needs a correction in decoupled mode: bypass mode "
-                "rejects during the update, after the advantages; set it to false or choose a decoupled preset"
+                "rejects during the update, after the advantages; leave it out or choose a decoupled preset"
             )
 
 
@@ -219,7 +220,7 @@ class GrpoConfig(RunConfig):
         self.actor.spec(dataclasses.replace(self.rollout.sampling, engine=self.rollout.engine.removesuffix("_server")))
 
 
-def _fix(rollout: SamplingSpec, actor: str) -> str:
+def _suggest_options(rollout: SamplingSpec, actor: str) -> str:
     """Return the fix as options of a run, if a single option suffices."""
     if rollout.logprobs == "raw" and "processed" in rollout.engine_sampling.logprobs:
         return "set rollout.sampling.logprobs=processed"

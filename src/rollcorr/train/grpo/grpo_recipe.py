@@ -117,8 +117,8 @@ class GrpoRecipe(Recipe):
         has_moved = config.optim.ppo_epochs > 1 or mini_batch < config.rollout.rows
         if trainer.bypass and has_moved:
             raise BadInputError(
-                "bypass mode takes several optimizer steps per batch, so its metrics are of weights that have moved "
-                "since the batch was sampled"
+                "with several optimizer steps per batch, bypass mode's metrics are of weights that have moved since "
+                "the batch was sampled"
             )
 
         from rollcorr.diagnostics.log_check import null_of_batch  # it needs Arrow

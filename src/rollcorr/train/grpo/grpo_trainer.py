@@ -30,7 +30,7 @@ from rollcorr.correction.process_groups import gather_statistics, sum_gradients,
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.correction.training_step import TrainingStep
-from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.base import Engine, Rollout, require_row_seeds
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
@@ -111,6 +111,9 @@ class GrpoTrainer:
         reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
             and weights; forward and backward passes of the update are divided, and the gradients summed.
+
+    Raises:
+        ValueError: several ranks sample with an engine that has one seed per process.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class GrpoTrainer:
         reference: nn.Module | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
+        require_row_seeds(engine, 1 if group is None else group.size())
         self.config = config
         self.policy = policy
         self.model = policy.model.eval()  # no dropout: log-probs of one policy must agree between passes
@@ -242,8 +246,9 @@ class GrpoTrainer:
         algorithm = self.config.algorithm
         rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
 
+        # Only decoupled mode has a correction before the advantages; without rejection it keeps every row.
         keep = None
-        if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
+        if algorithm.leave_rejected_out_of_baseline is not False and batch.correction is not None:
             keep = batch.correction.sequence_kept
         return dataclasses.replace(
             batch, advantages=ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
@@ -257,12 +262,14 @@ class GrpoTrainer:
         losses: list[Statistics] = []
         measured: list[Statistics] = []
         for epoch, mini_batch in mini_batches(len(batch.rewards), optim, seed=self.config.seed, step=step):
-            outputs, log_probs, of_step = self._optimizer_step(batch, mini_batch)
-            losses.append(of_step)
+            outputs, log_probs, step_statistics = self._optimizer_step(batch, mini_batch)
+            losses.append(step_statistics)
             corrections = [output.correction for output in outputs if output.correction is not None]
             measured += [part.statistics for part in corrections if part.statistics is not None]
             if epoch == 0:
-                first_log_prob[_beside(batch, own_rows(mini_batch, self.group))] = log_probs
+                first_log_prob[_to_batch_device(batch, own_rows(mini_batch, self.group))] = log_probs
+
+        # Each rank has filled its own rows; the others are 0.
         first_log_prob = sum_over(first_log_prob, self.group)
         statistics = merge_statistics(losses) | Statistics.of(
             sums={"response_tokens": batch.response_mask.sum().double()}
@@ -281,7 +288,7 @@ class GrpoTrainer:
         If no token was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
         # In decoupled mode the denominator of the policy gradient is known beforehand.
-        here = _beside(batch, rows)
+        here = _to_batch_device(batch, rows)
         response_mask, correction = batch.response_mask[here], batch.correction
         original = denominators = count_denominators(response_mask)
         if self.correction_config is not None and correction is not None:
@@ -292,7 +299,7 @@ class GrpoTrainer:
 
         # A rank without rows runs an empty micro-batch, so that it joins every collective.
         own = own_rows(rows, self.group)
-        part, batch = (own, batch) if len(own) else (rows[:1], _without_tokens(batch))
+        part, batch = (own, batch) if len(own) else (rows[:1], _copy_without_tokens(batch))
 
         # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
         bypass = None
@@ -305,7 +312,7 @@ class GrpoTrainer:
         outputs, log_probs, learned = [], [], []
         with bypass or nullcontext():
             for micro_batch in part.split(self._micro_batch_size):
-                output, log_prob = self._loss(batch, micro_batch, denominators, original, bypass)
+                output, log_prob = self._micro_batch_loss(batch, micro_batch, denominators, original, bypass)
                 outputs.append(output)
                 log_probs.append(log_prob)
                 if bypass is not None:
@@ -336,7 +343,7 @@ class GrpoTrainer:
         moments = {"loss": moments_of(loss[None], one), "grad_norm": moments_of(grad_norm[None], one)}
         return outputs, torch.cat(log_probs)[: len(own)], statistics | Statistics.of(moments=moments)
 
-    def _loss(
+    def _micro_batch_loss(
         self,
         batch: GrpoBatch,
         rows: Tensor,
@@ -354,7 +361,7 @@ class GrpoTrainer:
             full_gradient=loss_config.kl_coef != 0,
         )
 
-        rows = _beside(batch, rows)
+        rows = _to_batch_device(batch, rows)
         policies = PolicyLogProbs(
             log_prob=scores.log_prob,
             old_log_prob=None if batch.old_log_prob is None else batch.old_log_prob[rows],
@@ -387,12 +394,12 @@ ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_f
 SAMPLING_METRICS = ("outside_fraction", "kept_mass")
 
 
-def _beside(batch: GrpoBatch, rows: Tensor) -> Tensor:
+def _to_batch_device(batch: GrpoBatch, rows: Tensor) -> Tensor:
     """Return row numbers on the batch's device, without waiting for it."""
     return rows.to(batch.group_ids.device, non_blocking=True)
 
 
-def _without_tokens(batch: GrpoBatch) -> GrpoBatch:
+def _copy_without_tokens(batch: GrpoBatch) -> GrpoBatch:
     """Return an empty copy of the batch: a rank without rows runs it, so that it joins every collective."""
     nothing = torch.zeros_like(batch.response_mask)
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)

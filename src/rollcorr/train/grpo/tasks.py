@@ -76,9 +76,11 @@ class ArithmeticTask:
         checks = torch.multinomial(
             torch.tensor([4.0, 3.0, 2.0, 1.0], device="cpu"), count, replacement=True, generator=generator
         )
-        return [self._problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)]
+        return [
+            self._make_problem(a, b, sign, n) for (a, b), sign, n in zip(operands, signs, checks.tolist(), strict=True)
+        ]
 
-    def _problem(self, a: int, b: int, sign: int, checks: int) -> TaskProblem:
+    def _make_problem(self, a: int, b: int, sign: int, checks: int) -> TaskProblem:
         result = a - b if sign else a + b
         question = f"{a}-{b}" if sign else f"{a}+{b}"
         inverse = f"{result}+{b}={a}" if sign else f"{result}-{b}={a}"
@@ -118,9 +120,9 @@ class ScratchpadTask:
         generator = derived_generator(seed, "problems", step)
         starts = torch.randint(9000, (count,), generator=generator, device="cpu").tolist()
         added = torch.randint(10, (count,), generator=generator, device="cpu").tolist()
-        return [self._problem(*numbers) for numbers in zip(starts, added, strict=True)]
+        return [self._make_problem(*numbers) for numbers in zip(starts, added, strict=True)]
 
-    def _problem(self, start: int, added: int) -> TaskProblem:
+    def _make_problem(self, start: int, added: int) -> TaskProblem:
         labels = enumerate(ascii_letters[: self.additions], 1)
         pad = "".join(f"{label} +{added}={start + n * added:04d}\n" for n, label in labels)
         result = start + self.additions * added

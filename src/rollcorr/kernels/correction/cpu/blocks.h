@@ -23,10 +23,16 @@
 
 enum { REACH_CAP, REACH_FAR };
 
-typedef struct { /* totals of one block, or of all quiet ones of a sequence, in the order in which they are found */
-    v4d of_d;   /* Σ d, what rounding took from it, Σ |d|, Σ d² */
-    v4d of_exp; /* Σ k3, Σ (ρ − 1)², Σ |π − μ|, Σ log μ */
-    v4f most;   /* largest −d, d, |log μ|, |π − μ| */
+/* Σ d, what rounding took from it, Σ log μ, Σ d², Σ k3 and Σ (ρ − 1)²; then the sums that only become rows. */
+enum { TOTAL_d, TOTAL_rest, TOTAL_rollout, TOTAL_squares, TOTAL_k3, TOTAL_expm1_squares, TOKEN_SUMS(AS_TOTAL) N_TOTALS };
+#define FOURS ((N_TOTALS + 3) / 4)
+
+typedef struct { /* totals of one block, or of all quiet ones of a sequence */
+    union {
+        v4d four[FOURS];
+        double of[4 * FOURS];
+    };
+    v4f most; /* largest −d, d, |log μ|, |π − μ| */
 } Totals;
 
 typedef struct {
@@ -160,7 +166,8 @@ static void set_plain(Block *block) {
 static inline void fetch_ahead(const float *x) { __builtin_prefetch((const void *)((uintptr_t)x + BLOCK * sizeof *x)); }
 
 typedef struct { /* sums of one block that go to its sequence or to the batch */
-    double d, squares, m2, magnitude, train, rollout, expm1, expm1_squares, k3, chi2, difference, most_difference;
+    double d, squares, m2, train, rollout, expm1, expm1_squares, k3, chi2, most_difference;
+    TOKEN_SUMS(AS_FIELD)
     Extremes log_ratio;
 } Mismatch;
 
@@ -208,9 +215,9 @@ static void add_mismatch(const Block *block, const Mismatch *sums, Sequence *s, 
     s->k3 += sums->k3;
     add_extremes(&s->range, sums->log_ratio.min, sums->log_ratio.max);
     if (n > 0) add_moments(&rows->moments[MOMENTS_log_ratio], n, sums->d / n, sums->m2);
-    rows->sums[SUM_abs_log_ratio] += sums->magnitude;
     rows->sums[SUM_chi2_token] += sums->chi2;
-    rows->sums[SUM_prob_diff_abs] += sums->difference;
+#define ADD_TO_ROW(name, ...) rows->sums[SUM_##name] += sums->name;
+    TOKEN_SUMS(ADD_TO_ROW)
     add_extremes(&rows->extremes[EXTREMES_prob_diff_abs], 0, sums->most_difference); /* no metric reads the minimum */
 }
 

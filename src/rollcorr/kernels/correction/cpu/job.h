@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "token_sums.h"
+
 #define ABI 9 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.SAFETY_BOUND */
@@ -14,8 +16,8 @@
 /* --- Rows. THE list is rows.py, which says what each row is. Python reads these names, so any order will do. --------- */
 
 #define SUMS(X)                                                                                                    \
-    X(tokens) X(sequences) X(nonfinite) X(zero_probability) X(tokens_measured) X(tokens_compared)                  \
-    X(tokens_counted) X(k3) X(abs_log_ratio) X(capped) X(chi2_token) X(ratio_outside_10pct) X(prob_diff_abs)       \
+    TOKEN_SUMS(X) X(tokens) X(sequences) X(nonfinite) X(zero_probability) X(tokens_measured) X(tokens_compared)    \
+    X(tokens_counted) X(k3) X(capped) X(chi2_token) X(ratio_outside_10pct)                                         \
     X(sequences_measured) X(train_log_ppl) X(train_ppl) X(rollout_log_ppl) X(rollout_ppl) X(log_ppl_diff)          \
     X(log_ppl_abs_diff) X(ppl_ratio) X(sequences_counted) X(chi2_seq) X(capped_sequences) X(tokens_kept)          \
     X(sequences_kept) X(sequences_touched) X(rejected_by_several) X(sequences_rejected_by_several)                 \
@@ -30,11 +32,11 @@
     X(log_weight)
 enum { OF_UNIT, OF_SEQUENCES, SAMPLES }; /* a criterion's moments and extremes: rs/{criterion}, rs/{criterion}/seq */
 
-#define AS_SUM(name) SUM_##name,
+#define AS_SUM(name, ...) SUM_##name,
 #define AS_CRITERION_SUM(name) CRITERION_##name,
 #define AS_MOMENTS(name) MOMENTS_##name,
 #define AS_EXTREMES(name) EXTREMES_##name,
-#define AS_TEXT(name) #name " "
+#define AS_TEXT(name, ...) #name " "
 enum { SUMS(AS_SUM) N_SUMS };
 enum { CRITERION_SUMS(AS_CRITERION_SUM) N_CRITERION_SUMS };
 enum { MOMENTS(AS_MOMENTS) N_MOMENTS };

@@ -33,45 +33,45 @@ EVERYTHING, NOTHING = (-math.inf, math.inf), (math.inf, -math.inf)
 Fields = list[tuple[str, Any]]
 
 
-def _fields(kind: Any, names: str) -> Fields:  # noqa: ANN401 (a ctypes type)
+def _struct_fields(kind: Any, names: str) -> Fields:  # noqa: ANN401 (a ctypes type)
     return [(name, kind) for name in names.split()]
 
 
 class Band(ctypes.Structure):
     """Band on d, float32: a token is outside when d < lower or d > upper."""
 
-    _fields_ = _fields(ctypes.c_float, "lower upper")
+    _fields_ = _struct_fields(ctypes.c_float, "lower upper")
 
 
 class WideBand(ctypes.Structure):
     """Band on a log-ratio or a divergence, float64."""
 
-    _fields_ = _fields(ctypes.c_double, "lower upper")
+    _fields_ = _struct_fields(ctypes.c_double, "lower upper")
 
 
 class CriterionFields(ctypes.Structure):
     """A criterion: its statistic, the bounds on it, and at token level the d that it accepts."""
 
-    _fields_ = [*_fields(ctypes.c_int32, "scope kind"), ("bounds", WideBand), ("tokens", Band)]
+    _fields_ = [*_struct_fields(ctypes.c_int32, "scope kind"), ("bounds", WideBand), ("tokens", Band)]
 
 
 class Job(ctypes.Structure):
     """Inputs, outputs and thresholds of one batch."""
 
     _fields_ = [
-        *_fields(
+        *_struct_fields(
             ctypes.c_void_p, "train rollout mask offsets weights loss_mask sequence_kept places numbers policy_sums"
         ),
-        *_fields(ctypes.c_int64, "sequences length sequences_per_task tasks threads number_count"),
-        *_fields(ctypes.c_int64, "train_stride rollout_stride mask_stride"),
-        *_fields(ctypes.c_int32, "train_type rollout_type mask_type level mode nonfinite normalization"),
-        *_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
+        *_struct_fields(ctypes.c_int64, "sequences length sequences_per_task tasks threads number_count"),
+        *_struct_fields(ctypes.c_int64, "train_stride rollout_stride mask_stride"),
+        *_struct_fields(ctypes.c_int32, "train_type rollout_type mask_type level mode nonfinite normalization"),
+        *_struct_fields(ctypes.c_int32, "needs_k2 vetoing banded_below criteria_count"),
         ("criteria", CriterionFields * MAX_CRITERIA),
         ("token_criterion", ctypes.c_int32 * len(KINDS)),
-        *_fields(ctypes.c_float, "cap least floor ceiling"),
-        *_fields(Band, "band veto ten_percent weighted untouched accepted quiet"),
-        *_fields(WideBand, "wide_band wide_weighted low_weight"),
-        *_fields(ctypes.c_double, "bound"),
+        *_struct_fields(ctypes.c_float, "cap least floor ceiling"),
+        *_struct_fields(Band, "band veto ten_percent weighted untouched accepted quiet"),
+        *_struct_fields(WideBand, "wide_band wide_weighted low_weight"),
+        *_struct_fields(ctypes.c_double, "bound"),
     ]
 
 
@@ -103,34 +103,36 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         floor=math.exp(-bound),
         ceiling=math.exp(bound),
         bound=bound,
-        band=_rounded((low, high)),
-        weighted=_rounded(zeroing),
+        band=_round_to_float32((low, high)),
+        weighted=_round_to_float32(zeroing),
         wide_band=(low, high),
         wide_weighted=zeroing,
         low_weight=log_band(None if config.is_upper is None else 1 / config.is_upper, None),
-        veto=_rounded(vetoed),
-        ten_percent=_rounded(log_band(0.9, 1.1)),
-        untouched=_rounded(untouched),
+        veto=_round_to_float32(vetoed),
+        ten_percent=_round_to_float32(log_band(0.9, 1.1)),
+        untouched=_round_to_float32(untouched),
     )
     for i, criterion in enumerate(config.criteria):
         # The accepted d of a token follow from the criterion's bounds.
         bounds, kind = accepted_band(criterion), KINDS.index(criterion.kind)
         tokens = bounds if criterion.kind == "k1" else accepted_log_ratios(criterion.kind, bounds[1])
         scope = SCOPES.index(criterion.scope)
-        job.criteria[i] = CriterionFields(scope, kind, WideBand(*bounds), _rounded(tokens))
+        job.criteria[i] = CriterionFields(scope, kind, WideBand(*bounds), _round_to_float32(tokens))
         if criterion.scope == "token":
             job.token_criterion[kind] = i
-            accepted = _both(accepted, tokens)
-    job.accepted = _rounded(accepted)
+            accepted = _intersect_bands(accepted, tokens)
+    job.accepted = _round_to_float32(accepted)
 
     # At token level a divergence also has moments and extremes of its own, which need the value of every token.
     described = any(criterion.scope == "token" and criterion.kind != "k1" for criterion in config.criteria)
-    weighed = _both(untouched, zeroing) if config.rollout_is == "token" else EVERYTHING
-    job.quiet = _rounded(NOTHING if described else _both(_both(accepted, vetoed), weighed))
+    weighed = _intersect_bands(untouched, zeroing) if config.rollout_is == "token" else EVERYTHING
+    job.quiet = _round_to_float32(
+        NOTHING if described else _intersect_bands(_intersect_bands(accepted, vetoed), weighed)
+    )
     return bytes(job)[OF_BATCH.size :]
 
 
-def _both(band: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+def _intersect_bands(band: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
     """Return the intersection of two bands."""
     return max(band[0], other[0]), min(band[1], other[1])
 
@@ -156,7 +158,7 @@ def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
     return ends[0], ends[1]
 
 
-def _rounded(bounds: tuple[float, float]) -> Band:
+def _round_to_float32(bounds: tuple[float, float]) -> Band:
     """Return the float32 band that excludes a float32 exactly when the float64 bounds exclude it."""
     lower, upper = (np.float32(bound) for bound in bounds)
     if float(lower) < bounds[0]:

@@ -24,7 +24,7 @@ TASK_TOKENS = 1 << 15
 NO_MEMORY, BAD_MASK = 0, 2
 """What `rollcorr_correct` returns in place of 1."""
 
-_LARGE = 4 << 20  # bytes; large pages are faster from this size on
+_LARGE_BATCH_BYTES = 4 << 20  # bytes; large pages are faster from this size on
 
 
 def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
@@ -44,11 +44,11 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
     if config.safety_bound > KERNEL_SAFETY_BOUND:
         limit = f"the squares of weights up to e^{KERNEL_SAFETY_BOUND:g}"
         return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"
-    return status()[1] or _why_incomplete(config)
+    return status()[1] or _missing_rows_reason(config)
 
 
 @lru_cache(maxsize=64)
-def _why_incomplete(config: RolloutCorrectionConfig) -> str | None:
+def _missing_rows_reason(config: RolloutCorrectionConfig) -> str | None:
     """Return why the library in use cannot compute a configuration; `None` if it can."""
     if len(config.criteria) > MAX_CRITERIA:
         return f"rollout_rs names {len(config.criteria)} criteria, and it has room for {MAX_CRITERIA}"
@@ -82,10 +82,10 @@ def cpu_correction(
     reason = None if checked else why_not(batch, config)
     if reason is not None:
         raise ValueError(f"impl='cpu' cannot take this batch: {reason}; use impl='auto' or 'torch'")
-    batch = _readable(batch, lib)
+    batch = _make_readable(batch, lib)
     weights, loss_mask = outputs(batch.mask, config, out)
     for fresh in (weights, loss_mask) if out is None else ():
-        if fresh is not None and fresh.nbytes >= _LARGE:
+        if fresh is not None and fresh.nbytes >= _LARGE_BATCH_BYTES:
             lib.functions.rollcorr_large_pages(fresh.data_ptr(), fresh.nbytes)
 
     # On the CPU, even with another default of `torch.set_default_device`: C writes to their addresses.
@@ -93,10 +93,10 @@ def cpu_correction(
     kept = torch.empty(sequences, dtype=torch.bool, device="cpu")
 
     # The library computes the rows of every configuration. `places` selects this one's rows; it returns their numbers.
-    template, places = _layout(config, lib.level)
+    template, places = _row_layout(config, lib.level)
     numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
     policy_sums = torch.empty(4, sequences, dtype=STATISTICS_DTYPE, device="cpu")
-    job = _job(batch, config, sequences, weights, loss_mask, kept, places, numbers, policy_sums)
+    job = _pack_job(batch, config, sequences, weights, loss_mask, kept, places, numbers, policy_sums)
     status = lib.functions.rollcorr_correct(job)
     if status == NO_MEMORY:
         raise MemoryError(f"no memory for the statistics of {sequences} sequences")
@@ -121,9 +121,9 @@ def cpu_detail(
         of the weights; and the worst tokens, identified by their position in their sequence.
     """
     lib = library(level)
-    batch = _readable(batch, lib)
+    batch = _make_readable(batch, lib)
     sequences = sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
-    job = _job(batch, config, sequences, weights)
+    job = _pack_job(batch, config, sequences, weights)
 
     # A row of eight-byte numbers for each thread: both histograms, which are integers, and then the entries.
     threads = torch.get_num_threads()
@@ -140,7 +140,7 @@ def cpu_detail(
     return sums, Statistics.of(histograms=found, tops={"tokens": merge_tops(entries)})
 
 
-def _job(
+def _pack_job(
     batch: Batch,
     config: RolloutCorrectionConfig,
     sequences: int,
@@ -177,7 +177,7 @@ def _job(
     return of_batch + thresholds_of(config)
 
 
-def _readable(batch: Batch, lib: Library) -> Batch:
+def _make_readable(batch: Batch, lib: Library) -> Batch:
     """Return a batch that C can read: a mask of a supported dtype, and offsets with checked values."""
     train, rollout, mask, cu_seqlens = batch
     if mask.dtype not in MASK_TYPES or not _rows_are_contiguous(mask):
@@ -194,7 +194,7 @@ def _rows_are_contiguous(tensor: Tensor) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
+def _row_layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
     """Return the rows of a configuration without values, and the index of each value in the library's rows."""
     template = empty_statistics(config, "cpu")
     places = places_of(library(level).names, [criterion.name for criterion in config.criteria])

@@ -75,7 +75,7 @@ def load(folder: Path, level: str) -> Library | str:
     """Return the library of one instruction set in a folder, or the reason why it cannot be used."""
     path = folder / f"correction_{level}.so"
     if not path.exists():
-        return _why_absent(folder, level)
+        return _absence_reason(folder, level)
     # Torch names the widest vectors that it may use, for example "AVX2" or "AVX512_VNNI".
     widest = torch.backends.cpu.get_cpu_capability().partition("_")[0]
     if level not in {"AVX512": LEVELS, "AVX2": LEVELS[1:]}.get(widest, LEVELS[2:]):
@@ -112,7 +112,7 @@ def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> di
     return places
 
 
-def _why_absent(folder: Path, level: str) -> str:
+def _absence_reason(folder: Path, level: str) -> str:
     """Return the reason that the installation recorded for a missing library."""
     note = folder / NOT_BUILT
     for line in note.read_text(encoding="utf-8").splitlines() if note.exists() else ():

@@ -24,8 +24,8 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
     const float *train_at = block->train, *rollout_at = block->rollout;
     const int vectors = block->vectors;
     Exact train_sum = {splat(ANCHOR), {0}}, rollout_sum = train_sum;
-    vf sum_magnitude = {0}, sum_squares = {0};
-    vf sum_k3 = {0}, expm1_squares = {0}, sum_difference = {0}, most_difference = {0};
+    vf sum_squares = {0}, sum_k3 = {0}, expm1_squares = {0}, most_difference = {0};
+    TOKEN_SUMS(AS_VECTOR)
     vf least = splat(INFINITY), most = -least, farthest = {0};
     for (int v = 0; v < vectors; v++) {
         fetch_ahead(train_at + v * LANES);
@@ -33,7 +33,8 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
         vf train = load(train_at + v * LANES), rollout = load(rollout_at + v * LANES), d = train - rollout;
         vf probability = exp_of_ordinary(rollout);
         Exponential e = destination == TO_BLOCK ? exponential_regular(d) : exponential_quiet(d);
-        vf difference = probability * e.expm1, sign = sign_of(d); /* π − μ = μ (ρ − 1), which has the sign of d */
+        vf gap = probability * e.expm1, sign = sign_of(d); /* π − μ = μ (ρ − 1), which has the sign of d */
+        vf size = d * sign, difference = gap * sign;
         if (destination == TO_MEMORY) store(weights + v * LANES, e.exp);
         if (destination == PAST_CACHE) store_past_cache(weights + v * LANES, e.exp);
         if (destination == TO_BLOCK) {
@@ -45,12 +46,11 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
         vf square = d * d;
         add_exactly(&train_sum, train);
         add_exactly(&rollout_sum, rollout);
-        sum_magnitude += d * sign;
         sum_squares += square;
         sum_k3 += e.k3;
         expm1_squares += e.expm1 * e.expm1;
-        sum_difference += difference * sign;
-        most_difference = farther(most_difference, difference);
+        TOKEN_SUMS(ADD_VECTOR)
+        most_difference = farther(most_difference, gap);
         least = smaller(least, d);
         most = larger(most, d);
         farthest = farther(farthest, rollout);
@@ -59,26 +59,31 @@ INLINE void sum_as(Block *block, Totals *totals, float *weights, const int desti
     /* Σ d is exponentiated: it stays good to 1e-9, though each d is rounded to 1e-8. The high parts differ exactly. */
     vf d_high = train_sum.high - rollout_sum.high, d_low = train_sum.low - rollout_sum.low;
     vf sum_rollout = (rollout_sum.high - ANCHOR) + rollout_sum.low;
-    totals_of_each(&totals->of_d, d_high, d_low, sum_magnitude, sum_squares);
-    totals_of_each(&totals->of_exp, sum_k3, expm1_squares, sum_difference, sum_rollout);
+#define AT_TOTAL(name, ...) [TOTAL_##name] = sum_of_##name,
+    vf sums[4 * FOURS] = {d_high, d_low, sum_rollout, sum_squares, sum_k3, expm1_squares, TOKEN_SUMS(AT_TOTAL)};
+#pragma GCC unroll 16
+    for (int i = 0; i < FOURS; i++) {
+        const vf *four = sums + 4 * i;
+        totals_of_each(&totals->four[i], four[0], four[1], four[2], four[3]);
+    }
     totals->most = largest_of_each(-least, most, farthest, most_difference);
 }
 
-static inline double sum_of_d(const Totals *totals) { return totals->of_d[0] + totals->of_d[1]; }
+static inline double sum_of_d(const Totals *totals) { return totals->of[TOTAL_d] + totals->of[TOTAL_rest]; }
 
 static Extremes range_of(const Totals *totals) { return (Extremes){-(double)totals->most[0], (double)totals->most[1]}; }
 
 /* The same by name, and what follows from it. */
 static void name_sums(const Totals *totals, Mismatch *sums) {
     sums->d = sum_of_d(totals);
-    sums->magnitude = totals->of_d[2];
-    sums->squares = totals->of_d[3];
-    sums->k3 = totals->of_exp[0];
+    sums->squares = totals->of[TOTAL_squares];
+    sums->k3 = totals->of[TOTAL_k3];
     sums->expm1 = sums->d + sums->k3;
-    sums->expm1_squares = totals->of_exp[1];
+    sums->expm1_squares = totals->of[TOTAL_expm1_squares];
     sums->chi2 = sums->expm1_squares + 2 * sums->expm1; /* ρ² − 1 = (ρ − 1)² + 2 (ρ − 1) */
-    sums->difference = totals->of_exp[2];
-    sums->rollout = totals->of_exp[3];
+#define NAME_TOTAL(name, ...) sums->name = totals->of[TOTAL_##name];
+    TOKEN_SUMS(NAME_TOTAL)
+    sums->rollout = totals->of[TOTAL_rollout];
     sums->train = sums->rollout + sums->d;
     sums->log_ratio = range_of(totals);
     sums->most_difference = (double)totals->most[3];
@@ -87,7 +92,7 @@ static void name_sums(const Totals *totals, Mismatch *sums) {
 /* Whether a block is regular; an upper limit on |d|. Extremes may pass over a NaN, but Σ d² is NaN too. */
 static inline int is_within(const Totals *totals, float reach) {
     v4f most = totals->most;
-    return totals->of_d[3] < HOLDS && most[0] <= reach && most[1] <= reach && most[2] <= ORDINARY;
+    return totals->of[TOTAL_squares] < HOLDS && most[0] <= reach && most[1] <= reach && most[2] <= ORDINARY;
 }
 
 /* Whether nothing is decided about single tokens, and sums of squares say how far values spread: the mean is not large
@@ -96,7 +101,7 @@ static inline int is_within(const Totals *totals, float reach) {
 static inline int is_quiet(const Job *job, const Totals *totals, double n) {
     double d = sum_of_d(totals);
     return is_within(totals, QUIET_REACH) && -totals->most[0] >= job->quiet.lower &&
-           totals->most[1] <= job->quiet.upper && 4 * d * d <= n * totals->of_d[3];
+           totals->most[1] <= job->quiet.upper && 4 * d * d <= n * totals->of[TOTAL_squares];
 }
 
 enum { EXPECT_QUIET, EXPECT_REGULAR, EXPECT_OTHER };
@@ -123,8 +128,7 @@ static void sum_expected(Block *block, Totals *totals, float *weights) {
 static void join_quiet(Block *block, const Totals *totals, Rows *rows) {
     block->calm++;
     block->quiet_tokens += block->tokens;
-    block->quiet.of_d += totals->of_d;
-    block->quiet.of_exp += totals->of_exp;
+    for (int i = 0; i < FOURS; i++) block->quiet.four[i] += totals->four[i];
     block->quiet.most = larger_of_four(block->quiet.most, totals->most);
     count_ten_percent(block, range_of(totals), rows);
 }

@@ -78,21 +78,24 @@ INLINE void add_with_rest(vf *sum, vf *rest, vf x) {
 INLINE void subtract_as(Block *block, Mismatch *sums, const int plain) {
     const vf inf = splat(INFINITY);
     const vi every = (vi){0} - 1;
-    vf sum_d = {0}, lost = {0}, sum_magnitude = {0}, sum_rollout = {0}, lost_rollout = {0}, least = inf, most = -inf;
+    vf sum_d = {0}, lost = {0}, sum_rollout = {0}, lost_rollout = {0}, least = inf, most = -inf;
+    SUMS_OF_D(AS_VECTOR)
     EACH_VECTOR(v, block) {
         vi measured = plain ? every : block->measured[v];
         vf train = where(measured, load(block->train + v * LANES));
         vf rollout = where(measured, load(block->rollout + v * LANES));
-        vf d = train - rollout;
+        vf d = train - rollout, size = magnitude(d);
         block->d[v] = d;
         add_with_rest(&sum_d, &lost, d); /* Σ d is exponentiated */
         lost += rounded_off(train, rollout, d);
-        sum_magnitude += magnitude(d);
+        SUMS_OF_D(ADD_VECTOR)
         add_with_rest(&sum_rollout, &lost_rollout, rollout); /* a loss compares it with a sum in float64 */
         least = smaller(least, choose(measured, d, inf));
         most = larger(most, choose(measured, d, -inf));
     }
-    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost), .magnitude = total(sum_magnitude)};
+#define TOTAL_IN_BLOCK(name, ...) sums->name = total(sum_of_##name);
+    *sums = (Mismatch){.d = exact_total(sum_d) + exact_total(lost)};
+    SUMS_OF_D(TOTAL_IN_BLOCK)
     sums->rollout = exact_total(sum_rollout) + exact_total(lost_rollout);
     sums->train = sums->rollout + sums->d; /* `sum_wide` sums it by itself where a huge log μ leaves it no digits */
     sums->log_ratio = (Extremes){smallest(least), largest(most)};
@@ -102,13 +105,14 @@ static void subtract(Block *block, Mismatch *sums) {
     if (block->plain) subtract_as(block, sums, 1);
     else subtract_as(block, sums, 0);
     double least = sums->log_ratio.min, most = sums->log_ratio.max; /* infinite where nothing is measured */
-    block->wide = !(sums->magnitude < HOLDS && fabs(sums->rollout) < HOLDS);
+    block->wide = !(sums->abs_log_ratio < HOLDS && fabs(sums->rollout) < HOLDS);
     block->reach = least < -CAP || most > CAP ? REACH_FAR : REACH_CAP;
 }
 
 /* What is built on e^d: ρ, ρ − 1, k3, chi² and |π − μ|, their sums, and the vectors that later steps read. */
 INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const int reach) {
-    vf sum_expm1 = {0}, sum_k3 = {0}, sum_chi2 = {0}, sum_difference = {0}, most_difference = {0};
+    vf sum_expm1 = {0}, sum_k3 = {0}, sum_chi2 = {0}, most_difference = {0};
+    SUMS_OF_RATIO(AS_VECTOR)
     EACH_VECTOR(v, block) {
         fetch_ahead(block->train + v * LANES);
         fetch_ahead(block->rollout + v * LANES);
@@ -147,13 +151,13 @@ INLINE void exponentiate_as(Block *block, Mismatch *sums, const int plain, const
             factor = choose(block->zero[v], splat(1.0f), factor);
         }
         vf difference = exp_of(from) * factor;
-        sum_difference += difference;
+        SUMS_OF_RATIO(ADD_VECTOR)
         most_difference = larger(most_difference, difference);
     }
     sums->expm1 = total(sum_expm1);
     sums->k3 = total(sum_k3);
     sums->chi2 = total(sum_chi2);
-    sums->difference = total(sum_difference);
+    SUMS_OF_RATIO(TOTAL_IN_BLOCK)
     sums->most_difference = largest(most_difference);
 }
 
@@ -161,7 +165,7 @@ static void exponentiate(Block *block, Mismatch *sums) {
     if (block->reach == REACH_FAR) exponentiate_as(block, sums, 0, REACH_FAR);
     else if (block->plain) exponentiate_as(block, sums, 1, REACH_CAP);
     else exponentiate_as(block, sums, 0, REACH_CAP);
-    if (!(sums->difference < HOLDS_DIFFERENCE)) block->wide = 1;
+    if (!(sums->prob_diff_abs < HOLDS_DIFFERENCE)) block->wide = 1;
 }
 
 /* The sums that float32 might not hold, in float64, at the cost of libm. */
@@ -173,12 +177,11 @@ static void sum_wide(const Block *block, Mismatch *sums) {
         double train = (double)block->train[i], rollout = (double)block->rollout[i];
         double difference = fabs(exp(train) - exp(rollout));
         if (difference != difference) difference = 0; /* ∞ − ∞ of two densities, as in core/divergence.py */
-        wide.difference += difference;
+        double d = measured[i] ? train - rollout : 0, size = fabs(d), capped = d < CAP ? d : CAP;
+        TOKEN_SUMS(ADD_SCALAR)
         if (difference > wide.most_difference) wide.most_difference = difference;
         if (zero[i]) continue;
-        double d = train - rollout, capped = d < CAP ? d : CAP;
         wide.d += d;
-        wide.magnitude += fabs(d);
         wide.train += train;
         wide.rollout += rollout;
         wide.k3 += expm1(capped) - capped;

@@ -61,9 +61,9 @@ def torch_correction(
     # Multiply the decisions for sequences into the outputs of the blocks. Packed: the ids of one block at a time.
     packed = batch.cu_seqlens is not None
     for block in token_blocks(batch.mask, batch.cu_seqlens, block_tokens) if packed else [Block(slice(None), None)]:
-        _spread(kept, loss_mask, block)
+        _multiply_by_sequence_weight(kept, loss_mask, block)
         if weights is not None and weight is not None:
-            _spread(weight.float(), weights, block)
+            _multiply_by_sequence_weight(weight.float(), weights, block)
 
     # Group baselines leave out a sequence that rejection emptied, but not one that was empty before.
     sequence_kept = (kept & (table["kept"] > 0)) | (table["valid"] == 0)
@@ -85,34 +85,34 @@ def read_blocks(
     if len(blocks) > 1 and mask.is_cpu:
         threads = min(torch.get_num_threads(), len(blocks))
     if threads == 1:
-        return _merged(map(read, blocks), packed=packed)
+        return _merge_blocks(map(read, blocks), packed=packed)
     own = torch.get_num_threads()
     results: list[Future[Read]] = []
     try:
-        results.extend(_readers(threads).submit(read, block) for block in blocks)
-        return _merged((result.result() for result in results), packed=packed)
+        results.extend(_thread_pool(threads).submit(read, block) for block in blocks)
+        return _merge_blocks((result.result() for result in results), packed=packed)
     finally:
         wait(results)  # also after an error: threads write to the caller's buffers
         torch.set_num_threads(own)  # the default of new threads
 
 
 @cache
-def _readers(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Return a persistent thread pool: new threads have fresh memory, which costs more than reading a block."""
-    return ThreadPoolExecutor(threads, "rollcorr", _start_no_threads)
+    return ThreadPoolExecutor(threads, "rollcorr", _disable_torch_threads)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_readers.cache_clear)
+    os.register_at_fork(after_in_child=_thread_pool.cache_clear)
 
 
-def _start_no_threads() -> None:
+def _disable_torch_threads() -> None:
     """Keep torch from splitting operations among more threads in this one."""
     torch.get_num_threads()  # a thread copies the process's value once, on its first call
     torch.set_num_threads(1)
 
 
-def _merged(parts: Iterator[Read], *, packed: bool) -> Read:
+def _merge_blocks(parts: Iterator[Read], *, packed: bool) -> Read:
     """Merge the results of blocks; the table of a packed block has a number for every sequence."""
     table, rows = next(parts)
     of_blocks = [rows]
@@ -144,7 +144,7 @@ def token_blocks(mask: Tensor, cu_seqlens: Tensor | None, size: int | None = Non
         yield Block(slice(start, end), None if own is None else own.diff())
 
 
-def _spread(per_sequence: Tensor, out: Tensor, block: Block) -> None:
+def _multiply_by_sequence_weight(per_sequence: Tensor, out: Tensor, block: Block) -> None:
     """Multiply every token of a block by its sequence's value, in place."""
     ids = block.ids()
     out[block.at].mul_(per_sequence[block.at].unsqueeze(-1) if ids is None else per_sequence[ids])

@@ -48,7 +48,10 @@ class _Tally(NamedTuple):
             return
         values = torch.stack(list(self.samples.values()))
         seen = values.isfinite() & self.sequences.has_counted
-        for rows, found in ((self.rows.moments, _moments(values, seen)), (self.rows.extremes, _extremes(values, seen))):
+        for rows, found in (
+            (self.rows.moments, _counted_moments(values, seen)),
+            (self.rows.extremes, _masked_extremes(values, seen)),
+        ):
             rows.update(zip(self.samples, found.unbind(), strict=True))
 
 
@@ -76,7 +79,7 @@ def decide(
     weight = None if config.rollout_is is None else _weigh(tally, kept, config)
     tally.finish()
     if config.rollout_is is not None:
-        _finish_weights(rows, config)
+        _derive_weight_rows(rows, config)
     return kept, weight, rows.statistics(config, "torch")
 
 
@@ -126,10 +129,10 @@ def _describe_sequence_weights(
     rows.extremes["log_weight"] = extremes_of(log_weight, finite)
     for name, values in (("weight", weight), ("weight_raw", raw)):
         rows.extremes[name] = extremes_of(values, has_counted)
-        rows.moments[name] = _moments(values, sequences.counted)
+        rows.moments[name] = _counted_moments(values, sequences.counted)
 
 
-def _finish_weights(rows: Computed, config: RolloutCorrectionConfig) -> None:
+def _derive_weight_rows(rows: Computed, config: RolloutCorrectionConfig) -> None:
     """Compute the rows of weights that follow from other rows."""
     (sums, moments, _), token_level = rows, config.rollout_is == "token"
     sums["units"] = sums["tokens_counted" if token_level else "sequences_counted"]
@@ -157,7 +160,7 @@ def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
     tokens_taken: Values = {}
     sequences_taken: Values = {}
     for criterion in config.criteria:
-        beyond = _criterion(tally, criterion)
+        beyond = _apply_criterion(tally, criterion)
         if criterion.scope == "token":
             tokens_taken[criterion.name] = table[f"{criterion.name}/rejected"]
         else:
@@ -197,10 +200,10 @@ def _reject(tally: _Tally, config: RolloutCorrectionConfig) -> Tensor:
     return kept
 
 
-def _criterion(tally: _Tally, criterion: Criterion) -> Tensor:
+def _apply_criterion(tally: _Tally, criterion: Criterion) -> Tensor:
     """Add one criterion's statistic, and return the sequences in which it exceeds its bounds."""
     row, has_counted = f"rs/{criterion.name}", tally.sequences.has_counted
-    value = _statistic(tally, criterion)
+    value = _sequence_divergence(tally, criterion)
     high, low = (has_counted & beyond for beyond in beyond_bounds(value, criterion))
 
     # A token criterion has rows for tokens, and for its mean over each sequence, which decides no rejection.
@@ -210,7 +213,7 @@ def _criterion(tally: _Tally, criterion: Criterion) -> Tensor:
     return high | low
 
 
-def _statistic(tally: _Tally, criterion: Criterion) -> Tensor:
+def _sequence_divergence(tally: _Tally, criterion: Criterion) -> Tensor:
     """Compute a criterion's divergence of each sequence, (B,); a token criterion's mean over the sequence."""
     table, sequences, *_ = tally
     if criterion.scope == "seq_max":
@@ -225,7 +228,7 @@ def _statistic(tally: _Tally, criterion: Criterion) -> Tensor:
     return value.masked_fill(sequences.has_zero, torch.inf)
 
 
-def _moments(values: Tensor, counts: Tensor) -> Tensor:
+def _counted_moments(values: Tensor, counts: Tensor) -> Tensor:
     """Return (n, mean, M2) of samples in which values[…, i] occurs counts[…, i] times, or once where counts is true."""
     n = counts.sum(-1, dtype=STATISTICS_DTYPE)
     present = values.masked_fill(counts == 0, 0.0)
@@ -236,7 +239,7 @@ def _moments(values: Tensor, counts: Tensor) -> Tensor:
     return torch.stack([n, mean, m2], dim=-1)
 
 
-def _extremes(values: Tensor, seen: Tensor) -> Tensor:
+def _masked_extremes(values: Tensor, seen: Tensor) -> Tensor:
     """Return (min, max) of rows of values, (S, B) → (S, 2), where `seen` is true."""
     if not values.shape[-1]:
         return no_extremes(values.device).expand(len(values), 2)

@@ -30,15 +30,15 @@ class Block(NamedTuple):
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum values, 0 on uncounted tokens, over each sequence: of the block if padded, of the batch if packed."""
-        return values.sum(-1) if self.lengths is None else self._reduce(values, "sum")
+        return values.sum(-1) if self.lengths is None else self._reduce_by_sequence(values, "sum")
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest value of each sequence; −inf for one without a token in this block."""
         if self.lengths is not None:
-            return self._reduce(values, "max")
+            return self._reduce_by_sequence(values, "max")
         return values.amax(-1) if values.shape[-1] else values.new_full(values.shape[:1], -torch.inf)
 
-    def _reduce(self, values: Tensor, how: str) -> Tensor:
+    def _reduce_by_sequence(self, values: Tensor, how: str) -> Tensor:
         return torch.segment_reduce(values, how, lengths=self.lengths, unsafe=True)
 
 

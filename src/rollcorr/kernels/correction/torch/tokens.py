@@ -45,9 +45,9 @@ class TokenPass:
     ) -> None:
         self._block, self._config = block, config
         self.rows = Computed({}, {}, {})
-        self._nothing = no_extremes(mask.device)
+        self._empty_extremes = no_extremes(mask.device)
         self._work = torch.empty(mask.shape, dtype=torch.float64, device=mask.device)
-        self._valid = _flags(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
+        self._valid = _compare_as_float(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
         self._classify(train.double(), rollout.double())
         self._compare()
         self.weights = self._weigh() if config.rollout_is == "token" else self._counted
@@ -57,8 +57,8 @@ class TokenPass:
         """Classify the tokens, and sum the columns that are 0 on masked or missing tokens."""
         # log π + |log μ| is finite where both are, −inf for log π = −inf over a finite log μ, and inf or NaN otherwise.
         order = mu.abs().add_(pi)
-        self._compared = _flags(torch.lt, order, torch.inf).mul_(self._valid)
-        self._measured = _flags(torch.gt, order, -torch.inf).mul_(self._compared)
+        self._compared = _compare_as_float(torch.lt, order, torch.inf).mul_(self._valid)
+        self._measured = _compare_as_float(torch.gt, order, -torch.inf).mul_(self._compared)
         self._zero = self._compared - self._measured
         self._counted = self._valid if self._config.nonfinite == "neutral" else self._compared
 
@@ -67,7 +67,7 @@ class TokenPass:
         difference = torch.exp(pi, out=order).sub_(mu.exp()).abs_()
         difference.nan_to_num_(nan=0.0, posinf=torch.inf)  # as in `core.divergence`: ∞ − ∞ of two densities
         self.rows.sums["prob_diff_abs"] = difference.sum()
-        least, largest = difference.aminmax() if difference.numel() else self._nothing.unbind()
+        least, largest = difference.aminmax() if difference.numel() else self._empty_extremes.unbind()
         self.rows.extremes["prob_diff_abs"] = torch.stack([least.clamp(max=0.0), largest])  # no metric reads the least
 
         self._d = pi.mul_(self._measured) - mu.mul_(self._measured)
@@ -85,10 +85,12 @@ class TokenPass:
     def _compare(self) -> None:
         """Compute the mismatch of the policies, independent of the correction."""
         d, sums, (low, high) = self._d, self.rows.sums, log_band(0.9, 1.1)
-        self._sample("log_ratio", d, self._measured)
+        self._add_distribution("log_ratio", d, self._measured)
         size = d.abs()
-        sums["abs_log_ratio"], sums["capped"] = size.sum(), self._count(torch.gt, size, SAFETY_BOUND)
-        sums["ratio_outside_10pct"] = self._count(torch.gt, d, high) + self._count(torch.lt, self._log_ratio, low)
+        sums["abs_log_ratio"], sums["capped"] = size.sum(), self._count_where(torch.gt, size, SAFETY_BOUND)
+        sums["ratio_outside_10pct"] = self._count_where(torch.gt, d, high) + self._count_where(
+            torch.lt, self._log_ratio, low
+        )
 
         # k3 = expm1(d) − d, and ρ² − 1 = (ρ − 1)² + 2 (ρ − 1).
         capped = torch.clamp(d, max=SAFETY_BOUND, out=size)
@@ -97,6 +99,7 @@ class TokenPass:
         self.table["k3"] = self._block.sum(self._k3).clamp_(min=0.0)  # rounding may return −1e-17
         rho_1 = rho_1.sub_(self._zero).view(-1)
         sums["chi2_token"] = torch.dot(rho_1, rho_1) + 2.0 * rho_1.sum()
+        self.rows.add_tokens(self._log_ratio, self._measured, self._compared, self._config, {*sums, *self.table})
 
         # The maximum over a sequence follows from the range of d: the divergences are convex.
         if any(criterion.scope == "seq_max" for criterion in self._config.criteria):
@@ -107,23 +110,23 @@ class TokenPass:
     def _weigh(self) -> Tensor:
         """Compute token-level weights, 0 on tokens that are not counted."""
         config, sums, counted, d = self._config, self.rows.sums, self._counted, self._d
-        sums["saturated_low"] = self._count(torch.lt, d, -config.safety_bound)
-        sums["saturated_high"] = self._count(torch.gt, d, config.safety_bound)
+        sums["saturated_low"] = self._count_where(torch.lt, d, -config.safety_bound)
+        sums["saturated_high"] = self._count_where(torch.gt, d, config.safety_bound)
 
         # Count exceedances before the bounds are applied.
         band = exceedance_band(config)
         if band != (None, None):
             low, high = log_band(*band)
-            sums["is_low"] = self._count(torch.lt, self._log_ratio, low, counted)
-            sums["is_high"] = self._count(torch.gt, self._log_ratio, high, counted)
+            sums["is_low"] = self._count_where(torch.lt, self._log_ratio, low, counted)
+            sums["is_high"] = self._count_where(torch.gt, self._log_ratio, high, counted)
 
         positive = counted - self._zero
         raw = d.clamp(-config.safety_bound, config.safety_bound).exp_().mul_(positive)
         weight = applied_weights(raw, d, config).mul_(positive)
         if config.is_mode == "icepop":
-            sums["is_outside"] = self._count(torch.eq, weight, 0.0, counted)
+            sums["is_outside"] = self._count_where(torch.eq, weight, 0.0, counted)
         for name, values in (("weight", weight), ("weight_raw", raw)):
-            self._sample(name, values, counted)
+            self._add_distribution(name, values, counted)
             self.table[name] = self._block.sum(values)
         return weight
 
@@ -135,16 +138,21 @@ class TokenPass:
                 table[kind] = self._block.sum(ESTIMATES[kind](self._d))
         if config.rollout_token_veto_threshold is not None:
             low, _ = log_band(config.rollout_token_veto_threshold, None)
-            table["catastrophic"] = self._block.sum(_flags(torch.lt, self._log_ratio, low).mul_(self._counted))
+            table["catastrophic"] = self._block.sum(
+                _compare_as_float(torch.lt, self._log_ratio, low).mul_(self._counted)
+            )
 
         # Every rejector reads only the response mask, and a token stays if no rejector removes it.
         rejectors = torch.zeros_like(valid)
         if config.nonfinite in ("reject_token", "raise"):
             rejectors = valid - self._compared
-        rejected = {c.name: self._judge(c) for c in config.criteria if c.scope == "token"}
+        rejected = {c.name: self._apply_criterion(c) for c in config.criteria if c.scope == "token"}
         for taken in rejected.values():
             rejectors.add_(taken)
-        kept, once = _flags(torch.eq, rejectors, 0.0).mul_(valid), _flags(torch.eq, rejectors, 1.0)
+        kept, once = (
+            _compare_as_float(torch.eq, rejectors, 0.0).mul_(valid),
+            _compare_as_float(torch.eq, rejectors, 1.0),
+        )
 
         table["kept"], table["rejected_once"] = self._block.sum(kept), self._block.sum(once)
         for name, taken in rejected.items():
@@ -154,32 +162,32 @@ class TokenPass:
             table["kept_weight"] = self._block.sum(self.weights * kept)
         return kept
 
-    def _judge(self, criterion: Criterion) -> Tensor:
+    def _apply_criterion(self, criterion: Criterion) -> Tensor:
         """Return the tokens that a token-level criterion rejects, and add its rows."""
         row, zero, (low, high) = f"rs/{criterion.name}", self._zero, accepted_band(criterion)
         values = self._k3 if criterion.kind == "k3" else ESTIMATES[criterion.kind](self._d)
-        self._sample(row, values, self._measured)
+        self._add_distribution(row, values, self._measured)
 
         # A k1 band is on the ratio itself. Probability zero is below it, and beyond the single bound of a divergence.
         judged = self._log_ratio if criterion.kind == "k1" else torch.add(values, zero, alpha=FAR)
-        below = _flags(torch.lt, judged, low).mul_(self._counted)
-        above = _flags(torch.gt, judged, high).mul_(self._counted)
+        below = _compare_as_float(torch.lt, judged, low).mul_(self._counted)
+        above = _compare_as_float(torch.gt, judged, high).mul_(self._counted)
         self.rows.sums[f"{row}/low"], self.rows.sums[f"{row}/high"] = below.sum(), above.sum()
         return below.add_(above)
 
-    def _sample(self, name: str, values: Tensor, mask: Tensor) -> None:
+    def _add_distribution(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add moments and extremes of values, 0 where the mask is 0."""
         count = mask.sum()
         mean = values.sum() / count.clamp(min=1)
 
         # Replace values by the mean where the mask is 0: the mean is never an extreme, and its deviation is 0.
         filled = torch.addcmul(values, 1.0 - mask, mean, out=self._work)
-        ends = torch.stack(filled.aminmax()) if filled.numel() else self._nothing
-        self.rows.extremes[name] = torch.where(count > 0, ends, self._nothing)
+        ends = torch.stack(filled.aminmax()) if filled.numel() else self._empty_extremes
+        self.rows.extremes[name] = torch.where(count > 0, ends, self._empty_extremes)
         deviation = filled.sub_(mean).view(-1)
         self.rows.moments[name] = torch.stack([count, mean, torch.dot(deviation, deviation)])
 
-    def _count(self, compare: Compare, values: Tensor, limit: float, mask: Tensor | None = None) -> Tensor:
+    def _count_where(self, compare: Compare, values: Tensor, limit: float, mask: Tensor | None = None) -> Tensor:
         """Return the number of values for which the comparison is true, where the mask is 1."""
         flags = compare(values, limit, out=self._work)
         return flags.sum() if mask is None else flags.mul_(mask).sum()
@@ -188,6 +196,6 @@ class TokenPass:
 Compare = Callable[..., Tensor]
 
 
-def _flags(compare: Compare, values: Tensor, limit: float) -> Tensor:
+def _compare_as_float(compare: Compare, values: Tensor, limit: float) -> Tensor:
     """Return 1.0 where the comparison is true, else 0.0."""
     return compare(values, limit, out=torch.empty(values.shape, dtype=torch.float64, device=values.device))

@@ -16,7 +16,7 @@ SETS = tl.constexpr(32)
 
 
 @triton.jit
-def _merge(all_rows, merged, sets, PLAN: tl.constexpr):
+def _merge_rows(all_rows, merged, sets, PLAN: tl.constexpr):
     """Merge the sums, moments and extremes whose index belongs to this program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     K: tl.constexpr = len(PLAN.moments)
@@ -57,7 +57,7 @@ def _merge(all_rows, merged, sets, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _spread(
+def _write_sequence_weights(
     program, cu_seqlens, sequence_weight, alive, weights, loss_mask, T, splits,
     PLAN: tl.constexpr, PACKED: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -87,9 +87,9 @@ def finish(
     MERGERS: tl.constexpr = (len(PLAN.sums) + ROWS - 1) // ROWS
     program = tl.program_id(0)
     if program < MERGERS:
-        _merge(all_rows, merged, sets, PLAN)
+        _merge_rows(all_rows, merged, sets, PLAN)
     elif PLAN.spreads:
-        _spread(
+        _write_sequence_weights(
             (program - MERGERS).to(tl.int64), cu_seqlens, sequence_weight, alive, weights, loss_mask, T, splits,
             PLAN, PACKED, ALIGN, LANES,
         )  # fmt: skip

@@ -16,18 +16,21 @@ from rollcorr.core.weights import log_band
 from rollcorr.kernels.correction.call import accepted_band, exceedance_band
 from rollcorr.kernels.correction.rows import CRITERION_ROWS, Abilities, empty_statistics, missing_rows
 
+# Sums over tokens that every configuration has: rows of this name, in the order of `add_token_sums` in the token pass.
+TOKEN_SUMS = ("abs_log_ratio", "k3", "chi2_token", "prob_diff_abs")
+
 # Columns that every configuration has, columns of token-level weights, and columns of each kind of token criterion.
 # The token pass relies on their order.
-_COLUMNS = (
+_TOKEN_COLUMNS = (
     *("valid", "measured", "zero", "outside", "capped_low", "capped_high"),
     *("log_ratio_mean", "log_ratio_m2", "log_ratio_min", "log_ratio_max"),
-    *("train", "rollout", "abs_log_ratio", "k3", "chi2", "difference", "difference_max", "k2", "catastrophic"),
+    *("train", "rollout", *TOKEN_SUMS, "difference_max", "k2", "catastrophic"),
 )
 _WEIGHT_COLUMNS = (
     *("is_low", "is_high", "outside_band", "saturated_low", "saturated_high", "counted"),
     *("raw_mean", "raw_m2", "weight_mean", "weight_m2", "weight_min", "weight_max", "kept_weight"),
 )
-_KIND_COLUMNS = ("low", "high", "alone", "mean", "m2", "min", "max")
+_CRITERION_COLUMNS = ("low", "high", "alone", "mean", "m2", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Plan:
     token_criteria: bool
     rejects_sequences: bool
     criteria: tuple[CriterionPlan, ...]
+    token_sums: tuple[str, ...]
     columns: Slots
     limits: Slots
     sums: Slots
@@ -97,8 +101,8 @@ def abilities() -> Abilities:
     source = Path(__file__).with_name("sequence_pass.py").read_text(encoding="utf-8")
     # A criterion's rows are not named there: the kernel writes all of them, in the order of the list.
     written = re.findall(r'PLAN\.(sums|moments|extremes)\["(\w+)"\]', source)
-    computed = {*written, *((row.kind, row.name) for row in CRITERION_ROWS)}
-    return Abilities(missing_rows(computed), ("k1", "k2", "k3"), ("token", "seq_sum", "seq_mean", "seq_max"))
+    written += [*(("sums", name) for name in TOKEN_SUMS), *((row.kind, row.name) for row in CRITERION_ROWS)]
+    return Abilities(missing_rows(written), ("k1", "k2", "k3"), ("token", "seq_sum", "seq_mean", "seq_max"))
 
 
 @lru_cache(maxsize=64)
@@ -127,7 +131,8 @@ def plan_of(config: RolloutCorrectionConfig) -> Plan:
         criteria=tuple(
             _criterion_plan(c, len(limits) + 2 * i, sums, moments, extremes) for i, c in enumerate(config.criteria)
         ),
-        columns=Slots(_columns(config)),
+        token_sums=TOKEN_SUMS,
+        columns=Slots(_columns_of_config(config)),
         limits=limits,
         sums=sums,
         moments=moments,
@@ -166,10 +171,10 @@ def _criterion_plan(c: Criterion, limit: int, sums: Slots, moments: Slots, extre
     )
 
 
-def _columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+def _columns_of_config(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """Return the columns that the token pass writes for each sequence and split, float64."""
     of_weights = _WEIGHT_COLUMNS if config.rollout_is == "token" else ()
     token_kinds = [c.kind for c in config.criteria if c.scope == "token"]
     of_rejection = ("kept", "rejected_once") if token_kinds else ()
-    of_kinds = (f"{kind}_{what}" for kind in token_kinds for what in _KIND_COLUMNS)
-    return (*_COLUMNS, *of_weights, *of_rejection, *of_kinds)
+    of_kinds = (f"{kind}_{what}" for kind in token_kinds for what in _CRITERION_COLUMNS)
+    return (*_TOKEN_COLUMNS, *of_weights, *of_rejection, *of_kinds)

@@ -109,7 +109,7 @@ PROBES = (
 )  # fmt: skip
 
 _verdicts: dict[torch.device, Verdict] = {}
-_lock = threading.Lock()
+_verdict_lock = threading.Lock()
 
 
 def is_verified(device: torch.device) -> bool:
@@ -140,7 +140,7 @@ def check_kernels(device: torch.device, kernel: Kernel = triton_correction) -> V
     """
     for probe in PROBES:
         try:
-            difference = _difference(probe, device, kernel)
+            difference = _find_difference(probe, device, kernel)
         except Exception as error:  # a compiler can raise anything, and torch is there to take over
             said = next(iter(str(error).strip().splitlines()), "no message")[:200]
             return Verdict(False, f"{probe.name}: {type(error).__name__}: {said}", failed=True)
@@ -188,7 +188,7 @@ def probe_batch(probe: Probe, device: torch.device) -> Batch:
 
 def _first_verdict(device: torch.device) -> Verdict:
     """Return the verdict of an earlier process, or compute one; warn once if the kernels disagree."""
-    with _lock:
+    with _verdict_lock:
         if device in _verdicts:
             return _verdicts[device]
         machine = machine_of(device)
@@ -213,7 +213,7 @@ def _first_verdict(device: torch.device) -> Verdict:
     return verdict
 
 
-def _difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | None:
+def _find_difference(probe: Probe, device: torch.device, kernel: Kernel) -> str | None:
     """Return a description of the first difference between the kernels and torch; `None` if they agree."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InertOptionWarning)
@@ -260,14 +260,14 @@ def machine_of(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         machine["device"] = f"{properties.name}, {properties.major}.{properties.minor}"
-        machine["driver"] = _driver()
+        machine["driver"] = _driver_version()
     return machine
 
 
 def read_verdict(machine: dict[str, str]) -> Verdict | None:
     """Return the verdict of an earlier process; `None` if missing, damaged, or from another machine."""
     try:
-        kept = json.loads(_path(machine).read_text(encoding="utf-8"))
+        kept = json.loads(_verdict_path(machine).read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):
         return None
     if not isinstance(kept, dict) or kept.get("machine") != machine:
@@ -282,12 +282,12 @@ def write_verdict(machine: dict[str, str], verdict: Verdict) -> None:
         return
     content = json.dumps({"machine": machine, "agrees": verdict.agrees, "reason": verdict.reason}, indent=2)
     with suppress(OSError, RuntimeError):
-        path = _path(machine)
+        path = _verdict_path(machine)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
 
 
-def _path(machine: dict[str, str]) -> Path:
+def _verdict_path(machine: dict[str, str]) -> Path:
     """Return the file of a machine. Raises RuntimeError without a home directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     folder = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
@@ -304,7 +304,7 @@ def _source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _driver() -> str:
+def _driver_version() -> str:
     """Return the driver as its module reports it, else the version that torch was built for."""
     for module in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):

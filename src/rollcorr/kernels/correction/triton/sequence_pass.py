@@ -29,7 +29,7 @@ CAP = tl.constexpr(SAFETY_BOUND)
 
 
 @triton.jit
-def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN: tl.constexpr):
+def _write_mismatch_rows(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN: tl.constexpr):
     """Write the rows that compare the policies, independent of the correction."""
     compared = measured + zero
     put(rows, PLAN.sums["tokens"], valid)
@@ -39,32 +39,27 @@ def _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, l
     put(rows, PLAN.sums["tokens_measured"], measured)
     put(rows, PLAN.sums["tokens_compared"], compared)
     put(rows, PLAN.sums["tokens_counted"], valid if PLAN.nonfinite == "neutral" else compared)
-    put(rows, PLAN.sums["k3"], column(cells, PLAN.columns["k3"]))
-    put(rows, PLAN.sums["abs_log_ratio"], column(cells, PLAN.columns["abs_log_ratio"]))
-    capped = column(cells, PLAN.columns["capped_low"])
-    put(rows, PLAN.sums["capped"], capped + column(cells, PLAN.columns["capped_high"]))
-    put(rows, PLAN.sums["chi2_token"], column(cells, PLAN.columns["chi2"]))
-    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
-    put(rows, PLAN.sums["prob_diff_abs"], column(cells, PLAN.columns["difference"]))
-    # A sequence without a compared token must not affect the extremes.
-    largest = highest(cells, there, PLAN.columns["difference_max"])
-    put_extremes(
+    for i in tl.static_range(len(PLAN.token_sums)):
+        put(rows, PLAN.sums[PLAN.token_sums[i]], column(cells, PLAN.columns[PLAN.token_sums[i]]))
+    put(
         rows,
-        PLAN.extremes["prob_diff_abs"],
-        tl.where(compared > 0, 0.0, INFINITY),
-        tl.where(compared > 0, largest, -INFINITY),
-        PLAN,
+        PLAN.sums["capped"],
+        column(cells, PLAN.columns["capped_low"]) + column(cells, PLAN.columns["capped_high"]),
     )
-    N: tl.constexpr = PLAN.columns["measured"]
-    MEAN: tl.constexpr = PLAN.columns["log_ratio_mean"]
-    put_token_moments(rows, PLAN.moments["log_ratio"], cells, N, MEAN, 1.0, PLAN)
+    put(rows, PLAN.sums["ratio_outside_10pct"], column(cells, PLAN.columns["outside"]) + zero)
+    # A sequence without a compared token must not affect the extremes.
+    largest = tl.where(compared > 0, highest(cells, there, PLAN.columns["difference_max"]), -INFINITY)
+    put_extremes(rows, PLAN.extremes["prob_diff_abs"], tl.where(compared > 0, 0.0, INFINITY), largest, PLAN)
+    put_token_moments(
+        rows, PLAN.moments["log_ratio"], cells, PLAN.columns["measured"], PLAN.columns["log_ratio_mean"], 1.0, PLAN
+    )
     put_extremes(rows, PLAN.extremes["log_ratio"], low, high, PLAN)
     bound = limits[PLAN.limits["safety_bound"]] + 0.0 * valid
     put_extremes(rows, PLAN.extremes["safety_bound"], bound, bound, PLAN)
 
 
 @triton.jit
-def _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN: tl.constexpr):
+def _write_perplexity_rows(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN: tl.constexpr):
     """Write perplexities of both policies, and the rows computed from sums over sequences."""
     count, seen = tl.maximum(measured, 1.0), measured > 0
     train_log, rollout_log, difference = -train / count, -rollout / count, -log_ratio / count
@@ -85,7 +80,9 @@ def _perplexities(rows, train, rollout, measured, log_ratio, product, has_counte
 
 
 @triton.jit
-def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
+def _sequence_divergence(
+    cells, there, counted, zero, measured, log_ratio, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr
+):
     """Compute a criterion's divergence of each sequence; a token criterion's mean over the sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     if C.scope == "seq_max":
@@ -103,12 +100,12 @@ def _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHIC
 
 
 @triton.jit
-def _criterion(
+def _apply_criterion(
     rows, cells, there, counted, zero, measured, log_ratio, low, high, limits, WHICH: tl.constexpr, PLAN: tl.constexpr
 ):  # fmt: skip
     """Describe a criterion; return the tokens that a token criterion rejects, or whether it rejects the sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
-    value = _statistic(cells, there, counted, zero, measured, log_ratio, low, high, WHICH, PLAN)
+    value = _sequence_divergence(cells, there, counted, zero, measured, log_ratio, low, high, WHICH, PLAN)
     has_counted = counted > 0
     if C.kind == "k1":
         above, below = has_counted & (-value > limits[C.limit + 1]), has_counted & (-value < limits[C.limit])
@@ -119,12 +116,12 @@ def _criterion(
     put(rows, C.statistic_sums + 1, below)
     touched = above | below
     if C.scope == "token":
-        touched = _token_rows(rows, cells, there, low, high, WHICH, PLAN)
+        touched = _write_token_criterion_rows(rows, cells, there, low, high, WHICH, PLAN)
     return touched
 
 
 @triton.jit
-def _token_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
+def _write_token_criterion_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
     """Write the rows of a token criterion's own values; return the number of rejected tokens per sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     N: tl.constexpr = PLAN.columns["measured"]
@@ -146,7 +143,7 @@ def _token_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.con
 
 
 @triton.jit
-def _reject(
+def _apply_rejectors(
     rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, tokens_kept, rejected_once,
     limits, PLAN: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +151,7 @@ def _reject(
     touched = valid.to(tl.int32) * 0  # a bit for each criterion
     rejectors, touching = touched, touched
     for i in tl.static_range(len(PLAN.criteria)):
-        hit = _criterion(
+        hit = _apply_criterion(
             rows, cells, there, counted, zero, measured, log_ratio, low, high, limits, i, PLAN
         )  # fmt: skip
         touched |= (hit > 0).to(tl.int32) << i
@@ -198,7 +195,7 @@ def _reject(
 
 
 @triton.jit
-def _sequence_weights(rows, level, counted, has_counted, limits, PLAN: tl.constexpr):
+def _weigh_sequences(rows, level, counted, has_counted, limits, PLAN: tl.constexpr):
     """Compute sequence-level weights, and write their rows. An empty sequence has weight 1."""
     bound = limits[PLAN.limits["safety_bound"]]
     low, high = limits[PLAN.limits["band_low"]], limits[PLAN.limits["band_high"]]
@@ -227,7 +224,7 @@ def _sequence_weights(rows, level, counted, has_counted, limits, PLAN: tl.conste
 
 
 @triton.jit
-def _token_weights(rows, cells, there, counted, zero, compared, low, high, limits, PLAN: tl.constexpr):
+def _write_token_weight_rows(rows, cells, there, counted, zero, compared, low, high, limits, PLAN: tl.constexpr):
     """Write the rows of token-level weights."""
     bound = limits[PLAN.limits["safety_bound"]]
     N: tl.constexpr = PLAN.columns["counted"]
@@ -267,7 +264,7 @@ def _token_weights(rows, cells, there, counted, zero, compared, low, high, limit
 
 
 @triton.jit
-def _weight_rows(
+def _write_weight_rows(
     rows, mean_weight, sequence_level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN: tl.constexpr
 ):
     """Write the rows of weights that exist at every level."""
@@ -332,20 +329,20 @@ def decide_sequences(
     product = tl.where(zero > 0, -INFINITY, log_ratio)
     train = column(cells, PLAN.columns["train"])
     rollout = column(cells, PLAN.columns["rollout"])
-    _mismatch(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
-    _perplexities(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
+    _write_mismatch_rows(rows, cells, there, valid, measured, zero, log_ratio, low, high, limits, PLAN)
+    _write_perplexity_rows(rows, train, rollout, measured, log_ratio, product, has_counted, PLAN)
     if PLAN.token_criteria:
         tokens_kept = column(cells, PLAN.columns["kept"])
         rejected_once = column(cells, PLAN.columns["rejected_once"])
     else:
         rejected_once = missing if PLAN.nonfinite == "reject_token" else missing * 0.0
         tokens_kept = valid - rejected_once
-    kept = _reject(
+    kept = _apply_rejectors(
         rows, cells, there, valid, counted, missing, zero, measured, log_ratio, low, high, tokens_kept, rejected_once,
         limits, PLAN,
     )  # fmt: skip
     if PLAN.level == "token":
-        _token_weights(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
+        _write_token_weight_rows(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
         N_COUNTED: tl.constexpr = PLAN.columns["counted"]
         raw = product_sum(cells, N_COUNTED, PLAN.columns["raw_mean"])
         total = product_sum(cells, N_COUNTED, PLAN.columns["weight_mean"]) if PLAN.mode != "none" else raw
@@ -353,14 +350,14 @@ def decide_sequences(
         kept_weight = column(cells, PLAN.columns["kept_weight"]) if PLAN.token_criteria else total
         kept_weight = tl.where(kept, kept_weight, 0.0)
         level = tl.where(raw > 0, tl.log(raw / average), -INFINITY)
-        _weight_rows(rows, total / average, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
+        _write_weight_rows(rows, total / average, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
     elif PLAN.level != "none":
         level = product if PLAN.level == "sequence" else product / tl.maximum(counted, 1.0)
-        weight = _sequence_weights(rows, level, counted, has_counted, limits, PLAN)
+        weight = _weigh_sequences(rows, level, counted, has_counted, limits, PLAN)
         tl.store(sequence_weight + sequence, weight.to(tl.float32), mask=exists)
         kept_weight = tl.where(kept, weight * tokens_kept, 0.0)
         used = tl.where(has_counted, weight, 0.0)
-        _weight_rows(rows, used, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
+        _write_weight_rows(rows, used, level, product, kept_weight, tokens_kept, kept, counted, limits, PLAN)
     tl.store(alive + sequence, kept.to(tl.uint8), mask=exists)
     tl.store(sequence_kept + sequence, ((kept & (tokens_kept > 0)) | (valid == 0)).to(tl.uint8), mask=exists)
 

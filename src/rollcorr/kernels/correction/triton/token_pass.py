@@ -90,30 +90,44 @@ def of_lane(x):
 
 
 @triton.jit
-def _bytes(a, b, c, d):
+def _pack_counts(a, b, c, d):
     """Pack four conditions as counts in the bytes of one integer, added over each lane."""
     return lane_sum(a.to(tl.int32) + (b.to(tl.int32) << 8) + (c.to(tl.int32) << 16) + (d.to(tl.int32) << 24))
 
 
 @triton.jit
-def _clamped(x, low, high):
+def _clamp(x, low, high):
     return tl.minimum(tl.maximum(x, low), high)
 
 
 @triton.jit
-def _beyond(d, lost, low, high):
+def _outside_band(d, lost, low, high):
     """Return where d + lost is below and above a band without tolerance. Near an end the difference is exact."""
     return (d < low) | ((d == low) & (lost < 0.0)), (d > high) | ((d == high) & (lost > 0.0))
 
 
 @triton.jit
-def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr, REGULAR: tl.constexpr):
+def add_token_sums(sums, d, k3, chi2, gap):
+    """Add a block to the sums of `TOKEN_SUMS`, in that order.
+
+    Tokens have d, 0 where unmeasured, and |π − μ| in `gap`; `k3` and `chi2` are already sums of the lanes.
+    """
+    return (
+        sums[0] + lane_sum(tl.abs(d)),
+        sums[1] + k3,
+        sums[2] + chi2,
+        sums[3] + lane_sum(gap),
+    )
+
+
+@triton.jit
+def _add_mismatch_sums(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.constexpr, REGULAR: tl.constexpr):
     """Add a block to the sums independent of the correction; `rho_1` is ρ − 1, `log_mu` has log μ also at π = 0.
 
     For a regular block also return each lane's Σ (ρ − 1).
     """
-    total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
-    shift, _, second, low, high = _described((shift, shift, second, low, high), d, measured, REGULAR)
+    total, train, rollout, shift, second, low, high, sums, largest, k2 = state
+    shift, _, second, low, high = _add_moments((shift, shift, second, low, high), d, measured, REGULAR)
 
     # exp is applied to Σ d: it is exact but for the last digit of float64.
     of_train, of_rollout = lane_sum(pi.to(tl.float64)), lane_sum(mu.to(tl.float64))
@@ -123,27 +137,25 @@ def _mismatch(state, pi, mu, log_mu, measured, d, lost, rho_1, k3, PLAN: tl.cons
         total_here = of_train - of_rollout
         # ρ² − 1 = (ρ − 1)² + 2 (ρ − 1), and ρ − 1 = d + k3.
         sum_1 += total_here.to(tl.float32)
-        chi2 += lane_sum(rho_1 * rho_1) + 2.0 * sum_1
+        chi2 = lane_sum(rho_1 * rho_1) + 2.0 * sum_1
     else:
         total_here = lane_sum(d.to(tl.float64)) + lane_sum(lost).to(tl.float64)
-        chi2 += lane_sum(rho_1 * (rho_1 + 2.0))
+        chi2 = lane_sum(rho_1 * (rho_1 + 2.0))
     total, train, rollout = total + total_here, train + of_train, rollout + of_rollout
-    absolute, k3s = absolute + lane_sum(tl.abs(d)), k3s + k3_here
 
     # |π − μ| = μ |ρ − 1|; where ρ is capped, replace μ by π e^−20.
     if not REGULAR:
         log_mu = tl.minimum(log_mu, LARGEST_EXPONENT)
     gap = tl.exp(log_mu) * tl.abs(rho_1)
-    difference += lane_sum(gap)
+    sums = add_token_sums(sums, d, k3_here, chi2, gap)
     largest = tl.maximum(largest, lane_max(gap))
     if PLAN.k2:
         k2 += lane_sum(d * d * 0.5)
-    state = total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2
-    return state, sum_1
+    return (total, train, rollout, shift, second, low, high, sums, largest, k2), sum_1
 
 
 @triton.jit
-def _applied_shift(shift, limits, PLAN: tl.constexpr):
+def _bound_shift(shift, limits, PLAN: tl.constexpr):
     """Return the shift for sums of applied weights: the bounded shift of the raw weights."""
     if PLAN.mode == "truncate":
         shift = tl.minimum(shift, limits[PLAN.limits["ceiling"]])
@@ -179,11 +191,11 @@ def _weigh(state, limits, counted, positive, d, rho, rho_1, PLAN: tl.constexpr, 
         first, second = add_deviations(first, second, tl.minimum(filled, highest) - tl.minimum(own, highest))
     if PLAN.mode == "icepop":
         bound = limits[PLAN.limits["safety_bound"]]
-        bounded = d if REGULAR else _clamped(d, -bound, bound)
+        bounded = d if REGULAR else _clamp(d, -bound, bound)
         beyond = (bounded > limits[PLAN.limits["band_high"]]) | (bounded < limits[PLAN.limits["band_low"]])
         weight = tl.where(beyond, 0.0, raw)
         nothing = of_lane(tl.where(near, -1.0, 0.0))
-        applied = _applied_shift(shift, limits, PLAN)
+        applied = _bound_shift(shift, limits, PLAN)
         own = of_lane(tl.where(near, applied - 1.0, applied))
         taken = tl.where(counted, tl.where(beyond, nothing, filled), own)
         first, second = add_deviations(first, second, taken - own)
@@ -194,7 +206,7 @@ def _weigh(state, limits, counted, positive, d, rho, rho_1, PLAN: tl.constexpr, 
 
 
 @triton.jit
-def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
+def _exceed_criteria(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
     """Return which tokens are below and above the bounds of each token criterion; false without such a criterion."""
     no_token = counted & (d != d)
     k1_low, k1_high, k2_high, k3_high = no_token, no_token, no_token, no_token
@@ -216,7 +228,7 @@ def _kinds(limits, measured, zero, counted, d, k3, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _described(state, values, measured, REGULAR: tl.constexpr):
+def _add_moments(state, values, measured, REGULAR: tl.constexpr):
     """Add a block to the moments and extremes of a value of measured tokens."""
     shift, first, second, low, high = state
     high_here = lane_max(tl.where(measured, values, float("-inf")))
@@ -239,21 +251,23 @@ def _reject(
 ):  # fmt: skip
     """Return the tokens of a block that stay, and update the sums of the token criteria."""
     bounds, alone, keeps, k2s, k3s, kept_weight = state
-    k1_low, k1_high, k2_high, k3_high = _kinds(limits, measured, zero, counted, d, k3, PLAN)
+    k1_low, k1_high, k2_high, k3_high = _exceed_criteria(limits, measured, zero, counted, d, k3, PLAN)
     rejectors = (k1_low | k1_high).to(tl.int32) + k2_high.to(tl.int32) + k3_high.to(tl.int32)
     if PLAN.nonfinite == "reject_token":
         rejectors += (valid & ~measured & ~zero).to(tl.int32)
     kept, rejected_once = valid & (rejectors == 0), rejectors == 1
-    bounds += _bytes(k1_low, k1_high, k2_high, k3_high)
-    alone += _bytes((k1_low | k1_high) & rejected_once, k2_high & rejected_once, k3_high & rejected_once, rejected_once)
+    bounds += _pack_counts(k1_low, k1_high, k2_high, k3_high)
+    alone += _pack_counts(
+        (k1_low | k1_high) & rejected_once, k2_high & rejected_once, k3_high & rejected_once, rejected_once
+    )
     keeps += lane_sum(kept.to(tl.int32))
     if PLAN.level == "token":
         kept_weight += lane_sum(tl.where(kept, weight, 0.0))
     for i in tl.static_range(len(PLAN.criteria)):
         if PLAN.criteria[i].scope == "token" and PLAN.criteria[i].kind == "k2":
-            k2s = _described(k2s, d * d * 0.5, measured, REGULAR)
+            k2s = _add_moments(k2s, d * d * 0.5, measured, REGULAR)
         if PLAN.criteria[i].scope == "token" and PLAN.criteria[i].kind == "k3":
-            k3s = _described(k3s, k3, measured, REGULAR)
+            k3s = _add_moments(k3s, k3, measured, REGULAR)
     return kept, (bounds, alone, keeps, k2s, k3s, kept_weight)
 
 
@@ -280,7 +294,7 @@ def _weigh_regular(state, counts, limits, d, rho, rho_1, sum_1, PLAN: tl.constex
         state = shift, raw_first, raw_second, first, second, low, high
         weight, banned, state = _weigh(state, limits, yes, yes, d, rho, rho_1, PLAN, True)
         below, above = d < limits[PLAN.limits["band_low"]], d > limits[PLAN.limits["band_high"]]
-        counts = counts[0] + _bytes(no, no, no, banned), counts[1] + _bytes(no, below, above, no), counts[2]
+        counts = counts[0] + _pack_counts(no, no, no, banned), counts[1] + _pack_counts(no, below, above, no), counts[2]
     return weight, counts, state
 
 
@@ -291,12 +305,16 @@ def read_regular(counts, state, weigh, reject, limits, pi, mu, PLAN: tl.constexp
     pi, mu = pi.to(tl.float32), mu.to(tl.float32)
     d = pi - mu
     rho, rho_1, k3 = near_exponential(d)
-    state, sum_1 = _mismatch(state, pi, mu, mu, yes, d, d, rho_1, k3, PLAN, True)
+    state, sum_1 = _add_mismatch_sums(state, pi, mu, mu, yes, d, d, rho_1, k3, PLAN, True)
     outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
     catastrophic = no
     if PLAN.veto:
         catastrophic = d < limits[PLAN.limits["veto"]]
-    counts = counts[0] + _bytes(yes, yes, no, no), counts[1] + _bytes(outside, no, no, catastrophic), counts[2]
+    counts = (
+        counts[0] + _pack_counts(yes, yes, no, no),
+        counts[1] + _pack_counts(outside, no, no, catastrophic),
+        counts[2],
+    )
     weight, kept = rho, yes
     if PLAN.level == "token":
         weight, counts, weigh = _weigh_regular(weigh, counts, limits, d, rho, rho_1, sum_1, PLAN, QUIET)
@@ -323,7 +341,7 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     # Replace unmeasured values by 0 once: no NaN and no infinity enters the arithmetic below.
     log_ratio = tl.where(measured, log_ratio, 0.0)
     pi, mu = tl.where(measured, pi, 0.0), tl.where(measured, raw_mu, 0.0)
-    d = _clamped(log_ratio, -LARGEST, LARGEST)
+    d = _clamp(log_ratio, -LARGEST, LARGEST)
     # The rounding error of d, up to 1e-6, is the relative error of e^d.
     if in_float64:
         lost = tl.where(measured, (exact - log_ratio.to(tl.float64)).to(tl.float32), 0.0)
@@ -338,7 +356,7 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
     rest += part * (1.0 + rest)
     em1 = (scale - 1.0) + scale * rest
     k3 = tl.where(scale == 1.0, tail, em1 - capped - part)
-    state, _ = _mismatch(state, pi, mu, log_mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN, False)
+    state, _ = _add_mismatch_sums(state, pi, mu, log_mu, measured, d, lost, tl.where(zero, -1.0, em1), k3, PLAN, False)
     outside = (d > limits[PLAN.limits["outside_high"]]) | (d < limits[PLAN.limits["outside_low"]])
     below, above, catastrophic, banned = zero, zero, zero, zero
     bound = limits[PLAN.limits["safety_bound"]]
@@ -348,20 +366,20 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
         below = positive & (d < limits[PLAN.limits["band_low"]])
         above = positive & (d > limits[PLAN.limits["band_high"]])
         if PLAN.own_bound:
-            scale, rest, _ = exponential_parts(_clamped(d, -bound, bound))
+            scale, rest, _ = exponential_parts(_clamp(d, -bound, bound))
             rest += tl.where(tl.abs(d) <= bound, lost, 0.0) * (1.0 + rest)
         rho, rho_1 = scale + scale * rest, (scale - 1.0) + scale * rest
         weight, banned, weigh = _weigh(weigh, limits, counted, positive, d, rho, rho_1, PLAN, False)
     if PLAN.veto:
         catastrophic = zero | (counted & (d < limits[PLAN.limits["veto"]]))
-    low, high = _beyond(d, lost, -CAP, CAP)
+    low, high = _outside_band(d, lost, -CAP, CAP)
     low_of_own, high_of_own = low, high
     if PLAN.own_bound:
-        low_of_own, high_of_own = _beyond(d, lost, -bound, bound)
+        low_of_own, high_of_own = _outside_band(d, lost, -bound, bound)
     first, second, third = counts
-    first += _bytes(valid, measured, zero, banned)
-    second += _bytes(outside, below, above, catastrophic)
-    third += _bytes(low, high, low_of_own, high_of_own)
+    first += _pack_counts(valid, measured, zero, banned)
+    second += _pack_counts(outside, below, above, catastrophic)
+    third += _pack_counts(low, high, low_of_own, high_of_own)
     kept = compared if PLAN.nonfinite == "reject_token" else valid
     if PLAN.token_criteria:
         kept, reject = _reject(reject, limits, valid, measured, zero, counted, d, k3, weight, PLAN, False)
@@ -369,7 +387,7 @@ def read_block(counts, state, weigh, reject, limits, pi, mu, valid, PLAN: tl.con
 
 
 @triton.jit
-def _how_regular(pi, mu, bits, shift, limits, PLAN: tl.constexpr):
+def _regularity(pi, mu, bits, shift, limits, PLAN: tl.constexpr):
     """Return 2 for a quiet block, 1 for a regular but not quiet one, else 0. `shift` is the lanes' shift of weights.
 
     A NaN on either side propagates to Σ |d|, and then fails the comparison.
@@ -395,7 +413,7 @@ def _how_regular(pi, mu, bits, shift, limits, PLAN: tl.constexpr):
 @triton.jit
 def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns that every configuration has."""
-    total, train, rollout, shift, second, low, high, absolute, k3s, chi2, difference, largest, k2 = state
+    total, train, rollout, shift, second, low, high, sums, largest, k2 = state
     measured = byte_of(counts[0], 1)
     before = tl.load(cell + PLAN.columns["measured"], mask=again, other=0.0)
     shift = tl.where(measured > 0, shift, 0.0)
@@ -407,8 +425,8 @@ def _add_mismatch(cell, again, counts, state, PLAN: tl.constexpr):
     add_count(cell, again, PLAN.columns["capped_low"], counts[2], 0)
     add_count(cell, again, PLAN.columns["capped_high"], counts[2], 1)
     add_extremes(cell, again, PLAN.columns["log_ratio_min"], low, high)
-    lanes = (train, rollout, absolute, k3s, chi2, difference)
-    for i in tl.static_range(6):
+    lanes = (train, rollout) + sums  # noqa: RUF005 (Triton unpacks none)
+    for i in tl.static_range(2 + len(PLAN.token_sums)):
         add_lanes(cell, again, PLAN.columns["train"] + i, lanes[i])
     place = cell + PLAN.columns["difference_max"]
     tl.store(place, tl.maximum(tl.load(place, mask=again, other=0.0), tl.max(largest, axis=0).to(tl.float64)))
@@ -427,7 +445,7 @@ def _add_weights(cell, again, counts, state, limits, PLAN: tl.constexpr):
     sums = shifted_sums(counted, shift, raw_first)
     add_moments(cell, again, before, PLAN.columns["raw_mean"], counted, sums, shift, raw_first, raw_second)
     if PLAN.mode != "none":
-        shift = _applied_shift(shift, limits, PLAN)
+        shift = _bound_shift(shift, limits, PLAN)
         sums = shifted_sums(counted, shift, first)
         add_moments(cell, again, before, PLAN.columns["weight_mean"], counted, sums, shift, first, second)
     add_lanes(cell, again, PLAN.columns["counted"], counted)
@@ -458,15 +476,15 @@ def _add_rejections(cell, again, counts, state, PLAN: tl.constexpr):
             if PLAN.criteria[i].kind == "k2":
                 add_count(cell, again, PLAN.columns["k2_high"], bounds, 2)
                 add_count(cell, again, PLAN.columns["k2_alone"], alone, 1)
-                _add_described(cell, again, PLAN.columns["k2_mean"], counts, k2s, PLAN)
+                _flush_moments(cell, again, PLAN.columns["k2_mean"], counts, k2s, PLAN)
             if PLAN.criteria[i].kind == "k3":
                 add_count(cell, again, PLAN.columns["k3_high"], bounds, 3)
                 add_count(cell, again, PLAN.columns["k3_alone"], alone, 2)
-                _add_described(cell, again, PLAN.columns["k3_mean"], counts, k3s, PLAN)
+                _flush_moments(cell, again, PLAN.columns["k3_mean"], counts, k3s, PLAN)
 
 
 @triton.jit
-def _add_described(cell, again, FIRST: tl.constexpr, counts, state, PLAN: tl.constexpr):
+def _flush_moments(cell, again, FIRST: tl.constexpr, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to four columns: mean, M2, min, max."""
     shift, first, second, low, high = state
     measured = byte_of(counts[0], 1)
@@ -500,7 +518,7 @@ def _load(
 
 
 @triton.jit
-def _read_in_full(
+def _read_irregular_block(
     counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at, after, start, end, tokens,
     PLAN: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
@@ -539,7 +557,7 @@ def read_tokens(
         n, x = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
         low, high = x + float("inf"), x + float("-inf")
         total = tl.zeros([LANES], dtype=tl.float64)
-        counts, state = (n, n, n), (total, total, total, high, x, low, high, x, x, x, x, x, x)
+        counts, state = (n, n, n), (total, total, total, high, x, low, high, (x,) * len(PLAN.token_sums), x, x)
         weigh, reject = (x, x, x, x, x, low, high), (n, n, n, (high, x, x, low, high), (high, x, x, low, high), x)
         for at in range(chunk, tl.minimum(chunk + CHUNK, stop), AT_ONCE):
             how = 0
@@ -548,7 +566,7 @@ def read_tokens(
                     train, rollout, mask, at, start, end, tokens, AT_ONCE // (4 * LANES), LANES, ALIGN
                 )
                 within = (at >= start) & (at + AT_ONCE <= end)
-                how = within.to(tl.int32) * _how_regular(pi, mu, bits, weigh[0], limits, PLAN)
+                how = within.to(tl.int32) * _regularity(pi, mu, bits, weigh[0], limits, PLAN)
             if how == 2:
                 if not WIDE:
                     counts, state, weigh, reject, weight, kept, counted = read_regular(
@@ -562,7 +580,7 @@ def read_tokens(
                     )
                     _store(weights, loss_mask, at, local, counted, weight, kept, counted, PLAN)
             else:
-                counts, state, weigh, reject = _read_in_full(
+                counts, state, weigh, reject = _read_irregular_block(
                     counts, state, weigh, reject, train, rollout, mask, weights, loss_mask, limits, at,
                     tl.minimum(at + AT_ONCE, stop), start, end, tokens, PLAN, LANES, ALIGN,
                 )  # fmt: skip

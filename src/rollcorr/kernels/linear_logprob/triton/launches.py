@@ -27,7 +27,7 @@ class TritonEpilogue(Epilogue):
         arguments = {
             "logits": logits,
             "local_ids": local_ids,
-            "temperature": _each(temperature, logits),
+            "temperature": _temperature_per_row(temperature, logits),
             "slots": slots,
             "largest": running.largest,
             "total": running.total,
@@ -50,7 +50,7 @@ class TritonEpilogue(Epilogue):
             "logits": logits,
             "gradient": gradient,
             "local_ids": local_ids,
-            "temperature": _each(temperature, logits),
+            "temperature": _temperature_per_row(temperature, logits),
             "log_total": upstream.log_total,
             "of_sum": upstream.of_sum,
             "of_target": upstream.of_target,
@@ -114,7 +114,7 @@ class TritonProducts(RaggedProducts):
         ).run()
 
 
-def _each(temperature: float | Tensor, logits: Tensor) -> Tensor:
+def _temperature_per_row(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """Return a temperature for each row, in the logits' type."""
     if isinstance(temperature, Tensor):
         return temperature.to(logits.dtype).contiguous()
