@@ -374,6 +374,12 @@ class Monitor:
         """Return a sentence for each check without a verdict so far, with the reason."""
         return self._judge.not_judged
 
+    def causes(self) -> tuple[Finding, ...]:
+        """Return `rollcorr.diagnostics.causes` of the run directory. It reads files: call it outside the steps."""
+        from rollcorr.diagnostics import causes
+
+        return causes(self.directory.path)
+
     def close(self) -> None:
         """Close files and sinks, which may take half a minute each. An unfinished step is not logged.
 
