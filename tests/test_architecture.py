@@ -57,21 +57,21 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 591,
-    "config": 1516,
-    "core": 1532,
+    "cli": 601,
+    "config": 1664,
+    "core": 1550,
     "correction": 1238,
     "demo": 171,
     "diffusion": 490,
-    "engines": 1834,
-    "integrations": 1587,
+    "engines": 1877,
+    "integrations": 1602,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 984,
-    "rollout_log": 2003,
+    "monitor": 989,
+    "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3105,
+    "train": 3135,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

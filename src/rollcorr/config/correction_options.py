@@ -145,7 +145,7 @@ class RolloutCorrectionConfig(NamedPresets):
         # Thresholds are numbers or strings; rejection thresholds belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
 
-        # Then check combinations: one is an error, some leave an option without effect.
+        # Then check combinations: some are errors; others leave an option without effect, and cause a warning.
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "

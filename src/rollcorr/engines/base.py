@@ -200,21 +200,25 @@ class Engine(Protocol):
 
     Attributes:
         sampling: how tokens are drawn, by which engine and which policy version.
+        row_seeds: whether the draws of a row depend only on the seed and the row's index in the global batch. False
+            for a library with one seed per process: several ranks refuse such an engine.
     """
 
     sampling: SamplingSpec
+    row_seeds: bool = True
 
     @property
     def weight_version(self) -> int:
         """Return the version of the policy that samples now."""
         return self.sampling.policy_version or 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens.
 
         Args:
             prompts: token ids of each prompt.
             seed: random seed of the sampling.
+            first_row: index of the first prompt in the global batch: rows of other ranks or calls come before it.
         """
 
     def score(self, tokens: TokenBatch) -> Tensor:
@@ -245,6 +249,20 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release the process or connections, if any. Safe to call twice."""
         return  # a default, so that type checkers do not treat the method as abstract
+
+
+def require_row_seeds(engine: Engine, ranks: int) -> None:
+    """Raise if several ranks would sample with an engine that has one seed per process.
+
+    Raises:
+        ValueError: `ranks` is above 1 and `engine.row_seeds` is false; the message names the engine and the fix.
+    """
+    if ranks > 1 and not engine.row_seeds:
+        raise ValueError(
+            f"{ranks} ranks sample with the engine {engine.sampling.engine!r}, whose library has one seed per process: "
+            "a row's draws would depend on its rank, and the limit is 1 rank. Start one process, or use an engine with "
+            "one seed per row: transformers without continuous_batching, vllm, vllm_server or sglang"
+        )
 
 
 def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:

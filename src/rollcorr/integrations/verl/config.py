@@ -16,6 +16,7 @@ from rollcorr.config.checks import unknown_name
 from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import VERL, preset_constructor, preset_fields
+from rollcorr.config.schemas import instead
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
@@ -91,7 +92,9 @@ class RawConfig(Mapping[str, Any]):
         for key in options:
             if key not in known:
                 problem, hint = f"rollout_correction has no key {key!r}", cls._elsewhere.get(key)
-                raise ValueError(f"{problem}. {hint}" if hint else unknown_name(problem, key, known))
+                if not hint:
+                    raise ValueError(unknown_name(problem, key, known))
+                raise ValueError(f"{problem}. {hint}{'' if key in KEYS['newest'] else instead(config)}")
         return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
 
@@ -139,8 +142,7 @@ class RolloutCorrectionConfig(RawConfig):
     # Keys that verl's class does not have, and their right place.
     _elsewhere = dict.fromkeys(
         KEYS["2025-10"] + KEYS["2025-11"],
-        "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
-        ".v2025_10 take the older ones",
+        "It is an option of 2025, which rollcorr.integrations.verl.v2025_11 and .v2025_10 take",
     ) | {
         "normalizer": (
             "The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, "

@@ -153,11 +153,12 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
     """Advantages, correction and loss.
 
     Attributes:
-        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; decoupled mode only.
+        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; null is true in decoupled
+            mode and false in bypass mode, which rejects after the advantages.
         loss: clipping, aggregation, and the weights of reference KL and entropy.
     """
 
-    leave_rejected_out_of_baseline: bool = False
+    leave_rejected_out_of_baseline: bool | None = None
     loss: LossConfig = field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
@@ -165,7 +166,7 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
         if self.leave_rejected_out_of_baseline and (correction is None or correction.bypass_mode):
             raise ValueError(
                 "algorithm.leave_rejected_out_of_baseline=true needs a correction in decoupled mode: bypass mode "
-                "rejects during the update, after the advantages; set it to false or choose a decoupled preset"
+                "rejects during the update, after the advantages; leave it out or choose a decoupled preset"
             )
 
 

@@ -30,7 +30,7 @@ from rollcorr.correction.process_groups import gather_statistics, sum_gradients,
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.correction.training_step import TrainingStep
-from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.base import Engine, Rollout, require_row_seeds
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
@@ -111,6 +111,9 @@ class GrpoTrainer:
         reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
             and weights; forward and backward passes of the update are divided, and the gradients summed.
+
+    Raises:
+        ValueError: several ranks sample with an engine that has one seed per process.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class GrpoTrainer:
         reference: nn.Module | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
+        require_row_seeds(engine, 1 if group is None else group.size())
         self.config = config
         self.policy = policy
         self.model = policy.model.eval()  # no dropout: log-probs of one policy must agree between passes
@@ -242,8 +246,9 @@ class GrpoTrainer:
         algorithm = self.config.algorithm
         rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
 
+        # Only decoupled mode has a correction before the advantages; without rejection it keeps every row.
         keep = None
-        if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
+        if algorithm.leave_rejected_out_of_baseline is not False and batch.correction is not None:
             keep = batch.correction.sequence_kept
         return dataclasses.replace(
             batch, advantages=ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)

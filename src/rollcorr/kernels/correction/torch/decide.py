@@ -76,15 +76,15 @@ def decide(
 
     # Rejection does not depend on weights, nor weights on rejection; only the denominators need both.
     kept = _reject(tally, config)
-    weight = None if config.rollout_is is None else _weigh(tally, kept, config)
+    weight = None if config.rollout_is is None else _compute_sequence_weights(tally, kept, config)
     tally.finish()
     if config.rollout_is is not None:
         _derive_weight_rows(rows, config)
     return kept, weight, rows.statistics(config, "torch")
 
 
-def _weigh(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tensor | None:
-    """Return sequence weights (`None` if tokens have their own), and add each sequence's contributions to the rows."""
+def _compute_sequence_weights(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tensor | None:
+    """Return sequence weights (`None` at token level), and add each sequence's contributions to rows of weights."""
     table, sequences, _, sums, samples = tally
     counted, has_counted = sequences.counted.clamp(min=1), sequences.has_counted
     if config.weighs_tokens:

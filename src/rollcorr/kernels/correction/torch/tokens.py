@@ -56,8 +56,8 @@ class TokenPass:
         self._work = torch.empty(mask.shape, dtype=torch.float64, device=mask.device)
         self._valid = _compare_as_float(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
         self._classify(train.double(), rollout.double())
-        self._compare()
-        self.weights = self._weigh(log_weights) if config.weighs_tokens else self._counted
+        self._compare_policies()
+        self.weights = self._compute_token_weights(log_weights) if config.weighs_tokens else self._counted
         self.kept = self._reject()
 
     def _classify(self, pi: Tensor, mu: Tensor) -> None:
@@ -89,7 +89,7 @@ class TokenPass:
         }
         self.table = SequenceTable((name, self._block.sum(values)) for name, values in columns.items())
 
-    def _compare(self) -> None:
+    def _compare_policies(self) -> None:
         """Compute the mismatch of the policies, independent of the correction."""
         d, sums, (low, high) = self._d, self.rows.sums, log_band(0.9, 1.1)
         self._add_distribution("log_ratio", d, self._measured)
@@ -114,7 +114,7 @@ class TokenPass:
             self.table["log_ratio_max"] = self._block.max(torch.sub(d, unmeasured, alpha=FAR))
             self.table["negative_log_ratio_max"] = self._block.max(torch.sub(-d, unmeasured, alpha=FAR))
 
-    def _weigh(self, log_weights: Tensor | None) -> Tensor:
+    def _compute_token_weights(self, log_weights: Tensor | None) -> Tensor:
         """Compute weights of tokens, 0 on tokens that are not counted."""
         config, sums, counted = self._config, self.rows.sums, self._counted
         log_weight, zero, judged = self._d, self._zero, self._log_ratio
