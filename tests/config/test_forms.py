@@ -93,13 +93,16 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """A healthy log."""
-    path = tmp_path_factory.mktemp("forms") / "log.parquet"
-    rollout = torch.full((64, 16), -3.0)
-    train = rollout + 0.02 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-    with RolloutLogWriter(path) as writer:
-        writer.write(RolloutBatch.from_padded(torch.ones(64, 16), rollout_log_prob=rollout, old_log_prob=train))
-    return path
+    """A healthy log, with a null beside it."""
+    folder = tmp_path_factory.mktemp("forms")
+    for name, rows in (("null", 800), ("log", 64)):
+        rollout = torch.full((rows, 16), -3.0)
+        train = rollout + 0.02 * torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
+        with RolloutLogWriter(folder / f"{name}.parquet") as writer:
+            writer.write(RolloutBatch.from_padded(torch.ones(rows, 16), rollout_log_prob=rollout, old_log_prob=train))
+    result = command("null", str(folder / "null.parquet"), "-o", str(folder / "null.json"))
+    assert result.exit_code == 0, result.stderr
+    return folder / "log.parquet"
 
 
 def read_by(entry, arguments, log):
@@ -117,7 +120,8 @@ def read_by(entry, arguments, log):
     if entry == "check --config":
         return choose_config(settings=arguments)
     if entry == "advise":
-        result = command("advise", log, *(part for text in arguments for part in ("--config", text)))
+        null = ("--null", str(log.with_name("null.json")))
+        result = command("advise", log, *null, *(part for text in arguments for part in ("--config", text)))
         assert result.exit_code == 0, result.stderr
         changes = shlex.split(re.search(r"over your configuration: (.*)", result.stderr)[1])
         advised = load_yaml(result.stdout[result.stdout.index("algorithm:") :])
