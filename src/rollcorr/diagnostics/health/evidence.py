@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import Level, RolloutCorrectionConfig
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, Change, SeriesWatch
 from rollcorr.run_directory.metrics_file import StepStore
@@ -64,7 +64,7 @@ class Evidence:
     first: tuple[int, Mapping[str, float]] | None = None
 
     @property
-    def level(self) -> Literal["token", "sequence", "geometric"] | None:
+    def level(self) -> Level | None:
         """The level of the weights. Without a configuration, a metric of theirs tells weights of sequences."""
         if self.config is not None:
             return self.config.rollout_is

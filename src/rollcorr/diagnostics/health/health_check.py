@@ -413,7 +413,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
 
 def _in_force(name: str, evidence: Evidence) -> bool:
     """Whether what a range is about acts on the loss here."""
-    if name == "rollout_is_seq_max_deviation" and evidence.level == "token":
+    if name == "rollout_is_seq_max_deviation" and evidence.level in ("token", "horizon"):
         return False
     if name in _OF_WEIGHTS:
         return evidence.weights_in_force

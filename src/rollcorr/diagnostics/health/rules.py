@@ -185,7 +185,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
     config, name = evidence.config, "rollout_is_max"
     if config is None or config.is_mode != "truncate" or config.is_upper is None:
         return None
-    if config.rollout_is == "token" and not evidence.diffusion:
+    if config.weighs_tokens and not evidence.diffusion:
         return None
 
     # A float32 weight truncated at the threshold may lie a rounding error below it.

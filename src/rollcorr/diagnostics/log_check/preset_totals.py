@@ -191,7 +191,7 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
 
 def _rejects_tokens(config: RolloutCorrectionConfig) -> bool:
     """Whether single tokens are left out, rather than whole sequences."""
-    return (config.is_mode == "icepop" and config.rollout_is == "token") or any(
+    return (config.is_mode == "icepop" and config.weighs_tokens) or any(
         criterion.scope == "token" for criterion in config.criteria
     )
 

@@ -33,6 +33,7 @@ WEIGHT_OPTIONS = (
     "rollout_is_threshold",
     "rollout_is_batch_normalize",
     "rollout_is_floor",
+    "rollout_is_horizon",
     "apply_is",
     "safety_bound",
     "batch_normalize_over",
@@ -116,6 +117,7 @@ class RolloutCorrectionConfig(RawConfig):
         safety_bound: clamp log weights to ± this value, nats.
         batch_normalize_over: compute the batch mean over all "valid" units, or over the "kept" ones.
         rollout_is_floor: optional; the smallest weight.
+        rollout_is_horizon: λ of level "horizon".
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
@@ -133,6 +135,7 @@ class RolloutCorrectionConfig(RawConfig):
     safety_bound: float = SAFETY_BOUND
     batch_normalize_over: str = "valid"
     rollout_is_floor: float | None = None
+    rollout_is_horizon: float | None = None
     verl_parity: bool = False
     impl: str = "auto"
 

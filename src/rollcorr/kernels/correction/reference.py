@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
+from rollcorr.core.horizon import horizon_log_weights
 from rollcorr.core.mergeable_statistics import extremes_of
 from rollcorr.core.weights import ratio_above, ratio_below
 from rollcorr.kernels.correction.call import (
@@ -102,11 +103,14 @@ def _compute_weights(batch: _TokenInputs, config: RolloutCorrectionConfig, loss_
     """Compute the importance weights, 0 on tokens that are not counted, and their statistics."""
     count, has_counted = batch.counts(batch.counted), batch.has_counted
     log_product = batch.sum(batch.log_ratio, batch.counted)
-    token_level = config.rollout_is == "token"
+    token_level = config.weighs_tokens
 
     # Sum first; then clamp ℓ and bound the weight.
     if token_level:
         log_weight, units = batch.log_ratio, batch.counted
+        if config.rollout_is == "horizon":
+            decay = config.rollout_is_horizon or 0.0
+            log_weight = horizon_log_weights(log_weight, batch.valid, decay=decay, cu_seqlens=batch.cu_seqlens)
     else:
         log_weight = log_product if config.rollout_is == "sequence" else log_product / count.clamp(min=1)
         units = has_counted
