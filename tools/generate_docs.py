@@ -42,8 +42,10 @@ TRAINER_METRICS = (
     (
         "`reward/mean`, `reward/std`, `reward/accuracy`",
         "reward, reward, share",
-        "over the step's responses; population deviation",
+        "over the step's responses, with those that `rollout.max_rounds` replaced; population deviation",
     ),
+    ("`rollout/rounds`", "rounds", "of sampling in this step, at most `rollout.max_rounds`"),
+    ("`rollout/differing_groups`", "share", "groups whose rewards are not all equal, of every round"),
     ("`response/length_mean`", "tokens", "with the end token"),
     ("`actor/loss`, `actor/grad_norm`", None, "mean over optimizer steps; norm before clipping"),
     (

@@ -244,8 +244,13 @@ def test_verl_paths_set_options_of_both_recipes():
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
             "actor_rollout_ref.actor.optim.lr=1e-6",
             "trainer.total_training_steps=5",
+            "algorithm.filter_groups.max_num_gen_batches=10",
+            "reward_model.overlong_buffer.len=16",
+            "reward_model.overlong_buffer.penalty_factor=0.5",
         ],
     )
+    dapo = language.rollout
+    assert (dapo.max_rounds, dapo.overlong_buffer, dapo.overlong_penalty) == (10, 16, 0.5)
     assert (language.rollout.group_size, language.optim.lr, language.steps) == (4, 1e-6, 5)
     assert (language.rollout.sampling.temperature, language.rollout.sampling.logprobs) == (0.7, "processed")
     pictures = load_config(

@@ -330,3 +330,9 @@ def pad_prompts(prompts: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device="cpu")
     lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
     return ids, torch.arange(width, device="cpu") >= width - lengths[:, None]
+
+
+def join_padded(parts: Sequence[Tensor]) -> Tensor:
+    """Join chunks (b, t) of different length along the rows, right-padded with zeros."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

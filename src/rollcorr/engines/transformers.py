@@ -29,6 +29,7 @@ from rollcorr.engines.base import (
     Rollout,
     TokenBatch,
     check_weight_sync,
+    join_padded,
     pad_prompts,
     refuse_settings,
 )
@@ -143,7 +144,7 @@ class TransformersEngine(Engine):
 
         # Each chunk ends with its longest response, so chunks differ in width.
         chunks, kept_sets = zip(*parts, strict=True)
-        response, valid, raw, processed, mass = map(_pad_and_join, zip(*chunks, strict=True))
+        response, valid, raw, processed, mass = map(join_padded, zip(*chunks, strict=True))
         kept = [sets for sets in kept_sets if sets is not None]
         if processed.isnan().any():
             raise EngineAnswerError(
@@ -310,12 +311,6 @@ def _log_kept_mass(logits: Sequence[Tensor], scores: Sequence[Tensor], valid: Te
         kept = scaled.masked_fill(~processed.isfinite(), -torch.inf)
         steps.append(kept.logsumexp(-1) - scaled.logsumexp(-1))
     return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
-
-
-def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
-    """Join chunks of different length along the rows, right-padded with zeros."""
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def _check_continuous_batching(sampling: SamplingSpec) -> None:

@@ -41,6 +41,10 @@ VERL_PATHS: dict[str, VerlPath] = {
     f"{ROLLOUT}.response_length": VerlPath("rollout.max_new_tokens"),
     "data.max_response_length": VerlPath("rollout.max_new_tokens"),
     "data.train_batch_size": VerlPath("rollout.prompts_per_step"),
+    # DAPO.
+    "algorithm.filter_groups.max_num_gen_batches": VerlPath("rollout.max_rounds"),
+    "reward_model.overlong_buffer.len": VerlPath("rollout.overlong_buffer"),
+    "reward_model.overlong_buffer.penalty_factor": VerlPath("rollout.overlong_penalty"),
     # Denoising, in verl-omni.
     **{f"{ROLLOUT}.{name}": VerlPath(f"rollout.{name.removeprefix('algo.')}") for name in OMNI},
     f"{ROLLOUT}.algo.sde_type": VerlPath("", {"sde": ""}),
