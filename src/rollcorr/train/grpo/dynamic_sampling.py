@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,9 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """
     if any(part.policy_versions is not None for part in parts):
         parts = [part if part.policy_versions is not None else _with_versions(part) for part in parts]
-    columns = {name: [getattr(part, name) for part in parts] for name in COLUMNS}
+    columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in COLUMNS}
+    for name, values in columns.items():
+        columns[name] = None if any(v is None for v in values) else join_padded(values)
     tokens = [part.tokens for part in parts]
     kept = [part.kept for part in parts if part.kept is not None]
 
@@ -84,7 +87,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
             response_mask=join_padded([part.response_mask for part in tokens]),
         ),
         kept=concatenate_kept_sets(kept) if len(kept) == len(parts) else None,
-        **{name: None if any(v is None for v in values) else join_padded(values) for name, values in columns.items()},
+        **columns,
     )
 
 
@@ -101,12 +104,14 @@ def select_rows(rollout: Rollout, rows: Tensor) -> Rollout:
     if kept is not None:  # the position of each token in the packed order
         positions = (mask.flatten().cumsum(0) - 1).view(mask.shape)
         kept = kept.select(positions[rows][mask[rows]])
-    columns = {name: getattr(rollout, name) for name in COLUMNS}
+    columns: dict[str, Any] = {name: getattr(rollout, name) for name in COLUMNS}
+    for name, values in columns.items():
+        columns[name] = None if values is None else values[rows]
     return dataclasses.replace(
         rollout,
         tokens=rollout.tokens.select(rows),
         kept=kept,
-        **{name: values if values is None else values[rows] for name, values in columns.items()},
+        **columns,
     )
 
 
