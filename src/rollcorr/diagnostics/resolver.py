@@ -1,6 +1,6 @@
 """One ranked list of causes, from everything that looked at a log or a run.
 
-Choose the most direct cause that no test refuted, remove what it concerns, and judge the rest again:
+Choose the most direct cause that no test refuted, put what it explains under it, and go on with the rest:
 
 1. A cause that a test refutes is ruled out, or goes under the finding that explains it instead.
 2. The cause with the highest score explains each finding with a lower score, if it concerns most of the rows.
