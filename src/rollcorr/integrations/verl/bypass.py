@@ -86,8 +86,7 @@ def wire_bypass_mode(config: Config) -> bool:
 
     # An actor's own correction must not differ from the algorithm's.
     of_actor = policy_loss.get("rollout_correction", None)
-    of_actor_settings = {} if of_actor is None else RolloutCorrectionConfig.read(of_actor)
-    for name, theirs in of_actor_settings.items():
+    for name, theirs in ({} if of_actor is None else RolloutCorrectionConfig.read(of_actor)).items():
         if settings[name] != theirs:
             raise ValueError(
                 f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "
