@@ -19,7 +19,7 @@ LAYERS = [
     {"correction", "layouts"},
     {"diffusion"},
     {"diagnostics", "engines", "monitor", "simulation"},
-    {"integrations", "train"},
+    {"confirm", "integrations", "train"},
     {"cli", "demo"},
 ]
 """Packages from the bottom up: a package may import its own layer and those below it."""

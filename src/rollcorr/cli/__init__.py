@@ -13,6 +13,7 @@ from rollcorr.cli import (
     explanation,
     monitoring,
     null_and_advice,
+    rescoring,
     simulation,
     training,
 )
@@ -31,6 +32,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Diagnose a rollout log": {
         "check": diagnosis.check,
         "check-schedule": diagnosis.check_schedule,
+        "confirm": rescoring.confirm_cause,
         "null": null_and_advice.measure,
         "calibrate": null_and_advice.calibrate_thresholds,
         "advise": null_and_advice.advise_on,
