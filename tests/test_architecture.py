@@ -63,7 +63,7 @@ BUDGETS = {
     "correction": 1234,
     "demo": 171,
     "diffusion": 490,
-    "engines": 1834,
+    "engines": 1953,
     "integrations": 1585,
     "kernels": 3528,
     "layouts": 137,

@@ -744,8 +744,3 @@ def test_what_an_engine_cannot_do_for_this_trainer_is_refused():
         EngineGeneration(FakeEngine(top_p=0.9, logprobs="processed"), StandInTrainer())
     with pytest.raises(ValueError, match="text alone"):
         EngineGeneration(FakeEngine(), StandInTrainer()).generate([[1]], [["image"]])
-    trainer = StandInTrainer()
-    trainer.model.peft_config = {}
-    with pytest.raises(ValueError, match="PEFT"):
-        attach(trainer, engine=FakeEngine())
-    assert type(trainer) is StandInTrainer

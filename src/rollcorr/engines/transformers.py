@@ -33,6 +33,7 @@ from rollcorr.engines.base import (
     refuse_settings,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
+from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, score_responses
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class TransformersEngine(Engine):
         self.continuous_batching = continuous_batching
 
         # Parameters only: `model.to(dtype)` would round the rotary frequencies as well.
+        model = gather_policy(model)
         self.model: Any = copied_model(model).requires_grad_(False).eval()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -166,6 +168,7 @@ class TransformersEngine(Engine):
         Raises:
             WeightSyncError: the log-probs differ.
         """
+        model = gather_policy(model)
         self._copy_weights(model)
 
         # The version changes last: after a failure the engine keeps the previous one.

@@ -15,6 +15,7 @@ from torch import Tensor
 from rollcorr.config import IncompatibleSamplingError, SamplingSpec
 from rollcorr.config.sampling_spec import compare
 from rollcorr.engines import Engine
+from rollcorr.engines.gathered_policy import evaluating
 
 Ids = list[list[int]]
 LogProbLists = list[list[list[float | None]]]
@@ -32,16 +33,11 @@ class EngineGeneration:
         trainer: the trainer whose policy the engine samples.
 
     Raises:
-        ValueError: the policy has PEFT adapters, whose weights an engine cannot take.
         IncompatibleSamplingError: the engine's log-probs are not comparable with the trainer's, which are computed over
             the full vocabulary at the trainer's temperature.
     """
 
     def __init__(self, engine: Engine, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
-        if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-            raise ValueError(
-                "the policy has PEFT adapters, and an engine takes whole weights: train all weights, or use vLLM"
-            )
         comparison = compare(engine.sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
         if comparison.verdict == "different":
             # TRL's logits and support are fixed, so the engine's must match them.
@@ -63,13 +59,8 @@ class EngineGeneration:
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
 
         # Without dropout: engine and policy must score the probe alike.
-        training = [module for module in policy.modules() if module.training]
-        policy.eval()
-        try:
+        with evaluating(policy):
             self.engine.update_weights(policy, version=int(self._trainer.state.global_step))
-        finally:
-            for module in training:
-                module.training = True
 
     def generate(
         self,
