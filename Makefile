@@ -2,7 +2,7 @@
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
 .PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
-.PHONY: laboratory diagnosis diagnosis-vllm study-measured study-measured-quick study-trained clean
+.PHONY: laboratory diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,6 +19,8 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 OLDEST_VENV := .venv-oldest
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 OLDEST_TORCH := 2.6.0
+# Where the judge's logs are.
+JUDGE_LOGS ?= runs/judge
 BIN_OF_VERL := $(VERL_VENV)/bin
 BIN_OF_TRL := $(TRL_VENV)/bin
 VERL_NEEDS := accelerate aiohttp cachetools cloudpickle codetiming datasets dill fastapi importlib_metadata orjson pandas peft
@@ -242,6 +244,10 @@ diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollc
 diagnosis-vllm: $(STAMP) $(VLLM_STAMP) ## The same faults with vLLM on the CPU as the sampler (20 minutes on one core)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python experiments/diagnosis/live_faults.py runs/diagnosis/vllm --engine vllm --seed 8117 $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/diagnosis/score.py experiments/diagnosis/results/vllm --live runs/diagnosis/vllm
+
+judge: $(STAMP) ## Make logs of loops and faults that the rules were not written for, two at a time, and score `rollcorr check` (an hour; goes on)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/make_logs.py --root $(JUDGE_LOGS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/score_logs.py --root $(JUDGE_LOGS)
 
 study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py $(ARGS)

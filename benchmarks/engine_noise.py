@@ -24,7 +24,7 @@ from stories import load_stories  # noqa: E402
 from rollcorr.config import SamplingSpec  # noqa: E402
 from rollcorr.diagnostics.null import MismatchProfile  # noqa: E402
 from rollcorr.engines import GenerationSettings, TransformersEngine, measure_null, score_responses  # noqa: E402
-from rollcorr.engines.base import Engine, TokenBatch  # noqa: E402
+from rollcorr.engines.base import Engine, Rollout  # noqa: E402
 from rollcorr.engines.ctranslate2 import CTranslate2Engine  # noqa: E402
 from rollcorr.rollout_log import RolloutBatch  # noqa: E402
 
@@ -34,14 +34,16 @@ NEVER = 0  # the model's padding, which it does not sample: responses have their
 def rollouts(model: torch.nn.Module, engine: Engine, rows: int, seed: int, block: int = 256) -> list[RolloutBatch]:
     """Rollouts of an engine from prompts of their own, scored by the float32 model."""
 
-    def score(tokens: TokenBatch) -> torch.Tensor:
+    def score(rollout: Rollout) -> torch.Tensor:
         with torch.no_grad():
-            return score_responses(model, tokens).log_prob
+            return score_responses(model, rollout.tokens).log_prob
 
     random = np.random.default_rng(seed)
     prompts = [[1, *random.integers(259, 512, size=3).tolist()] for _ in range(rows)]
     parts = range(0, rows, block)
-    return [measure_null(engine, prompts[at : at + block], seed=seed * 100_003 + at, score=score) for at in parts]
+    return [
+        measure_null(engine, prompts[at : at + block], seed=seed * 100_003, first_row=at, score=score) for at in parts
+    ]
 
 
 def log_ratios(batches: list[RolloutBatch]) -> list[np.ndarray]:

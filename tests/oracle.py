@@ -56,7 +56,8 @@ class Settings:
     `upper` is a ceiling and `floor` raises small weights. Without them only the safety bound applies.
     """
 
-    level: str | None = None  # "token", "sequence", "geometric"; None computes no weights
+    level: str | None = None  # "token", "sequence", "geometric", "horizon"; None computes no weights
+    horizon: float | None = None  # λ of "horizon"
     lower: float | None = None
     upper: float | None = None
     band: bool = False
@@ -84,6 +85,7 @@ def settings_of(config: Any) -> Settings:
     criteria = tuple(Criterion(c.scope, c.kind, c.lower, c.upper) for c in config.criteria)
     return Settings(
         level=config.rollout_is,
+        horizon=config.rollout_is_horizon,
         lower=config.is_lower,
         upper=config.is_upper,
         band="_" in str(config.rollout_is_threshold),
@@ -95,6 +97,10 @@ def settings_of(config: Any) -> Settings:
         nonfinite=config.nonfinite,
         safety_bound=config.safety_bound,
     )
+
+
+PER_TOKEN = ("token", "horizon")
+"""Levels at which each token has a weight of its own."""
 
 
 # --- tokens ---
@@ -229,8 +235,19 @@ def bounded(log_weight: float, settings: Settings) -> float:
 
 
 def log_weight_of(token: Token, sequence: Response, settings: Settings) -> float:
-    """ℓ of a token: d, S_i or G_i, by the level."""
+    """ℓ of a token: d, S_i or G_i, by the level; "horizon": Σ_s λ^|t−s| d_s over the valid tokens."""
+    if settings.level == "horizon":
+        return total(horizon_terms(token, sequence, settings))
     return {"token": token.d, "sequence": sequence.S, "geometric": sequence.G}[str(settings.level)]
+
+
+def horizon_terms(token: Token, sequence: Response, settings: Settings) -> list[float]:
+    """λ^|t−s| d_s for every valid token s: for λ > 0, a ratio of 0 to a power of λ is 0 at any distance."""
+    decay, at = settings.horizon, sequence.tokens.index(token)
+    if decay == 0:
+        return [token.d]
+    tokens = enumerate(sequence.tokens)
+    return [other.d if other.d == -INF else decay ** abs(at - s) * other.d for s, other in tokens]
 
 
 def weigh(sequences: list[Response], settings: Settings) -> None:
@@ -245,12 +262,12 @@ def weigh(sequences: list[Response], settings: Settings) -> None:
 
 
 def normalization(sequences: list[Response], settings: Settings) -> float:
-    """Return the divisor of the weights: their mean over tokens (level "token") or sequences (other levels).
+    """Return the divisor of the weights: their mean over tokens (levels `PER_TOKEN`) or sequences (other levels).
 
     normalize_over="kept" averages over the tokens in the loss, or the sequences with such a token.
     """
     over_kept = settings.normalize_over == "kept"
-    if settings.level == "token":
+    if settings.level in PER_TOKEN:
         return mean(
             [
                 token.weight
@@ -411,13 +428,14 @@ def viable_length(kl: float, safety_bound: float, measured: list[Token]) -> floa
 def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, float]:
     """Compute metrics of the weights before normalization, over counting tokens or sequences with one."""
     counting = [sequence for sequence in sequences if sequence.counting]
-    tokens = [token for sequence in counting for token in sequence.counting]
+    units = [(token, sequence) for sequence in counting for token in sequence.counting]
+    tokens = [token for token, _ in units]
     weights, raw = [token.weight for token in tokens], [token.raw_weight for token in tokens]
     q = [sequence.weight for sequence in counting]
 
     # The unit is the one that the level counts.
-    if settings.level == "token":
-        unit_logs, unit_weights = [token.d for token in tokens], weights
+    if settings.level in PER_TOKEN:
+        unit_logs, unit_weights = [log_weight_of(token, sequence, settings) for token, sequence in units], weights
     else:
         unit_logs = [log_weight_of(sequence.counting[0], sequence, settings) for sequence in counting]
         unit_weights = q
@@ -440,7 +458,7 @@ def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, f
         "saturated_low_fraction": share([-INF < x < -settings.safety_bound for x in unit_logs]),
         "saturated_high_fraction": share([x > settings.safety_bound for x in unit_logs]),
     }
-    if settings.level != "token":
+    if settings.level not in PER_TOKEN:
         finite = [x for x in unit_logs if x > -INF]
         metrics["rollout_is_log_min"] = min(finite, default=0.0)
         metrics["rollout_is_log_max"] = max(finite, default=0.0)
@@ -481,7 +499,7 @@ def reported_band(settings: Settings) -> tuple[float | None, float | None] | Non
         return settings.floor, settings.upper
     if settings.upper is not None:
         return 1 / settings.upper, settings.upper
-    own = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[str(settings.level)]
+    own = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}.get(str(settings.level))
     for criterion in settings.criteria:
         if criterion.name == own:
             return criterion.lower, criterion.upper

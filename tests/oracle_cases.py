@@ -57,6 +57,9 @@ MORE_WEIGHT_BOUNDS = [("0.6_inf", None), (2.0, 0.5), (3.0, 0.01), (None, 0.7), (
 """Thresholds with their floors; the second list for implementations that take every bound."""
 
 
+LEVELS = [None, "token", "token", "sequence", "geometric"]
+
+
 @dataclass(frozen=True)
 class Case:
     """A padded batch; `lengths` are the row lengths of its packed form, which drops the other columns."""
@@ -112,7 +115,8 @@ def draw_config(rng: random.Random, takes: Takes) -> RolloutCorrectionConfig:
         warnings.simplefilter("ignore", InertOptionWarning)
         threshold, floor = rng.choice(WEIGHT_BOUNDS + (MORE_WEIGHT_BOUNDS if takes.every_weight_bound else []))
         return RolloutCorrectionConfig(
-            rollout_is=rng.choice([None, "token", "token", "sequence", "geometric"]),
+            rollout_is=rng.choice(LEVELS + ["horizon"] * takes.horizon),
+            rollout_is_horizon=rng.choice([0.0, 0.3, 0.9, 0.999, 1.0]),
             rollout_is_threshold=threshold,
             rollout_is_floor=floor,
             rollout_is_batch_normalize=rng.random() < 0.5,
@@ -192,6 +196,14 @@ def close_comparisons(rows: list[list[list[float]]], settings: oracle.Settings) 
                 judged = [oracle.divergence(criterion.kind, d) for d in of_tokens]
                 judged.append(oracle.statistic(criterion, sequence))
                 yield any(abs(value - criterion.upper) <= MARGIN * criterion.upper for value in judged)
+
+        # At level "horizon" each token has its own sum.
+        if settings.level == "horizon":
+            for token in sequence.counting:
+                terms = oracle.horizon_terms(token, sequence, settings)
+                log_weight, size = oracle.total(terms), oracle.total(map(abs, terms))
+                yield HUGE < size < INF and abs(log_weight) < 1e-6 * size
+                yield any(abs(log_weight - bound) <= MARGIN + 1e-12 * size for bound in logs)
 
         # The mean raw weight of a sequence meets the same band.
         if settings.level is not None:

@@ -57,21 +57,21 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 591,
-    "config": 1504,
-    "core": 1463,
-    "correction": 1234,
+    "cli": 601,
+    "config": 1664,
+    "core": 1550,
+    "correction": 1238,
     "demo": 171,
     "diffusion": 490,
-    "engines": 1953,
-    "integrations": 1585,
-    "kernels": 3528,
+    "engines": 1996,
+    "integrations": 1602,
+    "kernels": 3559,
     "layouts": 137,
-    "monitor": 984,
-    "rollout_log": 2003,
+    "monitor": 989,
+    "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3105,
+    "train": 3210,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

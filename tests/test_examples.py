@@ -26,6 +26,9 @@ SHOWN = {
     "own_training_loop.py": ["step 40: reward 1.00", "within limits: 192 of 192 tokens kept"],
     "merge_micro_batches.py": ["rollout_is_max               whole 2.000000  merged 2.000000  averaged 1.506010"],
     "three_policies_loss.py": ["74% of the tokens kept, gradient norm 6.5556", "policy_kl -0.0200"],
+    "replay_buffer.py": ["sequence weights: mean reward 0.063", "no weights: 0.025, exact 0.062", "staleness 3: 50%"],
+    "behavior_cloning.py": ["difference from the gradient of cross-entropy: 0.0000", "policy [0.711, 0.186, 0.104]"],
+    "filtered_data.py": ["exact 2.40", "with log μ: 4.05", "with log μ − log Z: 2.44", "10% never pass"],
     "write_and_check_a_log.py": ["not judged  64 sequences", "exit code 3", "KL is too far from 0", "exit code 1"],
     "convert_old_config.py": [
         "seq_is_rs.yaml: schema 2025-11",

@@ -241,6 +241,22 @@ ONE_STEP += ["rollout.max_new_tokens=4", "log.null=0", "checkpoint.every=1", "ru
 """
 
 
+def test_the_recipe_for_a_rule(source):
+    apply(recipe("rule"), source)
+    run(
+        """
+from rollcorr import health
+
+batch = {"token_count": 5000.0, "sequence_count": 100.0, "kl": 0.5, "k3_kl": 0.5, "engine/staleness": 9.0}
+found = {finding.code: finding for finding in health(batch).findings}
+assert found["old_weights"].severity == "warning" and found["old_weights"].follows_from is None
+assert found["out_of_range"].follows_from == "old_weights"
+assert "old_weights" not in {finding.code for finding in health({**batch, "engine/staleness": 4.0}).findings}
+""",
+        source,
+    )
+
+
 def test_the_recipe_for_a_sink(source):
     apply(recipe("sink"), source)
     code = """

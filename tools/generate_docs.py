@@ -32,6 +32,7 @@ from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402
 from rollcorr.core.detail_rows import RELATIVE_ERROR, TOP  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
+from rollcorr.core.metric_names import OLDER_NAMES  # noqa: E402
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
 from rollcorr.core.metric_tables import DIFFUSION_METRICS  # noqa: E402
 
@@ -41,8 +42,10 @@ TRAINER_METRICS = (
     (
         "`reward/mean`, `reward/std`, `reward/accuracy`",
         "reward, reward, share",
-        "over the step's responses; population deviation",
+        "over the step's responses, with those that `rollout.max_rounds` replaced; population deviation",
     ),
+    ("`rollout/rounds`", "rounds", "of sampling in this step, at most `rollout.max_rounds`"),
+    ("`rollout/differing_groups`", "share", "groups whose rewards are not all equal, of every round"),
     ("`response/length_mean`", "tokens", "with the end token"),
     ("`actor/loss`, `actor/grad_norm`", None, "mean over optimizer steps; norm before clipping"),
     (
@@ -236,7 +239,7 @@ level's k1 criterion; without that too, the shares beyond them are absent. `roll
 
 The `rollout_rs_*` metrics are always there, because missing log-probs are rejected even without a criterion; those
 of the veto when `rollout_token_veto_threshold` is set. The `rollout_rs_*` metrics of this table take criteria, veto
-and non-finite policy together, and each of the three counts where one is told from several.
+and non-finite policy together. Metrics that separate one filter from several count each of the three as a filter.
 
 {_metric_table(rejection)}
 
@@ -273,6 +276,13 @@ largest |d| and the {TOP} sequences with the largest |S_i|.
 
 {_metric_table(detail)}
 
+## Names of 2025
+
+The names of verl's two older generations, as `rollcorr.integrations.verl.v2025_10` and `.v2025_11` report them.
+`rollcorr explain` takes them too. A name of today that is not here is newer.
+
+{_older_names()}
+
 ## Trainer
 
 `rollcorr train` logs these besides. In decoupled mode its `rollout_corr/…` metrics describe the batch once, π_old
@@ -290,6 +300,15 @@ Limits are exclusive. [health.md](../guides/health.md) describes how they judge 
 Where to go next: [health.md](../guides/health.md) for the verdict on a run, [notation.md](notation.md) for the symbols,
 [presets.md](presets.md) for what is done about a mismatch.
 """
+
+
+def _older_names() -> str:
+    """One row a metric of today: its names of 2025, and the change of meaning."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for old, (newest, change) in OLDER_NAMES.items():
+        rows.setdefault((newest, change), []).append(f"`{old}`")
+    header = ("2025", "today", "change of meaning")
+    return _table(header, [(", ".join(old), f"`{new}`", change or "none") for (new, change), old in rows.items()])
 
 
 def _is_rejection(name: str) -> bool:

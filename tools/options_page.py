@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.diffusion import DiffusionActorConfig
 from rollcorr.train import FlowGrpoConfig, GrpoConfig
+from rollcorr.train.verl_paths import VERL_PATHS, VerlPath
 
 Table = Callable[[Sequence[str], Sequence[Sequence[object]]], str]
 
@@ -48,6 +49,13 @@ The block `algorithm.loss` has the fields of `rollcorr.diffusion.DiffusionActorC
 
 {_blocks(FlowGrpoConfig, table)}
 
+## Paths of verl and verl-omni
+
+`rollcorr train` also reads these paths, in a file and as overrides, with or without Hydra's `+`. The correction itself
+is read in [every form](../coming_from/migration.md).
+
+{table(("path", "option here", "values"), [_path(name, path) for name, path in VERL_PATHS.items()])}
+
 Where to go next: [presets](presets.md) for named sets of options, [the trainer](../guides/trainer.md) for how a run
 reads them.
 """
@@ -63,6 +71,16 @@ def _blocks(config: type, table: Table) -> str:
     for field, nested in blocks:
         parts += [f"### {field.name}: {_title(config)}", _nested_rows(nested, f"{field.name}.", table)]
     return "\n\n".join(parts)
+
+
+def _path(name: str, path: VerlPath) -> tuple[str, str, str]:
+    """The row of a path of verl."""
+    option = f"`{path.option}`" if path.option else "nothing to set"
+    if path.values is None:
+        return f"`{name}`", option, "the same"
+    pairs = [(str(theirs).lower(), ours) for theirs, ours in path.values.items()]
+    texts = [f"`{theirs}`" if ours in ("", theirs) else f"`{theirs}` → `{ours}`" for theirs, ours in pairs]
+    return f"`{name}`", option, ", ".join(texts)
 
 
 def _title(config: type) -> str:

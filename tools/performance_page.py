@@ -80,6 +80,10 @@ At 1 M tokens every batch stays in the last-level cache between runs. {_growth(r
 tokens depend on the machine as much as on the kernel, which is limited by arithmetic. A call and `.metrics()` add about
 0.1 ms of Python.
 
+## Share of a training step
+
+{_share()}
+
 ## Operations, waits and bytes
 
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
@@ -107,8 +111,9 @@ It has run on x86-64 only; `make test-arm` compiles it for arm64.
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
-torch rows above are of an earlier second path for host memory. The general one takes 3.8 to 4.3 times as long at 8 M
-tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so 6 to 9 × verl.
+torch rows above measured a path for host memory that no longer exists. The path of today takes 3.8 to 4.3 times as long
+at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so
+6 to 9 × verl.
 
 ## On a GPU
 
@@ -164,7 +169,8 @@ def _without_logits(table: Table) -> str:
     return f"""[`linear_log_prob`](../guides/linear_logprob.md) and other implementations, forward and backward:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
-chunked form computes at least four matrix products, the first row. The head's gradient needs 134 or 622 MB; "added to a
+chunked form computes at least four matrix products, which the row "four products" measures. The
+head's gradient needs 134 or 622 MB; "added to a
 gradient" reuses an existing buffer, except in the masked softmax.
 
 {table(("", *header), rows)}
@@ -172,6 +178,22 @@ gradient" reuses an existing buffer, except in the masked softmax.
 {first["device"]}, torch {first["torch"]}, {first["date"]}: `{first["command"]}` and
 `{results[1]["command"]}`.
 `--device cuda` measures a GPU."""
+
+
+def _share() -> str:
+    """The correction's share of a step of the reference trainer."""
+    result = json.loads((RESULTS / "step_share_cpu.json").read_text(encoding="utf-8"))
+    result |= {
+        "millions": result["parameters"] / 1e6,
+        "own": result["correction_bytes"] / 2**20,
+        "whole": result["step_bytes"] / 2**20,
+    }
+    text = """A step of the reference trainer: {rows} responses, {tokens:,} tokens, a model of {millions:.1f} M
+parameters. The correction and all of its metrics take {correction_cpu_ms} of {step_cpu_ms:,.0f} ms of CPU time,
+**{time_share:.3%}**, and {own:.2f} of {whole:,.0f} MiB, **{memory_share:.3%}**: outputs and temporary tensors, counted
+where torch dispatches. A larger model makes both shares smaller. verl's guide of October 2025 says 1 to 3 % of compute
+and about 1 % of memory. `{command}`: {device}, {threads} thread, torch {torch}, {date}, commit {commit}."""
+    return text.format(**result)
 
 
 def _provenance(result: dict[str, Any]) -> str:

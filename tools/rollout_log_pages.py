@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, FileLimits
-from rollcorr.rollout_log.frameworks import Framework
+from rollcorr.monitor.field_names import ACCEPTED, LOGGED
+from rollcorr.rollout_log import COLUMNS, FRAMEWORKS, FileLimits, Framework
 from rollcorr.rollout_log.schema import SCHEMA_VERSION
 
 Table = Callable[..., str]
@@ -73,17 +73,26 @@ Where to go next: [the rollout log](../guides/rollout_log.md), [dumps of other f
 
 
 def dumps_page(generated: str, table: Table) -> str:
-    """docs/reference/dumps.md: what each framework's dump calls our columns."""
+    """docs/reference/dumps.md: each framework's names for our columns, in its batches and in its dumps."""
     sections = "\n\n".join(
         f"## {framework.name} {framework.version}\n\n{framework_section(framework, table)}" for framework in FRAMEWORKS
     )
+    batches = [(f"`{name}`", framework.batch, masks_of(framework)) for name, framework in ACCEPTED.items()]
     return f"""# Dumps of other frameworks
 
 {generated}
 
-Read this if you have a dump of one of these frameworks, or write a [rollout log](../guides/rollout_log.md) inside its
-training step. The names were read in the source of the version that is stated. "tensor in a step" is what the
-framework calls the column inside its training step. The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`.
+Read this if you have a dump or a batch of one of these frameworks, or want it to log more. The names were read in the
+source of the version that is stated. "tensor in a step" is what the framework calls the column inside its training
+step. The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`. `rollcorr check NAME`, with the name of a framework,
+prints its lines.
+
+## Batches that `Monitor.correct` accepts
+
+{table(("fields=", "batch", "mask"), batches)}
+
+It takes `old_log_prob`, `rollout_log_prob` and the mask by the names of "tensor in a step" below, and logs
+{", ".join(f"`{column}`" for column in LOGGED)} if the batch is padded and contains them.
 
 {sections}
 
@@ -92,21 +101,30 @@ column](rollout_log_schema.md).
 """
 
 
+def masks_of(framework: Framework) -> str:
+    """The masks of a batch, and what they are multiplied with."""
+    names = [f"`{name}`" for name in framework.names("response_mask")]
+    return " or ".join(names) + "".join(f", times `{name}`" for name in framework.further_masks)
+
+
 def framework_section(framework: Framework, table: Table) -> str:
-    """What the page says of a framework: its dumps, and what each column is there."""
+    """What the page says of a framework: its dumps, what each column is there, and the lines that log more."""
     files = [(dump.name, f"`{dump.files}`", dump.setting, dump.form) for dump in framework.dumps]
     names = [name for name in COLUMNS if name in framework.tensors or any(name in d.fields for d in framework.dumps)]
     dumps = [dump for dump in framework.dumps if dump.fields]
     columns = [(f"`{name}`", *(dump.fields.get(name) for dump in dumps), framework.tensors.get(name)) for name in names]
     remarks = []
     for dump in framework.dumps:
-        lacks = f" Not enough for a check: {dump.lacks}. Instead: {dump.instead}." if dump.lacks else ""
+        instead = dump.instead or "add the lines below"
+        lacks = f" Not enough for a check: {dump.lacks}. Instead: {instead}." if dump.lacks else ""
         settings = "".join(f" For `{column}`: {setting}." for column, setting in dump.recorded_with.items())
         remarks.append(f"- {dump.name}: {dump.layout}.{lacks}{settings}")
-    return "\n\n".join(
-        (
-            table(("dump", "files", "written with", "form"), files),
-            table(("column", *(f"in {dump.name}" for dump in dumps), "tensor in a step"), columns),
-            "\n".join(remarks),
-        )
+    needs = f"{framework.needs[:1].upper()}{framework.needs[1:]}, and add" if framework.needs else "Add"
+    lines = f"{needs} to {framework.place}; then read `{framework.log}`:\n\n```python no-run\n{framework.lines}\n```"
+    parts = (
+        table(("dump", "files", "written with", "form"), files) if files else "It writes no dump.",
+        table(("column", *(f"in {dump.name}" for dump in dumps), "tensor in a step"), columns),
+        "\n".join(remarks),
+        lines if framework.lines else "",
     )
+    return "\n\n".join(part for part in parts if part)

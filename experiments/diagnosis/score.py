@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ DELAYS = (0, 3, 6, 10)
 
 ONSET_TOLERANCE = 3
 
+CONFIDENCE_BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 1.01)
+"""Edges of the bins in which the printed confidence is compared with the share of right answers."""
+
 ID_EXPLAINS = 0.2
 """Share of Var(d) that the token id explains, from which on the weights must be named without a null."""
 
@@ -51,6 +55,7 @@ class Judged:
         warnings: codes of the findings that warn.
         onsets: first steps that the warnings give.
         id_share: share of Var(d) that the token id explains; NaN without ids.
+        confidence: of the first cause; NaN without one.
     """
 
     verdict: str
@@ -59,6 +64,7 @@ class Judged:
     warnings: tuple[str, ...]
     onsets: tuple[int, ...]
     id_share: float
+    confidence: float
 
     @property
     def first(self) -> str:
@@ -69,7 +75,7 @@ class Judged:
 def judge(path: Path, *, null: Any = None, null_steps: tuple[int, int] | None = None) -> Judged:  # noqa: ANN401
     """Run the check as `rollcorr check [--null] [--null-steps]` does: the one place that knows its interface."""
     result = check_logs([path], null=null, null_steps=null_steps)
-    warned = [finding for finding in result.hypotheses if finding.severity != "note" and not finding.follows_from]
+    warned = result.causes
     return Judged(
         result.health.verdict,
         tuple(finding.code for finding in result.hypotheses),
@@ -77,6 +83,7 @@ def judge(path: Path, *, null: Any = None, null_steps: tuple[int, int] | None = 
         tuple(finding.code for finding in result.health.warnings),
         tuple(finding.first_step for finding in result.health.warnings if finding.first_step is not None),
         result.metrics.get("log/token_id_share", math.nan),
+        next((cause.confidence for cause in warned if cause.confidence is not None), math.nan),
     )
 
 
@@ -122,6 +129,7 @@ def score_live(folder: Path, results: Path) -> list[dict[str, object]]:
                 "first": with_null.first,
                 "named": " ".join(with_null.named),
                 "right": _right(entry.fault, with_null),
+                "confidence": round(with_null.confidence, 4),
                 "verdict_without_null": alone.verdict,
                 "first_without_null": alone.first,
                 "id_share": round(alone.id_share, 3),
@@ -130,6 +138,7 @@ def score_live(folder: Path, results: Path) -> list[dict[str, object]]:
             }
         )
     _write(results / "live_logs.csv", logs)
+    _write(results / "confidence.csv", calibration(logs))
 
     faults = []
     for fault in dict.fromkeys(log["fault"] for log in logs):
@@ -157,6 +166,30 @@ def score_live(folder: Path, results: Path) -> list[dict[str, object]]:
     whole = _alone([log for log in logs if log["fault"] in FAULTS])
     sys.stdout.write(f"\nall faults without a null: {'  '.join(f'{name} {count}' for name, count in whole.items())}\n")
     return faults
+
+
+def calibration(logs: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """For each bin of the printed confidence, the share of logs whose first cause is right, and Wilson's interval."""
+    bins = []
+    for low, high in pairwise(CONFIDENCE_BINS):
+        of_bin = [log for log in logs if log["fault"] in FAULTS and low <= log["confidence"] < high]
+        right, mean = sum(bool(log["right"]) for log in of_bin), math.nan
+        if of_bin:
+            mean = sum(log["confidence"] for log in of_bin) / len(of_bin)
+        least, most = wilson(right, len(of_bin))
+        bins.append(
+            {
+                "from": low,
+                "below": high,
+                "logs": len(of_bin),
+                "printed": round(mean, 3),
+                "right": right,
+                "low": round(least, 3),
+                "high": round(most, 3),
+                "calibrated": least <= mean <= most,
+            }
+        )
+    return bins
 
 
 def _alone(logs: Sequence[Mapping[str, Any]]) -> dict[str, str]:

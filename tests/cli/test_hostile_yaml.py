@@ -212,7 +212,7 @@ def test_check_and_report_read_a_hostile_configuration_or_say_in_one_line_why_no
     for name, (content, _) in HOSTILE.items():
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         remarks = read_run(tmp_path).remarks
-        message = message_of(choose_config, file=path)
+        message = message_of(choose_config, settings=[str(path)])
         if message is None:
             assert remarks == (), name
             continue

@@ -44,6 +44,7 @@ def test_defaults_measure_and_change_nothing():
         "normalizer": "kept",
         "batch_normalize_over": "valid",
         "rollout_is_floor": None,
+        "rollout_is_horizon": None,
         "impl": "auto",
     }
     assert RolloutCorrectionConfig().criteria == ()
@@ -172,6 +173,11 @@ def test_a_bad_rejection_says_what_it_got_and_what_was_expected(names, threshold
             ValueError,
             "exclude each other",
         ),
+        ({"rollout_is": "horizon"}, ValueError, "needs rollout_is_horizon, got None; set a number from 0"),
+        ({"rollout_is": "horizon", "rollout_is_horizon": 1.01}, ValueError, "finite and >= 0 and <= 1; got 1.01"),
+        ({"rollout_is": "horizon", "rollout_is_horizon": -0.1}, ValueError, "finite and >= 0 and <= 1; got -0.1"),
+        ({"rollout_is": "horizon", "rollout_is_horizon": math.nan}, ValueError, "got nan"),
+        ({"rollout_is": "horizon", "rollout_is_horizon": "0.5"}, TypeError, "rollout_is_horizon must be a number"),
         ({"rollout_is_threshold": "2_1"}, ValueError, "swap them"),
         ({"rollout_is_threshold": "1_2_3"}, ValueError, "3 parts"),
         ({"rollout_is_threshold": "inf"}, ValueError, "'inf' is not a finite number"),
@@ -235,6 +241,7 @@ BYPASS_PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
         ({"normalizer": "weights"}, "normalizer="),
         ({"rollout_is": "token", "apply_is": False, "normalizer": "weights"}, "normalizer="),
         ({"batch_normalize_over": "kept"}, "batch_normalize_over="),
+        ({"rollout_is": "token", "rollout_is_horizon": 0.5}, "rollout_is_horizon="),
         ({"rollout_is": "token", "rollout_is_threshold": 3.0, "safety_bound": 1.0}, "rollout_is_threshold="),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_inf"}, "rollout_rs_threshold="),
     ],

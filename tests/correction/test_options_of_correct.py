@@ -220,11 +220,18 @@ def test_what_triton_does_not_take_it_says(monkeypatch):
     assert "need an upper end of the band" in triton.why_not(batch, RolloutCorrectionConfig.tis("0.5_inf"))
 
 
-@pytest.mark.parametrize("options", [{"rollout_is_floor": 0.5}, {"rollout_is_threshold": "0_3.0"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rollout_is_floor": 0.5},
+        {"rollout_is_threshold": "0_3.0"},
+        {"rollout_is": "horizon", "rollout_is_horizon": 0.5},
+    ],
+)
 def test_verls_numbers_do_not_exist_for_what_verl_lacks(options):
     from rollcorr.integrations.verl import parity
 
-    config = RolloutCorrectionConfig(rollout_is="token", **options)
+    config = RolloutCorrectionConfig(**{"rollout_is": "token"} | options)
     with pytest.raises(ValueError, match="verl has neither a floor of weights nor a band with an open side"):
         parity.correct(*batch(), config)
 

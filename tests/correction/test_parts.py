@@ -236,9 +236,9 @@ def test_a_part_takes_the_denominators_of_the_batch_and_not_its_own():
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        (0, TypeError, "some of its sequences: give a slice"),
-        ((slice(0, 1), slice(0, 2)), TypeError, "some of its sequences"),
-        ([True, False], TypeError, "some of its sequences"),
+        (0, TypeError, "with a slice, a list of integers or a tensor; got 0"),
+        ((slice(0, 1), slice(0, 2)), TypeError, "index a correction.s sequences"),
+        ([True, False], TypeError, "index a correction.s sequences"),
         (torch.zeros(2, 2, dtype=torch.int64), ValueError, r"rows \(2, 2\) must be 1-D"),
         (torch.ones(3, dtype=torch.bool), ValueError, r"and \(7,\) if bool"),
         (torch.zeros(2), ValueError, "rows must hold integers"),

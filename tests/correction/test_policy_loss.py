@@ -238,7 +238,7 @@ def test_bypass_mode_refuses_what_would_apply_a_ratio_twice_or_be_ignored():
     with pytest.raises(ValueError, match="another tensor than rollout_log_prob"):
         policy_loss(policies, advantages, mask, config=config)
     correction = correct(policies.old_log_prob, policies.rollout_log_prob, mask, config)
-    with pytest.raises(ValueError, match="behavior ratio twice"):
+    with pytest.raises(ValueError, match="this ratio twice"):
         policy_loss(bypass_only(policies), advantages, mask, config=config, correction=correction)
     with pytest.raises(ValueError, match="bypass mode needs rollout_log_prob"):
         policy_loss(PolicyLogProbs(log_prob=policies.log_prob), advantages, mask, config=config)

@@ -28,7 +28,7 @@ def null(folder):
     return null_of_logs([write_rows(folder / "null.parquet", rollouts(rows=260, length=40, seed=100))])
 
 
-def noisy_log(path, sigma, *, rows=300, length=40, seed=0):
+def noisy_log(path, sigma, *, rows=300, length=40, seed=0, judged=True):
     """A log of pure noise without ids: E_μ[exp d] = 1."""
     generator = torch.Generator().manual_seed(seed)
     d = sigma * torch.randn(rows, length, generator=generator) - sigma**2 / 2
@@ -37,7 +37,7 @@ def noisy_log(path, sigma, *, rows=300, length=40, seed=0):
         log.write(
             RolloutBatch.from_padded(torch.ones(rows, length), rollout_log_prob=rollout, old_log_prob=rollout + d)
         )
-    return check_logs([path])
+    return check_logs([path], null=null_of_logs([path]) if judged else None)
 
 
 def test_a_fault_is_repaired_and_not_corrected(folder, null):
@@ -120,9 +120,15 @@ def test_too_little_data_is_not_advised_on(tmp_path):
     assert advice.reasons == ("too little data: 8 sequences, and 16 are needed",)
 
 
-def test_what_was_not_judged_is_a_caveat(tmp_path):
-    advice = advise(noisy_log(tmp_path / "log.parquet", 0.01))
-    assert any("weights not judged" in caveat for caveat in advice.caveats)
+def test_a_log_that_was_not_judged_is_not_corrected(tmp_path):
+    """Also one of other weights whose token ids tell nothing."""
+    advice = advise(noisy_log(tmp_path / "log.parquet", 0.01, judged=False))
+    assert (advice.decision, advice.preset, advice.exit_code) == ("not judged", None, 3)
+    assert "weights not judged" in advice.reasons[0]
+    rows = [{**row, "response_ids": None} for row in rollouts(rows=96, weights=0.02, seed=6)]
+    other_weights = check_logs([write_rows(tmp_path / "weights.parquet", rows)])
+    assert not other_weights.causes
+    assert advise(other_weights).preset is None
 
 
 def test_the_rules_are_those_of_the_page():

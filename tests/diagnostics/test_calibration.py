@@ -269,8 +269,13 @@ def test_the_table_of_noise_is_what_noise_does():
         ("seq_sum_k1 0.5_2.0", "sequences rejected"): ((product < 0.5) | (product > 2)).mean(),
         ("seq_mean_k1 0.999_1.001", "sequences rejected"): (np.abs(noise.mean(1)) > 0.001).mean(),
         ("sequence weights 2.0", "weights above the ceiling"): (product > 2).mean(),
-        ("token_k3 0.01", "tokens rejected"): (np.expm1(noise) - noise > 0.01).mean(),
     }
+
+    # The first threshold of token_k3 rejects nothing at this noise; a multiple of it does.
+    wide = 8 * (noise + sigma**2 / 2) - (8 * sigma) ** 2 / 2
+    rows = noise_table(sigmas=[8 * sigma], lengths=[100])
+    table |= {(row.limit, row.shows): row.shares[0] for row in rows if row.limit.startswith("token_k3")}
+    drawn["token_k3 0.1", "tokens rejected"] = (np.expm1(wide) - wide > 0.1).mean()
     for row, share in drawn.items():
         assert table[row] == pytest.approx(share, abs=0.01), row
 

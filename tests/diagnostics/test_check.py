@@ -224,13 +224,13 @@ def test_the_measured_configuration_is_a_preset_a_file_of_any_generation_or_the_
     old.write_text("algorithm: {rollout_is: true, rollout_is_threshold: 3.0, rollout_is_level: sequence}\n")
     assert choose_config() is DIAGNOSIS
     assert choose_config(preset="decoupled_geo_rs").rollout_rs == "seq_mean_k1"
-    assert choose_config(file=old).rollout_is == "sequence"
-    for bad in ({"preset": "decoupled_goe_rs"}, {"preset": "disabled", "file": old}):
+    assert choose_config(settings=[str(old)]).rollout_is == "sequence"
+    for bad in ({"preset": "decoupled_goe_rs"}, {"preset": "disabled", "settings": [str(old)]}):
         with pytest.raises(BadInputError):
             choose_config(**bad)
     old.write_text("algorithm: {rollout_correction: null}\n")
     with pytest.raises(BadInputError, match="nothing to measure; try --preset disabled"):
-        choose_config(file=old)
+        choose_config(settings=[str(old)])
 
 
 def test_memory_holds_one_batch_at_a_time(tmp_path, monkeypatch):

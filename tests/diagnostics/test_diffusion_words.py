@@ -241,5 +241,5 @@ def test_an_engines_stand_in_for_minus_infinity_is_missing(tmp_path):
 def test_the_judge_of_a_running_run_asks_the_same_rules():
     from rollcorr.diagnostics.health.evidence import Evidence
 
-    found = judge(Evidence(current={"token_count": 4.0, "kl": 0.5}, diffusion=True), broken=["kl"]).findings
+    found = judge(Evidence(current={"token_count": 4.0, "kl": 0.5}, diffusion=True), broken=["kl"])
     assert found == ()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.diagnostics.null.excess import BIN_TOKENS, expected_k3, pooled_bins
-from rollcorr.diagnostics.null.mismatch_profile import POSITION_BINS, MismatchProfile, octave_edges, size_edges
+from rollcorr.diagnostics.null.mismatch_profile import POSITION_BINS, MismatchProfile, size_edges, surprise_bins
 from rollcorr.diagnostics.null.row_table import ROWS, RowTable
 
 NAN = math.nan
@@ -41,8 +41,7 @@ def test_a_profile_by_hand():
 
     # Positions 1 and 2 are bins 0 and 1; −log μ of 0.5, 2 and 3 nats are in octaves of their own or together.
     assert profile.by("position")[0, :3].tolist() == [2, 1, 0]
-    edges = octave_edges(11, 16)
-    of_half = int(np.searchsorted(edges, 0.5, side="right")) - 1
+    (of_half,) = surprise_bins(np.array([0.5], dtype=np.float32))
     assert profile.by("surprise")[0, of_half : of_half + 3].tolist() == [1, 0, 2]
     assert profile.by("length")[0, :2].tolist() == [1, 1]
 

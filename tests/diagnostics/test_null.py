@@ -338,9 +338,7 @@ def test_a_share_that_a_quantized_engine_may_have_names_no_weights_by_itself(sha
     def of(value):
         return TokenShare(value, 0.005, value * 1e-3, 1e-3, 10_000, 300)
 
-    excess = Excess(
-        k3=ratio * 1e-3, expected=1e-3, ratio=ratio, z=1.0, share=of(share), null_share=of(0.04), excess_share=0.1
-    )
+    excess = Excess(k3=ratio * 1e-3, expected=1e-3, ratio=ratio, z=1.0, share=of(share), null_share=of(0.04))
     assert _id_explains_more(excess) == explains
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.check import check_logs
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.diagnostics.provenance.pairs import CERTAIN, UNCERTAIN, certain_share
-from rollcorr.diagnostics.provenance.provenance_findings import NAMES_NO_CAUSE
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 FILE = Path(__file__).parents[2] / "experiments" / "diagnosis" / "pair_faults.py"
@@ -37,7 +37,7 @@ def estimate(pairs):
 
 
 def named(found):
-    return set(found.codes) - NAMES_NO_CAUSE
+    return {code for code in found.codes if fault(code).kind != "no finding"}
 
 
 def rows_named(found, code):

@@ -9,7 +9,7 @@ import pytest
 from null_logs import log_softmax, rollouts, write_rows
 
 from rollcorr.diagnostics import check_logs, null_of_logs
-from rollcorr.diagnostics.log_check.row_causes import RISES
+from rollcorr.diagnostics.faults import is_rise
 from rollcorr.diagnostics.provenance import pair_sample
 from rollcorr.diagnostics.report.console import to_json
 from rollcorr.diagnostics.report.verdict_content import verdict_content
@@ -156,15 +156,15 @@ def test_settings_of_some_rows_do_not_explain_what_the_other_rows_show(tmp_path,
     log = write_rows(tmp_path / "log.parquet", tempered_series(8, 5, weights=0.3))
     result = check_logs([log], null_steps=(1, 5) if with_null else None)
     assert finding_of(result, "tempered").confidence > 0.99
-    assert finding_of(result, "stochastic_trainer").follows_from is None
-    assert "-0%" not in finding_of(result, "stochastic_trainer").reason
-    assert finding_of(result, "changed_at_step").follows_from == "stochastic_trainer"
+    assert finding_of(result, "weights_differ").follows_from is None, "dropout would be there from step 1"
+    assert "-0%" not in finding_of(result, "weights_differ").reason
+    assert finding_of(result, "changed_at_step").follows_from == "weights_differ"
 
 
 def test_rows_that_become_more_with_the_steps_explain_a_growth_from_the_start(tmp_path):
     faults = [(late, step, STEPS, step // 3) for step in range(3, STEPS + 1, 3)]
     result = check_logs([write_rows(tmp_path / "log.parquet", series(faults=faults))])
-    rises = {finding.code: finding.follows_from for finding in result.health.findings if finding.code in RISES}
+    rises = {finding.code: finding.follows_from for finding in result.health.findings if is_rise(finding)}
     assert set(rises.values()) == {"shifted"}
     assert result.hypotheses[0].code == "shifted"
 
@@ -174,7 +174,7 @@ def test_a_rise_that_the_other_rows_show_too_stands_by_itself(tmp_path, onset):
     """Four of twelve rows are shifted from step 9 on, and the weights of all of them differ from another one on."""
     rows = series(faults=[(late, 9, STEPS, 4)], weights=lambda step: 0.1 * (step >= onset))
     result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
-    rises = [f for f in result.health.findings if f.code in RISES and f.follows_from != "shifted"]
+    rises = [f for f in result.health.findings if is_rise(f) and f.follows_from != "shifted"]
     assert [(rise.first_step, rise.follows_from) for rise in rises] == [(onset, "weights_differ")]
     assert rises[0].title.startswith("in the other rows the mismatch")
     assert rises[0].evidence["factor"] < 100, "the shift has no part in it"

@@ -163,9 +163,18 @@ def test_a_gap_of_more_than_a_nat_in_the_first_fifty_steps_is_a_finding():
     name = "log_ppl_abs_diff"
     assert gap_at_start(now(log_ppl_abs_diff=1.0)) is None
     assert gap_at_start(now(log_ppl_abs_diff=1.1)).severity == "warning"
-    early = gap_at_start(over(name, [0.1] * 49 + [1.5] + [0.1] * 20))
-    assert (early.value, early.first_step, early.steps, early.severity) == (1.5, 50, 1, "note")
-    assert gap_at_start(over(name, [0.1, 1.5, 0.1])).severity == "warning"
+    closed = gap_at_start(over(name, [1.5] + [0.1] * 60))
+    assert (closed.value, closed.first_step, closed.steps, closed.severity) == (1.5, 1, 1, "note")
+    assert gap_at_start(over(name, [1.5, 0.1])).severity == "warning"
+
+
+def test_a_right_start_has_no_gap_at_start():
+    name = "log_ppl_abs_diff"
+    assert gap_at_start(over(name, [0.1, 1.5, 0.1])) is None
+    window = over(name, [1.5] * 5, first_step=16)
+    assert gap_at_start(window).severity == "warning"
+    assert gap_at_start(replace(window, first=(1, {name: 0.1}))) is None
+    name = "log_ppl_abs_diff"
     assert gap_at_start(over(name, [0.1] * 50 + [1.5])) is None
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rollcorr import estimate_provenance
-from rollcorr.diagnostics.provenance.provenance_findings import NAMES_NO_CAUSE
+from rollcorr.diagnostics.faults import fault
 from tests.diagnostics.null_logs import log_softmax
 
 VOCABULARY, LENGTH, ROWS, STEPS, GROUP = 16, 12, 32, 30, 4
@@ -43,7 +43,7 @@ def sampled(*, drift=0.0, spread=0.4, by_token=0.0, temperature=1.0, seed=1):
 
 
 def named(found):
-    return set(found.codes) - NAMES_NO_CAUSE
+    return {code for code in found.codes if fault(code).kind != "no finding"}
 
 
 @pytest.mark.parametrize("by_token", [0.0, 1.0, 3.0])

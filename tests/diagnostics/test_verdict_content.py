@@ -9,12 +9,12 @@ from rich.console import Console
 from series_of_runs import broken, metrics_of
 
 from rollcorr.config import Finding, RolloutCorrectionConfig
-from rollcorr.diagnostics.health.causes import folded, with_causes
 from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.report.console import show_health, to_json
 from rollcorr.diagnostics.report.html_page import render
 from rollcorr.diagnostics.report.report_data import ReportData
 from rollcorr.diagnostics.report.verdict_content import verdict_content
+from rollcorr.diagnostics.resolver import folded, resolve_findings
 
 
 def report():
@@ -43,7 +43,7 @@ def report():
     )
     note = Finding(code="mixed_settings", title="the rows were not all sampled alike", severity="note", reason="two")
     return HealthReport(
-        findings=with_causes((*found.findings, mixture, note)),
+        findings=resolve_findings(metrics=(*found.findings, mixture, note)),
         values=found.values,
         steps=found.steps,
         judged_against=found.judged_against,
@@ -180,8 +180,8 @@ def shape(folds):
 
 
 def test_a_named_cause_of_most_rows_explains_what_only_measures_the_mismatch():
-    found = with_causes(
-        [finding("out_of_range", metric="kl"), finding("frozen_sampler"), finding("tempered", row_share=0.9)]
+    found = resolve_findings(
+        metrics=[finding("out_of_range", metric="kl"), finding("frozen_sampler"), finding("tempered", row_share=0.9)]
     )
     assert shape(folded(found)) == [("tempered", [("out_of_range", []), ("frozen_sampler", [])])]
 
@@ -191,12 +191,12 @@ def test_a_named_cause_of_most_rows_explains_what_only_measures_the_mismatch():
     [finding("shifted", row_share=0.1), finding("placeholder"), finding("kept_twice"), finding("skipped_updates")],
 )
 def test_a_cause_of_few_rows_or_of_something_else_explains_nothing(other):
-    found = with_causes([finding("out_of_range", metric="kl"), other])
+    found = resolve_findings(metrics=[finding("out_of_range", metric="kl"), other])
     assert all(one.follows_from is None for one in found)
 
 
 def test_missing_log_probs_follow_from_nothing():
-    found = with_causes([finding("out_of_range", metric="nonfinite_count"), finding("tempered")])
+    found = resolve_findings(metrics=[finding("out_of_range", metric="nonfinite_count"), finding("tempered")])
     assert shape(folded(found)) == [("out_of_range", []), ("tempered", [])]
 
 

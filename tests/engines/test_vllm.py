@@ -21,8 +21,8 @@ from rollcorr.engines.base import (
     GenerationSettings,
     WeightSyncError,
 )
-from rollcorr.engines.remote_engine import row_seed
 from rollcorr.engines.response_scoring import response_logits, score_responses
+from rollcorr.engines.row_seeds import row_seed
 from rollcorr.engines.vllm.offline import VllmEngine, VllmOptions
 
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "logprobs": "processed"}
@@ -352,6 +352,21 @@ def test_equal_prompts_of_a_group_draw_apart(micro_policy):
     assert row_seed(0, 0) != row_seed(0, 1) != row_seed(1, 0)
     tokens = make_engine(micro_policy).generate([[1, 2]] * 4, seed=0).tokens.response_ids.tolist()
     assert len({tuple(row) for row in tokens}) == 4
+
+
+def test_parts_of_a_batch_send_its_seeds(micro_policy, monkeypatch):
+    """32 rows in one call, in 4 × 8, in 32 × 1 and on two ranks: vLLM gets one seed for each row."""
+    sent = []
+    complete = VllmEngine._complete
+    monkeypatch.setattr(
+        VllmEngine, "_complete", lambda self, rows, seeds: sent.extend(seeds) or complete(self, rows, seeds)
+    )
+    engine = make_engine(micro_policy, tokens=2)
+    sent.clear()  # of the engine's own checks
+    for size in (32, 8, 1, 16):
+        for first in range(0, 32, size):
+            engine.generate([[1, 2]] * size, seed=3, first_row=first)
+    assert sent == [row_seed(3, row) for row in range(32)] * 4
 
 
 def test_a_closed_engine_answers_nothing_and_leaves_no_folder(micro_policy):

@@ -684,14 +684,16 @@ def test_the_mixin_takes_its_own_arguments_and_passes_the_others_on():
 class FakeEngine:
     """An engine that returns the length of each prompt, and records its arguments."""
 
+    row_seeds = True
+
     def __init__(self, **sampling):
         self.sampling, self.updates, self.seeds = SamplingSpec(**sampling), [], []
 
     def update_weights(self, model, *, version):
         self.updates.append((version, any(module.training for module in model.modules())))
 
-    def generate(self, prompts, *, seed):
-        self.seeds.append(seed)
+    def generate(self, prompts, *, seed, first_row):
+        self.seeds.append((seed, first_row))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         tokens = TokenBatch(mask.long(), mask, 5 * mask.long(), mask)
@@ -706,13 +708,12 @@ def test_an_engine_answers_as_vllm_does():
     assert engine.updates == [(3, False)]
     assert trainer.model.training
 
-    torch.manual_seed(0)
     answers = [trainer.vllm_generation.generate([[1, 1], [1]], None, 2, profiler=None) for _ in range(2)]
     assert answers[0] == ([[1, 1], [1]], [[5, 5], [5]], [[[-0.5], [-0.5]], [[-0.5]]], [[[5], [5]], [[5]]])
     assert engine.seeds[0] != engine.seeds[1]
-    torch.manual_seed(0)
+    trainer.model.eval()
     trainer.vllm_generation.generate([[1]])
-    assert engine.seeds[2] == engine.seeds[0]
+    assert engine.seeds[2] not in engine.seeds[:2]
 
 
 @pytest.mark.parametrize(

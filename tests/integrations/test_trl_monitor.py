@@ -2,7 +2,9 @@
 
 import errno
 import math
+import re
 from contextlib import ExitStack
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
 from rollcorr.config import InertOptionWarning
+from rollcorr.config.documents import BadInputError
+from rollcorr.diagnostics import check_logs
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
 from rollcorr.run_directory import read_metrics
 
@@ -228,6 +232,20 @@ def test_the_log_says_which_engine_sampled_and_with_which_settings(tmp_path, mon
     assert {row["engine"] for row in rows} == {"transformers"}
     assert {(row["sampling"]["temperature"], row["sampling"]["logprobs"]) for row in rows} == {(1.0, "processed")}
     assert {row.get("policy_versions") for row in rows} == {None}
+
+
+def test_lines_that_check_prints_log_both_log_probs(tmp_path, monkeypatch):
+    class TwoSteps(StandInTrainer):
+        def train(self, steps=2):
+            super().train(steps)
+
+    with pytest.raises(BadInputError, match="in place of trainer") as error:
+        check_logs(["TRL"])
+    lines = dedent("\n".join(re.findall(r"^    .*$", str(error.value), re.MULTILINE)))
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {"trainer": TwoSteps()})
+    tokens = int(recorded_batch()["completion_mask"].sum())
+    assert check_logs(["run"]).metrics["rollout_corr/token_count"] == 2 * tokens
 
 
 @pytest.mark.parametrize("generation", [None, SimpleNamespace(), SimpleNamespace(engine=object())])

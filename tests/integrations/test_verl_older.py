@@ -135,6 +135,34 @@ def test_october_keeps_its_guides_extremes_before_truncation_and_its_perplexity_
 
 
 @per_implementation
+def test_october_perplexity_differences_follow_guide():
+    """Mean log-ratios of 3, −2.5 and −0.06 nats: log PPL of the rollout minus the trainer's is their mean."""
+    train = torch.tensor([[-1.0, -1.0], [-4.0, -4.0], [-1.0, -1.06]])
+    rollout = torch.tensor([[-4.0, -4.0], [-1.5, -1.5], [-1.0, -0.94]])
+    _, _, metrics = verl_2025_10.compute_rollout_importance_weights(
+        train, rollout, torch.ones(3, 2), rollout_is_threshold=2.0
+    )
+    assert metrics["mismatch/mismatch_log_ppl_diff"] == pytest.approx((3 - 2.5 - 0.06) / 3, abs=1e-5)
+    assert metrics["mismatch/mismatch_log_ppl_diff_max"] == pytest.approx(3.0)
+    assert metrics["mismatch/mismatch_log_ppl_diff_min"] == pytest.approx(-2.5)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@per_implementation
+def test_october_sequence_maximum_is_not_bounded(level):
+    """Four tokens of 9 nats: a ratio of e^36 = 4.3e15 per sequence, and e^9 per token."""
+    train, rollout = torch.full((2, 4), -1.0), torch.full((2, 4), -10.0)
+    data = train, rollout, torch.ones(2, 4)
+    _, _, metrics = verl_2025_10.compute_rollout_importance_weights(*data, level, rollout_is_threshold=2.0)
+    expected = math.exp(36 if level == "sequence" else 9)
+    assert metrics["mismatch/rollout_is_max"] == pytest.approx(expected, rel=1e-5)
+    given = verl_2025_10.compute_is_metrics(
+        torch.full((2, 4), 2.0), torch.full((2, 1), 36.0), torch.ones(2, 4), "sequence", 2.0, 0.5
+    )
+    assert given["rollout_is_max"] == pytest.approx(math.exp(36), rel=1e-5)
+
+
+@per_implementation
 def test_october_mask_mode_rejects_and_truncates_nothing():
     train, rollout, mask = log_ratio([4.0, 1.0], [0.7, 0.3])
     weights, kept, metrics = verl_2025_10.compute_rollout_importance_weights(

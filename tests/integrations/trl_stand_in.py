@@ -53,6 +53,7 @@ class StandInTrainer:
         self.use_vllm, self.vllm_generation = use_vllm, None
         self.vllm_importance_sampling_correction = options.get("correction", True)
         self.args = SimpleNamespace(
+            seed=42,
             report_to=options.get("report_to", ["tensorboard"]),
             per_device_train_batch_size=4,
             per_device_eval_batch_size=2,
@@ -128,7 +129,7 @@ class StandInRLOOTrainer(StandInTrainer):
     def __init__(self, generation=None):
         super().__init__(use_vllm=generation is not None)
         del self.loss_type, self.vllm_importance_sampling_correction
-        self.args = SimpleNamespace(report_to=[], per_device_train_batch_size=4, per_device_eval_batch_size=2)
+        self.args = SimpleNamespace(seed=42, report_to=[], per_device_train_batch_size=4, per_device_eval_batch_size=2)
         self.vllm_generation = generation
 
     def _generate_and_score_completions(self, inputs):

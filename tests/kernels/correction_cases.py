@@ -47,12 +47,17 @@ MORE_WEIGHT_BOUNDS = [("0.7_inf", None), (2.0, 0.5), (None, 0.8), (2.0, 1.2)]
 """Those that Triton leaves to others."""
 
 
+LEVELS = (None, "token", "sequence", "geometric")
+WITH_HORIZON = (*LEVELS, "horizon")
+
+
 @st.composite
-def configurations(draw, bounds=(*WEIGHT_BOUNDS, *MORE_WEIGHT_BOUNDS)):
+def configurations(draw, bounds=(*WEIGHT_BOUNDS, *MORE_WEIGHT_BOUNDS), levels=LEVELS):
     threshold, floor = draw(st.sampled_from(bounds))
     criteria = draw(st.lists(st.sampled_from(CRITERIA), unique=True, max_size=5))
     return configuration(
-        rollout_is=draw(st.sampled_from([None, "token", "sequence", "geometric"])),
+        rollout_is=draw(st.sampled_from(levels)),
+        rollout_is_horizon=draw(st.sampled_from([0.6, 0.0, 0.99, 1.0])),
         rollout_is_threshold=threshold,
         rollout_is_floor=floor,
         rollout_is_batch_normalize=draw(st.booleans()),

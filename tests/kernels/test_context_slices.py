@@ -39,6 +39,33 @@ def test_tokens_dealt_one_by_one_are_decided_as_whole_packed_sequences(batch, co
         assert_same(output, whole, rows=owner == rank)
 
 
+@given(
+    batch=batches(),
+    config=configurations(levels=("horizon",)),
+    cuts=st.lists(st.integers(0, 17), max_size=3).map(sorted),
+    packed=st.booleans(),
+)
+def test_consecutive_slices_have_the_weights_of_sequences(batch, config, cuts, packed):
+    """Level "horizon": slices of consecutive tokens, some empty."""
+    whole = correction_kernel(*batch, config, impl="reference")
+    place = torch.arange(batch[0].shape[1]).expand(batch[0].shape)
+    owner = sum((place >= cut).int() for cut in cuts) if cuts else torch.zeros_like(place)
+    slices = []
+    for rank in range(len(cuts) + 1):
+        own = owner == rank
+        if packed:
+            cu_seqlens = torch.cat([own.new_zeros(1, dtype=torch.long), own.sum(1).cumsum(0)])
+            slices.append(Slice(*(x[own] for x in batch), cu_seqlens))
+        else:
+            columns = owner[:1].eq(rank).any(0)
+            slices.append(Slice(*(x[:, columns] for x in batch), None))
+    for rank, output in enumerate(reduced(slices, config)):
+        own = owner == rank
+        if not packed:
+            output = output._replace(weights=output.weights.flatten(), loss_mask=output.loss_mask.flatten())
+        assert_same(output, whole, rows=own)
+
+
 def test_the_reference_does_not_take_slices():
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="needs whole sequences"):

@@ -6,7 +6,15 @@ import math
 
 import pytest
 import torch
-from correction_cases import assert_same, batches, configuration, configurations, reference_correction, torch_correction
+from correction_cases import (
+    WITH_HORIZON,
+    assert_same,
+    batches,
+    configuration,
+    configurations,
+    reference_correction,
+    torch_correction,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +23,7 @@ from rollcorr.core.metric_registry import CRITERIA, finalize
 from rollcorr.kernels.correction.dispatch import correction_kernel
 
 
-@given(batch=batches(), config=configurations(), block=st.sampled_from([1, 20, 1000]))
+@given(batch=batches(), config=configurations(levels=WITH_HORIZON), block=st.sampled_from([1, 20, 1000]))
 def test_blocks_of_any_size_give_the_reference(batch, config, block):
     expected = reference_correction(*batch, config)
     assert_same(torch_correction(*batch, config, block_tokens=block), expected)
@@ -34,7 +42,8 @@ def test_threads_share_blocks_without_changing_a_number(seed):
     train = rollout + torch.randn(7, 11, generator=generator)
     mask = torch.rand(7, 11, generator=generator) < 0.7
     config = configuration(
-        rollout_is=["token", "sequence"][seed % 2],
+        rollout_is=["token", "sequence", "horizon"][seed % 3],
+        rollout_is_horizon=0.5,
         rollout_rs="token_k1,seq_max_k3",
         rollout_rs_threshold="0.3_3.0,2.0",
         rollout_token_veto_threshold=0.05,
@@ -47,7 +56,11 @@ def test_threads_share_blocks_without_changing_a_number(seed):
     assert_same(actual, expected, torch.ones_like(mask))
 
 
-@given(batch=batches(), config=configurations(), lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6))
+@given(
+    batch=batches(),
+    config=configurations(levels=WITH_HORIZON),
+    lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6),
+)
 def test_packed_equals_padded(batch, config, lengths):
     train, rollout, mask = batch
     B, T = mask.shape
@@ -58,13 +71,13 @@ def test_packed_equals_padded(batch, config, lengths):
         assert_same(kernel(packed_train, packed_rollout, packed_mask, config, cu_seqlens=cu_seqlens), expected, rows)
 
 
-@given(batch=batches(), config=configurations())
+@given(batch=batches(), config=configurations(levels=WITH_HORIZON))
 def test_metrics_are_finite_numbers_whatever_the_data_holds(batch, config):
     for name, value in finalize(torch_correction(*batch, config).statistics.read()).items():
         assert math.isfinite(value), name
 
 
-@given(batch=batches(), config=configurations(), parts=st.integers(1, 8))
+@given(batch=batches(), config=configurations(levels=WITH_HORIZON), parts=st.integers(1, 8))
 def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
     """Also when shards are empty: k-way splits of up to six sequences."""
     whole = torch_correction(*batch, config).statistics
@@ -78,12 +91,16 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(batch, config, parts):
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-@pytest.mark.parametrize("rollout_is", [None, "token", "sequence", "geometric"])
+@pytest.mark.parametrize("rollout_is", WITH_HORIZON)
 def test_no_kernel_reads_a_value(impl, rollout_is):
     """Meta tensors have shapes and no values: a read, which is a wait on a GPU, raises here."""
     names = ",".join(CRITERIA)
     config = configuration(
-        rollout_is=rollout_is, rollout_rs=names, rollout_rs_threshold=2.0, rollout_token_veto_threshold=1e-4
+        rollout_is=rollout_is,
+        rollout_is_horizon=0.5,
+        rollout_rs=names,
+        rollout_rs_threshold=2.0,
+        rollout_token_veto_threshold=1e-4,
     )
     with torch.device("meta"):
         train, mask, cu_seqlens = torch.zeros(6), torch.ones(6, dtype=torch.bool), torch.arange(3)

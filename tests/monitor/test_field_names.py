@@ -7,8 +7,7 @@ import torch
 
 from rollcorr import Monitor, RolloutSample, correct, read_rollout_log
 from rollcorr.layouts import local_lists
-from rollcorr.monitor import FieldNames
-from rollcorr.monitor.field_names import FIELD_NAMES, read_fields
+from rollcorr.monitor.field_names import read_fields
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -0.2, 0.0]])
 ROLLOUT = TRAIN + torch.tensor([[0.1, -0.1, 0.0], [0.2, 0.0, 0.0]])
@@ -82,11 +81,31 @@ def test_a_tool_mask_takes_its_tokens_out():
     assert torch.equal(read_fields({**TRL, "tool_mask": tool_mask}).response_mask, (MASK * tool_mask).bool())
 
 
+def test_a_mask_of_sequences_takes_out_all_their_tokens():
+    """NeMo-RL's sample mask is (B,), its token mask (B, S)."""
+    nemo_rl = {"prev_logprobs": TRAIN, "generation_logprobs": ROLLOUT, "token_mask": MASK}
+    found = read_fields({**nemo_rl, "sample_mask": torch.tensor([0.0, 1.0])})
+    assert found.response_mask.tolist() == [[False] * 3, [True, True, False]]
+
+
 def test_names_of_ones_own_are_given_as_a_map():
-    names = FieldNames(train_log_prob=("pi",), rollout_log_prob=("mu",), response_mask=("m",))
-    found = read_fields({"pi": TRAIN, "mu": ROLLOUT, "m": MASK}, names)
+    names = {"old_log_prob": "pi", "rollout_log_prob": "mu", "response_mask": "m", "reward": "r"}
+    found = read_fields({"pi": TRAIN, "mu": ROLLOUT, "m": MASK, "r": [1.0, 0.0]}, names)
     assert found.train_log_prob is TRAIN
     assert found.rollout_log_prob is ROLLOUT
+    assert found.columns == {"reward": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"old_log_prob": "pi"}, "fields has no rollout_log_prob, response_mask; it maps old_log_prob"),
+        ({"old_logprob": "pi"}, "'old_logprob' is not a column of the rollout log"),
+    ],
+)
+def test_a_wrong_map_of_names_is_an_error(names, message):
+    with pytest.raises(ValueError, match=message):
+        read_fields({"pi": TRAIN}, names)
 
 
 def test_a_packed_batch_brings_its_offsets():
@@ -128,16 +147,6 @@ def test_a_batch_that_fits_nobody_or_two_is_named():
 def test_what_is_no_batch_is_refused(batch):
     with pytest.raises(TypeError, match="or one batch that holds them by name"):
         read_fields(batch)
-
-
-def test_the_docs_list_the_declared_names():
-    from pathlib import Path
-
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "monitor.md").read_text(encoding="utf-8")
-    for framework, names in FIELD_NAMES.items():
-        assert f"| {framework} |" in page
-        for name in (*names.train_log_prob, *names.rollout_log_prob, *names.response_mask, *names.further_masks):
-            assert f"`{name}`" in page
 
 
 class ContextRank:

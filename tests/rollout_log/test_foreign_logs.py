@@ -126,8 +126,8 @@ def test_tokens_that_prime_rl_distils_from_another_model_are_masked(tmp_path):
 @pytest.mark.parametrize(
     ("writer", "message"),
     [
-        (dumps.write_verl, "verl's dump of generations holds text and scores.*no setting of verl.*calculate_log_probs"),
-        (dumps.write_trl, "TRL's table of completions holds text.*no setting of TRL.*RolloutLogWriter"),
+        (dumps.write_verl, "dump of generations contains text and scores.*no setting of verl.*calculate_log_probs"),
+        (dumps.write_trl, r"(?s)TRL's table of completions contains text.*no setting of TRL.*attach\(trainer"),
     ],
 )
 def test_a_dump_without_log_probs_is_recognized_and_the_error_says_what_to_do(writer, message, tmp_path):
@@ -431,7 +431,7 @@ def test_the_table_of_frameworks_names_columns_of_the_log():
             assert dump.fields.keys() <= COLUMNS.keys(), dump.files
             has_both = "rollout_log_prob" in dump.fields and {"old_log_prob", "log_prob"} & dump.fields.keys()
             assert bool(has_both) != bool(dump.lacks), dump.files
-            assert bool(dump.lacks) == bool(dump.instead), dump.files
+            assert bool(dump.instead) <= bool(dump.lacks) <= bool(dump.instead or framework.lines), dump.files
 
 
 def test_long_dumps_come_in_batches(tmp_path):

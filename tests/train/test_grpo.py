@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,23 +186,45 @@ def test_a_kl_term_is_learned_from_rejected_tokens_too(micro_trainer, micro_poli
     assert not torch.equal(weights(trainer), before)
 
 
-def test_rejected_rows_leave_the_baseline_on_request(micro_trainer, micro_config):
-    """Advantages must not depend on the reward of a row that rejection removed."""
-    trainer = micro_trainer("algorithm.rollout_correction=decoupled_seq_is_rs")
+def test_rejected_rows_leave_the_baseline_by_default(micro_trainer, micro_config):
+    """By default no other advantage depends on the reward of a row that rejection removed."""
+    rejecting = "algorithm.rollout_correction=decoupled_seq_is_rs"
+    trainer = micro_trainer(rejecting)
     batch = trainer._add_correction(trainer._add_old_log_prob(trainer._sample(1)))
     kept = torch.ones(12, dtype=torch.bool)
     kept[0] = False
     batch = dataclasses.replace(batch, correction=dataclasses.replace(batch.correction, sequence_kept=kept))
     other = dataclasses.replace(batch, rewards=[Reward(50.0, correct=True), *batch.rewards[1:]])
-    assert not torch.equal(
-        trainer._add_advantages(batch).advantages[1:4], trainer._add_advantages(other).advantages[1:4]
-    )
-    trainer.config = micro_config(
-        "algorithm.rollout_correction=decoupled_seq_is_rs", "algorithm.leave_rejected_out_of_baseline=true"
-    )
     first, second = (trainer._add_advantages(b).advantages for b in (batch, other))
     assert torch.equal(first, second)
     assert first[0] == 0
+
+    trainer.config = micro_config(rejecting, "algorithm.leave_rejected_out_of_baseline=false")
+    first, second = (trainer._add_advantages(b).advantages for b in (batch, other))
+    assert not torch.equal(first[1:4], second[1:4])
+
+
+@pytest.mark.parametrize("correction", ["{}", "decoupled_seq_is_rs", "bypass_ppo_clip_k3_rs"])
+def test_advantages_keep_their_bits_without_rejection(micro_trainer, micro_config, correction):
+    """Nothing is rejected at equal weights, so the default computes what `false` does; bypass mode accepts it."""
+    trainer = micro_trainer(f"algorithm.rollout_correction={correction}")
+    batch = trainer._add_correction(trainer._add_old_log_prob(trainer._sample(1)))
+    batch = dataclasses.replace(batch, rewards=[Reward(0.1 * row**2, correct=False) for row in range(12)])
+    assert batch.correction is None or batch.correction.sequence_kept.all()
+    default = trainer._add_advantages(batch).advantages
+    trainer.config = micro_config(
+        f"algorithm.rollout_correction={correction}", "algorithm.leave_rejected_out_of_baseline=false"
+    )
+    assert torch.equal(default, trainer._add_advantages(batch).advantages)
+
+
+def test_ranks_refuse_an_engine_with_one_seed(micro_trainer):
+    trainer = micro_trainer()
+    trainer.engine.row_seeds = False
+    with pytest.raises(ValueError, match="one seed per process"):
+        grpo.GrpoTrainer(
+            trainer.config, trainer.policy, trainer.engine, trainer.task, group=SimpleNamespace(size=lambda: 2)
+        )
 
 
 def test_the_engine_lags_on_purpose(micro_trainer):

@@ -401,6 +401,21 @@ def test_a_launcher_of_several_processes_is_refused(number, tmp_path, monkeypatc
     assert number()[0].step == 6
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "2"},
+        {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "WORLD_SIZE": "1", "SLURM_PROCID": "0"},
+    ],
+    ids=["shell of salloc", "one task of srun", "world of one"],
+)
+def test_one_process_under_slurm_trains(number, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert number()[0].step == 6
+
+
 # The disk, and weights that must not be saved.
 
 

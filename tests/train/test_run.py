@@ -211,7 +211,7 @@ class FailingEngine(TransformersEngine):
 
     error, calls = EngineUnavailableError("no answer within 60 s"), 0
 
-    def generate(self, prompts, *, seed):
+    def generate(self, prompts, *, seed, first_row=0):
         type(self).calls += 1
         if self.calls == 3:
             raise self.error

@@ -8,7 +8,7 @@ from rich.console import Console
 from rollcorr import read_run
 from rollcorr.diagnostics import check_logs, read_null
 from rollcorr.diagnostics.null import noise_beside
-from rollcorr.diagnostics.run_comparison import run_health
+from rollcorr.diagnostics.run_verdict import run_health
 from rollcorr.train import train
 from rollcorr.train.grpo import grpo_recipe
 

@@ -63,6 +63,15 @@ def test_a_launcher_of_two_processes_is_refused_and_writes_nothing(command, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("tasks", ["SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_two_slurm_tasks_are_refused_and_write_nothing(command, tmp_path, tasks, rank):
+    refused = CliRunner().invoke(app, command, env={"COLUMNS": "300", tasks: "2", "SLURM_PROCID": rank})
+    assert refused.exit_code == 2
+    assert f"{tasks}=2: a run is one process on one device, so start it with srun --ntasks 1" in refused.output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

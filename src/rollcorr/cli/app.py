@@ -25,6 +25,9 @@ app = typer.Typer(name="rollcorr", no_args_is_help=True, pretty_exceptions_show_
 LIMIT_OPTION = typer.Option(
     metavar="NAME=NUMBER", help="Raise a limit on what a file may hold, for a file that you trust."
 )
+CONFIG_OPTION = typer.Option(
+    metavar="FILE or dotted.name=value", help="A YAML file of any generation, and changes to it; repeat the option."
+)
 COLUMNS_OPTION = typer.Option(
     metavar="OURS=THEIRS,…",
     help="What the files call our columns, for example rollout_log_prob=logprobs. Our name stands on the left.",

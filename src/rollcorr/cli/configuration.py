@@ -10,8 +10,9 @@ import typer
 from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import Conversion, Schema, convert, converted_document
-from rollcorr.config.documents import dump_yaml, read_yaml
+from rollcorr.config.documents import dump_yaml
 from rollcorr.config.generations import shown
+from rollcorr.config.layers import read_document
 from rollcorr.config.secrets import redact_text
 
 if TYPE_CHECKING:
@@ -56,7 +57,13 @@ def import_log(
 
 
 def convert_config(
-    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A verl configuration, or only the options.")],
+    old: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[OLD.yaml] [dotted.name=value]…",
+            help="A verl configuration or its options, and changes.",
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="NEW.yaml", help="Write here instead of to standard output."),
@@ -71,6 +78,7 @@ def convert_config(
     Writes the new YAML to standard output or NEW.yaml.
     Prints a table of each option's new form on standard error.
     A file with other sections keeps them, but loses its comments.
+    Overrides of an older form replace a preset in the file; in the newest form they change it.
     Returns exit code 2 if the input cannot be read, and prints the reason.
 
     Example: old.yaml contains
@@ -88,13 +96,13 @@ def convert_config(
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            raw = read_yaml(old)
+            raw = read_document(old)
             conversion = convert(raw, schema=cast("Schema | None", schema))
         text = dump_yaml(converted_document(raw, conversion))
         if output is not None:
             output.write_text(text, encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
-        console.print(redact_text(f"{old}: {in_one_line(error)}"), style="red", markup=False, soft_wrap=True)
+        console.print(redact_text(f"{' '.join(old)}: {in_one_line(error)}"), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     if output is None:
         typer.echo(text, nl=False)

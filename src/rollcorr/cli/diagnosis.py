@@ -10,7 +10,7 @@ import typer
 
 import rollcorr.diagnostics.report as reports
 from rollcorr import diagnostics, run_directory
-from rollcorr.cli.app import COLUMNS_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
+from rollcorr.cli.app import COLUMNS_OPTION, CONFIG_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
 from rollcorr.cli.null_and_advice import parse_steps
 from rollcorr.config.documents import BadInputError
 
@@ -61,9 +61,7 @@ def check(
         typer.Argument(help="Rollout logs, or dumps of other frameworks: files, folders or glob patterns."),
     ],
     preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Measure what this YAML file would do. It may be of any generation.")
-    ] = None,
+    config: Annotated[list[str] | None, CONFIG_OPTION] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write report.html and figures into this folder.")
     ] = None,
@@ -115,7 +113,7 @@ def check(
         with row_progress() as on_rows:
             result = diagnostics.check_logs(
                 logs,
-                choose_config(preset=preset, file=config),
+                choose_config(preset=preset, settings=config or []),
                 train_column=train_column,
                 diffusion=diffusion,
                 null=None if null is None else diagnostics.read_null(null),

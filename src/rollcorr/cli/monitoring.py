@@ -26,7 +26,7 @@ def watch(
 ) -> None:
     """Show a live run: a line for each step, and each alarm once, with cause and fix.
 
-    Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Else 130 for Ctrl-C; 2 is bad input.
+    Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Always: 2 bad input, 130 interrupted.
     """
     from rollcorr.monitor.running_judge import RunningJudge, alarm_text
     from rollcorr.run_directory.directory import RunDirectory
@@ -56,20 +56,22 @@ def watch(
                 for finding in changes.passed:
                     typer.secho(f"step {step['step']}: has passed: {finding.title}", fg="green")
             if once:
-                _show_verdict(judge)
+                _show_verdict(judge, run)
                 raise typer.Exit(judge.exit_code)
             try:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             except KeyboardInterrupt as error:
-                _show_verdict(judge)
+                _show_verdict(judge, run)
                 raise typer.Exit(130) from error
 
 
-def _show_verdict(judge: RunningJudge) -> None:
-    """Print the verdict on the run so far, formatted as in `rollcorr report`."""
+def _show_verdict(judge: RunningJudge, run: Path) -> None:
+    """Print the verdict on the run so far, as in `rollcorr report`, and its first cause."""
     typer.secho(judge.verdict, fg={"healthy": "green", "unhealthy": "red"}.get(judge.verdict, "yellow"), bold=True)
     for sentence in judge.not_judged:
         typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
+    for cause in diagnostics.causes(run)[:1] if judge.alarms else ():
+        typer.secho(f"first cause: {cause.title}. Fix: {cause.fix}", fg="red")
 
 
 def compare(

@@ -13,6 +13,7 @@ import typer
 from rollcorr import diagnostics, engines
 from rollcorr.cli.app import (
     COLUMNS_OPTION,
+    CONFIG_OPTION,
     LIMIT_OPTION,
     check_unused,
     exit_on,
@@ -281,6 +282,7 @@ def advise_on(
             metavar="FILE", help="What two correct policies differ by here (`rollcorr null`). [default: RUN/null.json]"
         ),
     ] = None,
+    config: Annotated[list[str] | None, CONFIG_OPTION] = None,
     rate: Annotated[float, typer.Option(help="Share of healthy sequences that a rejection may cost.")] = 0.05,
     train_column: Annotated[
         str | None,
@@ -298,9 +300,13 @@ def advise_on(
 ) -> None:
     """Recommend a preset for a log, with thresholds, reasons and YAML to paste; or the repair to make first.
 
+    With --config, also print the overrides that turn your configuration into the recommended one.
+
     Exit codes: 0 a preset, 1 repair something first, 2 bad input, 3 not judged, 130 interrupted.
     """
     share_memory()
+    from rollcorr.config.schemas import as_overrides
+    from rollcorr.diagnostics.log_check import choose_config
     from rollcorr.diagnostics.report.advice_text import show_advice
     from rollcorr.diagnostics.report.console import row_progress
     from rollcorr.run_directory.durable_files import write_text_durably
@@ -309,6 +315,7 @@ def advise_on(
         check_unused(output, overwrite=overwrite)
         if not 0 < rate < 0.5:
             raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
+        yours = choose_config(settings=config).to_dict() if config else None
         file_limits, column_names = file_options(limit, columns)
         with row_progress() as on_rows:
             result = diagnostics.check_logs(
@@ -328,6 +335,9 @@ def advise_on(
             write_text_durably(output, advice.yaml)
     if output is not None and not advice.yaml:
         typer.echo(f"{output} is not written: there is no configuration to write", err=True)
+    if yours is not None and advice.config is not None:
+        changed = {key: value for key, value in advice.config.to_dict().items() if value != yours[key]}
+        typer.echo(f"over your configuration: {as_overrides(changed) or 'nothing to change'}", err=True)
     if as_json:
         typer.echo(advice.to_json())
     else:

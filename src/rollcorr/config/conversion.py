@@ -13,27 +13,25 @@ from typing import Any
 
 from rollcorr.config.checks import check_bool, check_choice, unknown_name
 from rollcorr.config.correction_options import RolloutCorrectionConfig
-from rollcorr.config.criteria import CRITERIA, STEP_CRITERIA
 from rollcorr.config.generations import (
     CONVERTERS,
     DEFAULTS,
     KEYS,
     LATE_2025_11,
-    OLDER_CRITERIA,
     SCHEMAS,
     Draft,
     FieldReport,
     Schema,
-    shown,
 )
 from rollcorr.config.sampling_spec import SamplingSpec
+from rollcorr.config.schemas import SECTION, find_schema, owners
 
 __all__ = ["Conversion", "FieldReport", "Schema", "convert", "converted_document", "resolve"]
 
-SECTION = "rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
 
-_ALL_KEYS = tuple(dict.fromkeys(key for schema in SCHEMAS for key in KEYS[schema]))
+OPTION_NAMES = tuple(dict.fromkeys(key for schema in SCHEMAS for key in KEYS[schema]))
+"""The correction's options of all schemas."""
 _SAMPLING_KEYS = (
     "temperature",
     "top_p",
@@ -43,7 +41,8 @@ _SAMPLING_KEYS = (
     "presence_penalty",
     "frequency_penalty",
 )
-_LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+"""vLLM's names of the kinds of log-probs, and ours."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,12 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
     Args:
         raw: the options themselves, an `algorithm` section, or a full verl configuration (plain or OmegaConf
             mappings), with the options (or a preset's name) in `algorithm.rollout_correction`, or flat in `algorithm`.
+            A key may be dotted: `{"algorithm.rollout_correction.rollout_is": "token"}`.
         schema: the schema to read; optional, detected by default. A bool `rollout_is`, or `rollout_is_` with level,
             mode, veto_threshold or threshold_lower, means 2025-10. `bypass_old_logprob_for_rollout`,
             `use_pure_rollout_correction`, `rollout_rs_threshold_lower`, or a `rollout_rs` of token, sequence or
-            geometric, means 2025-11. If set explicitly, 2025-11 also accepts verl 0.7's mixture with the newest names.
+            geometric, means 2025-11. That form accepts verl 0.7's `bypass_mode`, `loss_type` and
+            `rollout_is_batch_normalize` too.
 
     Returns:
         The configuration with its schema, report, sampling settings and notes.
@@ -95,7 +96,7 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
         draft.report.append(FieldReport(SECTION, options, f"preset {options}", "a text names a preset"))
     else:
         _check_keys(options, schema)
-        schema = schema or _detect(options, flat)
+        schema = schema or find_schema(options, flat=flat)
         config, draft = CONVERTERS[schema](options)
 
     sampling = None if rollout is None else _read_rollout(rollout, config, draft)
@@ -134,28 +135,47 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
         raw: the document that was converted.
         conversion: the result of `convert` for it.
     """
+    raw = expand_dotted(raw)
     section = None
     if conversion.config is not None:
         values = conversion.config.to_dict()
         public = KEYS["newest"][:7]
         section = {key: value for key, value in values.items() if key in public or value != DEFAULTS[key]}
     if "algorithm" in raw or "actor_rollout_ref" in raw:
-        algorithm = {key: value for key, value in (raw.get("algorithm") or {}).items() if not _is_option(key)}
+        algorithm = {key: value for key, value in (raw.get("algorithm") or {}).items() if not is_option(key)}
         return {**raw, "algorithm": {**algorithm, SECTION: section}}
     if SECTION in raw:
         return {**raw, SECTION: section}
     return {"algorithm": {SECTION: section}}
 
 
+def expand_dotted(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with each dotted key, such as `algorithm.rollout_is`, written out as nested blocks.
+
+    A `+` before a key, Hydra's mark of a new key, has no effect.
+    """
+    expanded: dict[str, Any] = {}
+    for key, value in document.items():
+        *blocks, name = key.removeprefix("+").split(".") if isinstance(key, str) else [key]
+        section = expanded
+        for block in blocks:
+            inner = section.get(block)
+            section[block] = dict(inner) if isinstance(inner, Mapping) else {}
+            section = section[block]
+        both = isinstance(value, Mapping) and isinstance(section.get(name), Mapping)
+        section[name] = {**section[name], **value} if both else value
+    return expanded
+
+
 def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
     """Return the options, whether they are flat in `algorithm`, and the rollout section."""
-    _mapping("the configuration", raw)
+    raw = expand_dotted(_mapping("the configuration", raw))
 
     # A full file, an `algorithm` section, or only the options.
     rollout = None
-    algorithm = raw
+    algorithm: Mapping[str, Any] = raw
     if "algorithm" in raw or "actor_rollout_ref" in raw:
-        misplaced = [key for key in raw if _is_option(key) or key == SECTION]
+        misplaced = [key for key in raw if is_option(key) or key == SECTION]
         if misplaced:
             raise ValueError(f"{misplaced[0]!r} stands beside 'algorithm'; move it to algorithm.{SECTION}")
         algorithm = _subsection(raw, "algorithm")
@@ -164,65 +184,31 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
         return _drop_target(raw), False, None
 
     # The first schema put its options flat into `algorithm`; later schemas have their own section.
-    _check_spelling("algorithm", algorithm, (*_ALL_KEYS, SECTION))
-    flat = {key: value for key, value in algorithm.items() if _is_option(key)}
+    _check_spelling("algorithm", algorithm, (*OPTION_NAMES, SECTION))
+    flat = {key: value for key, value in algorithm.items() if is_option(key)}
     options = algorithm.get(SECTION)
     if options is None:
         return (flat or None), True, rollout
     if flat:
         raise ValueError(
-            f"algorithm holds both {SECTION} and the flat options {', '.join(flat)}: a mixture; delete one of the two"
+            f"algorithm holds both {SECTION} and the flat options {', '.join(flat)}: a mixture; delete one of the two, "
+            f"or write algorithm.{SECTION}=null before the overrides that replace the file's correction"
         )
     if not isinstance(options, str):
         options = _drop_target(_mapping(f"algorithm.{SECTION}", options))
     return options, False, rollout
 
 
-def _detect(options: Mapping[str, Any], flat: bool) -> Schema:
-    """Return the schema of a set of known options; raise `ValueError` for a mixture."""
-    # Signs are keys and values that only one schema has.
-    signs = {schema: [key for key in options if _owners(key) == [schema]] for schema in SCHEMAS}
-    level, rs = options.get("rollout_is"), options.get("rollout_rs")
-    if isinstance(level, bool):
-        signs["2025-10"].append(f"rollout_is: {shown(level)}")
-    names = {name.strip() for name in rs.split(",")} if isinstance(rs, str) else set()
-    if names & OLDER_CRITERIA.keys():
-        signs["2025-11"].append(f"rollout_rs: {rs}")
-    if names & (CRITERIA | STEP_CRITERIA).keys():
-        signs["newest"].append(f"rollout_rs: {rs}")
-
-    # The newest names without a sign only exclude the first schema.
-    later = [key for key in options if "2025-10" not in _owners(key)]
-    if isinstance(level, str):
-        later.append(f"rollout_is: {level}")
-
-    found = [schema for schema in SCHEMAS if signs[schema]]
-    if len(found) > 1 or (found == ["2025-10"] and later):
-        groups = [f"{schema}: {', '.join(signs[schema])}" for schema in found]
-        if len(found) == 1:
-            groups.append(f"later: {', '.join(later)}")
-        hint = " A file of verl 0.7 is read with schema '2025-11'." if found == ["2025-11", "newest"] else ""
-        raise ValueError(f"these options mix generations ({'; '.join(groups)}); write all of them in one.{hint}")
-    if found:
-        return found[0]
-    # Only the first schema put its options flat into `algorithm`.
-    return "2025-10" if flat and not later else "newest"
-
-
-def _owners(key: str) -> list[Schema]:
-    return [schema for schema in SCHEMAS if key in KEYS[schema]]
-
-
 def _check_keys(options: Mapping[str, Any], schema: Schema | None) -> None:
     """Check that the given schema contains every key; without a schema, that any schema contains it."""
-    known = _ALL_KEYS if schema is None else KEYS[schema]
+    known = OPTION_NAMES if schema is None else KEYS[schema]
     if schema == "2025-11":
         known += LATE_2025_11
     for key in options:
         if key in known:
             continue
-        if key in _ALL_KEYS:
-            raise ValueError(f"option {key!r} belongs to {' and '.join(_owners(key))}, not to {schema}")
+        if key in OPTION_NAMES:
+            raise ValueError(f"option {key!r} belongs to {' and '.join(owners(key))}, not to {schema}")
         raise ValueError(unknown_name(f"unknown option {key!r}", key, known))
 
 
@@ -234,7 +220,8 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
         check_bool(f"{ROLLOUT}.calculate_log_probs", recorded)
     if config is not None and recorded is False:
         raise ValueError(
-            f"{ROLLOUT}.calculate_log_probs is false, but a correction needs the rollout's log-probs: set it to true"
+            f"{ROLLOUT}.calculate_log_probs is false, but a correction needs the rollout's log-probs: write "
+            f"{ROLLOUT}.calculate_log_probs=true"
         )
     if config is not None and recorded is None:
         draft.notes.append(
@@ -253,8 +240,8 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
     engine_kwargs = _subsection(_subsection(rollout, "engine_kwargs"), "vllm")
     mode = engine_kwargs.get("logprobs_mode", rollout.get("logprobs_mode"))
     if mode is not None:
-        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, _LOGPROBS_MODES)
-        settings["logprobs"], old["logprobs_mode"] = _LOGPROBS_MODES[mode], mode
+        check_choice(f"{ROLLOUT}.logprobs_mode (logits are no log-probs)", mode, LOGPROBS_MODES)
+        settings["logprobs"], old["logprobs_mode"] = LOGPROBS_MODES[mode], mode
 
     try:
         sampling = SamplingSpec(**settings)
@@ -277,8 +264,11 @@ def _drop_target(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key != "_target_"}
 
 
-def _is_option(key: object) -> bool:
-    return key in _ALL_KEYS or (isinstance(key, str) and key.startswith(("rollout_is", "rollout_rs", "rollout_token")))
+def is_option(key: object) -> bool:
+    """Return whether a key is an option of a correction, or looks like a misspelled one."""
+    return key in OPTION_NAMES or (
+        isinstance(key, str) and key.startswith(("rollout_is", "rollout_rs", "rollout_token"))
+    )
 
 
 def _subsection(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from rollcorr.config.option_types import ConfigOptions
 
-Level = Literal["token", "sequence", "geometric"]
+Level = Literal["token", "sequence", "geometric", "horizon"]
 IsMode = Literal["truncate", "icepop", "none"]
 LossType = Literal["ppo_clip", "reinforce"]
 NonfinitePolicy = Literal["reject_token", "reject_sequence", "neutral", "raise"]
@@ -76,8 +76,8 @@ class RolloutCorrectionConfig(NamedPresets):
     By default, only tokens without a usable log-prob leave the loss mask (`nonfinite`).
 
     Attributes:
-        rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T).
-            Optional; no weights are computed by default.
+        rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T),
+            "horizon" Π_s ρ_s^(λ^|t−s|) (experimental). Optional; no weights are computed by default.
         rollout_is_threshold: a ceiling C truncates: min(w, C). A band "lo_hi" zeroes weights outside it (IcePop), and
             "0_hi" or "lo_inf" leaves a side open. If None, only `safety_bound` limits the weights.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
@@ -96,6 +96,8 @@ class RolloutCorrectionConfig(NamedPresets):
         batch_normalize_over: units in the batch mean: all "valid" ones, or only the "kept" ones.
         rollout_is_floor: the smallest weight: max(w, floor), with or without a ceiling. A ratio of exactly 0 keeps the
             weight 0. Optional; no floor by default.
+        rollout_is_horizon: λ of "horizon", 0 to 1: 0 gives token weights, 1 sequence weights; 1/(1 − λ) is the horizon
+            in tokens.
         impl: kernel to use: "auto" selects the fastest one proven on the device. It does not change the computation, so
             configurations that differ only in it are equal.
 
@@ -123,6 +125,7 @@ class RolloutCorrectionConfig(NamedPresets):
     normalizer: Normalizer = "kept"
     batch_normalize_over: NormalizedUnits = "valid"
     rollout_is_floor: float | None = None
+    rollout_is_horizon: float | None = None
     impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
@@ -142,16 +145,17 @@ class RolloutCorrectionConfig(NamedPresets):
         # Thresholds are numbers or strings; rejection thresholds belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
 
-        # Then check combinations: one is an error, some leave an option without effect.
+        # Then check combinations: some are errors; others leave an option without effect, and cause a warning.
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 "loss_type='reinforce' needs bypass_mode=True: without bypass the loss is PPO with π_old; "
                 "set bypass_mode=True, or loss_type='ppo_clip'"
             )
         self._check_floor()
+        self._check_horizon()
 
         # Compute derived values now: torch.compile cannot trace a property that is cached on first use.
-        for derived in ("criteria", "is_lower", "is_upper", "is_mode", "weights_reach_loss"):
+        for derived in ("criteria", "is_lower", "is_upper", "is_mode", "weights_reach_loss", "weighs_tokens"):
             getattr(self, derived)
         warn_inert(self, self._inert_options())
 
@@ -220,6 +224,11 @@ class RolloutCorrectionConfig(NamedPresets):
         return self.rollout_is is not None and self.apply_is and not ratio_is_the_weight
 
     @cached_property
+    def weighs_tokens(self) -> bool:
+        """True iff each token has a weight of its own: at levels "token" and "horizon"."""
+        return self.rollout_is in ("token", "horizon")
+
+    @cached_property
     def only_measures(self) -> bool:
         """True iff it has neither weights nor rejection: an adapter then keeps the trainer's mask, counts and loss.
 
@@ -265,6 +274,17 @@ class RolloutCorrectionConfig(NamedPresets):
                 f"rollout_is_floor={floor!r} exceeds the ceiling rollout_is_threshold={ceiling!r}; swap them"
             )
 
+    def _check_horizon(self) -> None:
+        """Check λ: level "horizon" needs it, and no other level reads it (`_inert_options`)."""
+        decay = self.rollout_is_horizon
+        if decay is not None:
+            self._set("rollout_is_horizon", check_number("rollout_is_horizon", decay, at_least=0, at_most=1))
+        elif self.rollout_is == "horizon":
+            raise ValueError(
+                "rollout_is='horizon' needs rollout_is_horizon, got None; set a number from 0 (token weights) to 1 "
+                "(sequence weights), such as 0.5"
+            )
+
     def _inert_options(self) -> list[tuple[str, str]]:
         """Return each option that is set but has no effect in this combination, with the reason and the fix."""
         computed, applied = self.rollout_is is not None, self.weights_reach_loss
@@ -274,6 +294,11 @@ class RolloutCorrectionConfig(NamedPresets):
             (not computed and self.rollout_is_threshold != 2.0, "rollout_is_threshold", without_is),
             (not computed and self.rollout_is_floor is not None, "rollout_is_floor", without_is),
             (not computed and not self.apply_is, "apply_is", without_is),
+            (
+                self.rollout_is != "horizon" and self.rollout_is_horizon is not None,
+                "rollout_is_horizon",
+                "has no effect without rollout_is='horizon'; set that, or leave this out",
+            ),
             (
                 computed and self.apply_is and not applied,
                 "rollout_is",

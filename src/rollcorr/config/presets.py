@@ -50,9 +50,9 @@ SHORT = "papers and other trainers"
 # Not a field of the configuration: the lower end of the band whose upper end is `rollout_rs_threshold`.
 BAND_LOWER = "rollout_rs_threshold_lower"
 
-_IS = {"threshold": ("rollout_is_threshold",)}
-_RS = {"rs_threshold": ("rollout_rs_threshold",)}
-_IS_RS = {"is_threshold": ("rollout_is_threshold",), **_RS}
+_IS_ARGUMENTS = {"threshold": ("rollout_is_threshold",)}
+_RS_ARGUMENTS = {"rs_threshold": ("rollout_rs_threshold",)}
+_IS_RS_ARGUMENTS = {"is_threshold": ("rollout_is_threshold",), **_RS_ARGUMENTS}
 
 _TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 _SEQ_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
@@ -63,8 +63,8 @@ _BYPASS_PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _BYPASS_PG = {"bypass_mode": True, "loss_type": "reinforce"}
 
 _OLDER_GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001, "rollout_token_veto_threshold": 1e-4}
-_OLDER_GEO_RS_PARAMETERS = {
-    **_RS,
+_OLDER_GEO_RS_ARGUMENTS = {
+    **_RS_ARGUMENTS,
     "rs_threshold_lower": (BAND_LOWER,),
     "veto_threshold": ("rollout_token_veto_threshold",),
 }
@@ -76,52 +76,52 @@ _NEWEST: dict[str, _Row] = {
     "decoupled_token_is": (
         "Decoupled PPO; each token weighted by its own ratio, truncated (Token-TIS).",
         _TOKEN_IS,
-        _IS,
+        _IS_ARGUMENTS,
     ),
     "decoupled_seq_is": (
         "Decoupled PPO; each sequence weighted by its product of ratios, truncated (Seq-TIS).",
         _SEQ_IS,
-        _IS,
+        _IS_ARGUMENTS,
     ),
     "decoupled_token_icepop": (
         "Decoupled PPO; token weights inside a band, zero outside it (IcePop).",
         _TOKEN_ICEPOP,
-        _IS,
+        _IS_ARGUMENTS,
     ),
     "decoupled_seq_is_rs": (
         "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
         {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "decoupled_geo_rs": (
         "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
         _GEO_RS,
-        _RS,
+        _RS_ARGUMENTS,
     ),
     "decoupled_geo_rs_seq_tis": (
         "Decoupled PPO; Geo-RS filter with sequence weights.",
         _SEQ_IS | _GEO_RS,
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "decoupled_geo_rs_token_tis": (
         "Decoupled PPO; Geo-RS filter with token weights.",
         _TOKEN_IS | _GEO_RS,
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "decoupled_k3_rs": (
         "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
         _K3_RS,
-        _RS,
+        _RS_ARGUMENTS,
     ),
     "decoupled_k3_rs_seq_tis": (
         "Decoupled PPO; K3-RS filter with sequence weights.",
         _SEQ_IS | _K3_RS,
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "decoupled_k3_rs_token_tis": (
         "Decoupled PPO; K3-RS filter with token weights.",
         _TOKEN_IS | _K3_RS,
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "bypass_ppo_clip": (
         "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
@@ -131,37 +131,37 @@ _NEWEST: dict[str, _Row] = {
     "bypass_ppo_clip_geo_rs": (
         "PPO clipped against the rollout policy, with the Geo-RS filter.",
         _GEO_RS | _BYPASS_PPO,
-        _RS,
+        _RS_ARGUMENTS,
     ),
     "bypass_ppo_clip_k3_rs": (
         "PPO clipped against the rollout policy, with the K3-RS filter.",
         _K3_RS | _BYPASS_PPO,
-        _RS,
+        _RS_ARGUMENTS,
     ),
     "bypass_pg_is": (
         "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
         _SEQ_IS | _BYPASS_PG,
-        _IS,
+        _IS_ARGUMENTS,
     ),
     "bypass_pg_token_icepop": (
         "REINFORCE with banded token weights (IcePop) against the rollout policy.",
         _TOKEN_ICEPOP | _BYPASS_PG,
-        _IS,
+        _IS_ARGUMENTS,
     ),
     "bypass_pg_geo_rs": (
         "REINFORCE without weights; the Geo-RS filter alone.",
         _GEO_RS | _BYPASS_PG,
-        _RS,
+        _RS_ARGUMENTS,
     ),
     "bypass_pg_geo_rs_seq_tis": (
         "REINFORCE with sequence weights and the Geo-RS filter.",
         _SEQ_IS | _GEO_RS | _BYPASS_PG,
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "bypass_pg_geo_rs_token_tis": (
         "REINFORCE with token weights and the Geo-RS filter.",
         _TOKEN_IS | _GEO_RS | _BYPASS_PG,
-        _IS_RS,
+        _IS_RS_ARGUMENTS,
     ),
     "disabled": (
         "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
@@ -176,51 +176,51 @@ _ROWS: dict[str, dict[str, _Row]] = {
         "measure": (
             "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
             {**_TOKEN_IS, "apply_is": False},
-            _IS,
+            _IS_ARGUMENTS,
         ),
     },
     SHORT: {
         "tis": (
             "Short name of `decoupled_token_is`.",
             _TOKEN_IS,
-            _IS,
+            _IS_ARGUMENTS,
         ),
         "seq_tis": (
             "Short name of `decoupled_seq_is`.",
             _SEQ_IS,
-            _IS,
+            _IS_ARGUMENTS,
         ),
         "mis": (
             "Short name of `decoupled_seq_is_rs`: sequences outside the band leave the loss.",
             {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-            _IS_RS,
+            _IS_RS_ARGUMENTS,
         ),
         "icepop": (
             "Short name of `decoupled_token_icepop`.",
             _TOKEN_ICEPOP,
-            _IS,
+            _IS_ARGUMENTS,
         ),
     },
     VERL_2025_11: {
         "token_is": (
             "Older name of `decoupled_token_is`.",
             _TOKEN_IS,
-            _IS,
+            _IS_ARGUMENTS,
         ),
         "token_tis": (
             "The same as `token_is`.",
             _TOKEN_IS,
-            _IS,
+            _IS_ARGUMENTS,
         ),
         "seq_is": (
             "Older name of `decoupled_seq_is`.",
             _SEQ_IS,
-            _IS,
+            _IS_ARGUMENTS,
         ),
         "seq_is_rs": (
             "Seq-TIS with rejection on the product of ratios; the band is given by its two ends.",
             {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
-            {**_IS_RS, "rs_threshold_lower": (BAND_LOWER,)},
+            {**_IS_RS_ARGUMENTS, "rs_threshold_lower": (BAND_LOWER,)},
         ),
         "seq_mis": (
             "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
@@ -230,30 +230,30 @@ _ROWS: dict[str, dict[str, _Row]] = {
         "geo_rs": (
             "Geo-RS with the band [1/1.001, 1.001] and the per-token veto.",
             _OLDER_GEO_RS,
-            _OLDER_GEO_RS_PARAMETERS,
+            _OLDER_GEO_RS_ARGUMENTS,
         ),
         "geo_mis": (
             "Geo-RS with the band [0.999, 1.001] and the per-token veto.",
             {**_OLDER_GEO_RS, BAND_LOWER: 0.999},
-            _OLDER_GEO_RS_PARAMETERS,
+            _OLDER_GEO_RS_ARGUMENTS,
         ),
         # Applying the weights would count the behavior ratio twice. An explicit False avoids the warning.
         "ppo_is_bypass": (
             "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
             {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
-            _IS,
+            _IS_ARGUMENTS,
         ),
         "pure_is": (
             "Older name of `bypass_pg_is`.",
             _SEQ_IS | _BYPASS_PG,
-            _IS,
+            _IS_ARGUMENTS,
         ),
     },
     VERL_2025_12: {
         "bypass_pg_rs": (
             "Older name of `bypass_pg_geo_rs`.",
             _GEO_RS | _BYPASS_PG,
-            _RS,
+            _RS_ARGUMENTS,
         ),
     },
 }

@@ -50,7 +50,7 @@ _LIMITS: Mapping[str, Mapping[str, float]] = {
     "presence_penalty": {},
     "frequency_penalty": {},
 }
-_ACTORS: Mapping[str, Support] = {
+_SUPPORT_OF_ACTOR: Mapping[str, Support] = {
     "full": "engine",
     "recompute": "recomputed",
     "replay": "replayed",
@@ -219,7 +219,7 @@ class SamplingSpec:
         Raises:
             ValueError: `actor` is not one of the four.
         """
-        check_choice("actor", actor, _ACTORS)
+        check_choice("actor", actor, _SUPPORT_OF_ACTOR)
         on = actor != "full"
         return SamplingSpec(
             temperature=self.temperature if temperature is None else temperature,
@@ -227,7 +227,7 @@ class SamplingSpec:
             top_k=self.top_k if on else -1,
             min_p=self.min_p if on else 0.0,
             logprobs="processed",
-            support=_ACTORS[actor],
+            support=_SUPPORT_OF_ACTOR[actor],
             engine=self.engine,
         )
 

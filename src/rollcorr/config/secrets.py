@@ -77,7 +77,7 @@ _SECRETS = tuple(
     )
 )
 _NAME = re.compile(rf"(?<![\w.-])(?:(?P<flag>--[\w-]+){_COMMA}|(?P<name>[\w.-]+)(?P<sign>{_QUOTE}\s*[:=](?:\s|\\+n)*))")
-_CALLED = re.compile(rf"{_QUOTE}([\w.-]+)")
+_NAMED_ITEM = re.compile(rf"{_QUOTE}([\w.-]+)")
 _VALUE = re.compile(
     r"\\+(?P<quote>[\"']).*?\\+(?P=quote)|\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[\[{(](?:[^\n]*[\]})]|[^\n]*)"
     # YAML: lines of a list, and a multi-line string.
@@ -312,9 +312,9 @@ def _hide_assigned(text: str, found: dict[str, bool]) -> str:
 
         # `{name: API_KEY, value: …}`
         *blocks, name = (named["flag"] or named["name"]).split(".")
-        beside = _CALLED.match(text, position) if name in ("name", "key") else None
+        beside = _NAMED_ITEM.match(text, position) if name in ("name", "key") else None
         called = beside[1] if beside else called
-        secret = _secret_after(blocks, called if name == "value" else name, named["sign"])
+        secret = _secret_value_pattern(blocks, called if name == "value" else name, named["sign"])
         given = _VALUE.match(text, position) if secret else None
         value = given[0].strip("\\\"' \n") if given else ""
         if given and re.fullmatch(secret, value) and not _only_references(value):
@@ -324,7 +324,7 @@ def _hide_assigned(text: str, found: dict[str, bool]) -> str:
     return "".join([*shown, text[position:]])
 
 
-def _secret_after(blocks: Sequence[str], name: str, sign: str | None) -> str:
+def _secret_value_pattern(blocks: Sequence[str], name: str, sign: str | None) -> str:
     """Return the pattern of the values that are secrets after a name; empty if there are no such values."""
     if any(_HEADERS.search(_words(block)) for block in blocks):
         return r"[\s\S]+"

@@ -64,7 +64,7 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | Non
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor, *, keep: Tensor | None = None) -> Tensor:
-    """Compute r − mean of the group's remaining rows = n / (n − 1) · (r − mean of the group).
+    """Compute r − mean of the group's n − 1 other rows = n / (n − 1) · (r − mean of all n rows).
 
     Args:
         rewards: one per sequence, (B,).
@@ -158,7 +158,7 @@ def terminal_rewards(rewards: Tensor, response_mask: Tensor, *, cu_seqlens: Tens
     Raises:
         ValueError: shapes differ or do not fit the layout.
 
-    Source: defined here.
+    Source: this library.
     """
     check_layout(response_mask=response_mask, cu_seqlens=cu_seqlens)
     check_tensors(response_mask=response_mask, rewards=rewards)

@@ -49,7 +49,7 @@ def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
         ValueError: shapes do not fit, the temperature is not above 0, or a token id is outside the vocabulary (checked
             in host memory; clamped on a device).
 
-    Source: defined here.
+    Source: this library.
     """
     token_ids = _check_operands(logits, token_ids, temperature)
     return _gather_tokens((at_least_float32(logits) / temperature).log_softmax(-1), token_ids)
@@ -127,7 +127,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     Raises:
         ValueError: the temperature is not above 0.
 
-    Source: defined here.
+    Source: this library.
     """
     check_temperature(temperature)
     return minus_p_log_p((at_least_float32(logits) / temperature).log_softmax(-1)).sum(-1)

@@ -17,8 +17,8 @@ from rollcorr.core.host_statistics import HostStatistics, kish_sample_size, popu
 Numbers = list[float]
 """The numbers of all rows, one after the other: `HostStatistics.numbers`."""
 
-MEAN, M2 = 1, 2
-"""Places in a row of moments, which begins with the count."""
+MEAN, M2, HIGHEST = 1, 2, 1
+"""Places in a row of moments, which begins with the count, and in a row of extremes, which begins with the lowest."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ LONGEST = 1e9
 
 
 def viable_length() -> Finalizer:
-    """Compute min(safety_bound / KL, 1e9), in tokens; 1e9 if KL ≤ 0. The bound is an extreme, merged to itself."""
+    """Compute min(safety_bound / KL, 1e9), in tokens; 1e9 if KL ≤ 0. The bound is stored as an extreme."""
 
     def at(log_ratio: int, safety_bound: int) -> Callable[[Numbers], float]:
         def compute(x: Numbers) -> float:
             if not x[log_ratio]:
                 return 0.0
-            kl, bound = -x[log_ratio + MEAN], x[safety_bound + 1]
+            kl, bound = -x[log_ratio + MEAN], x[safety_bound + HIGHEST]
             return bound / kl if kl > bound / LONGEST else LONGEST
 
         return compute

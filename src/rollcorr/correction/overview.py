@@ -96,7 +96,8 @@ def described(config: RolloutCorrectionConfig | None) -> str:
         bound = {"truncate": f" up to {threshold}", "icepop": f" inside {threshold}", "none": ""}[config.is_mode]
         bound += "" if config.rollout_is_floor is None else f", at least {config.rollout_is_floor:g}"
         use = "" if config.weights_reach_loss else ", measured only"
-        parts.append(f"{config.rollout_is} weights{bound}{use}")
+        level = config.rollout_is if config.rollout_is != "horizon" else f"horizon {config.rollout_is_horizon:g}"
+        parts.append(f"{level} weights{bound}{use}")
     if config.rollout_rs is not None:
         parts.append(f"rejection by {config.rollout_rs} beyond {config.rollout_rs_threshold}")
     if config.rollout_token_veto_threshold is not None:

@@ -134,7 +134,7 @@ def explained_failure(group: ProcessGroup) -> Iterator[None]:
 
 
 def context_reduction(group: ProcessGroup) -> Reduction:
-    """Return a function that merges the tables and rows of a context group's slices by one all-gather.
+    """Return the exchange of a context group's slices: one all-gather merges their tables and rows.
 
     Each rank sends a float64 for each column and sequence (8 to 25 columns), and the rows of the batch.
 
@@ -142,7 +142,7 @@ def context_reduction(group: ProcessGroup) -> Reduction:
         group: ranks with slices of the same B sequences, in the same order.
     """
 
-    def reduce(table: SequenceTable, statistics: Statistics) -> Statistics:
+    def merge(table: SequenceTable, statistics: Statistics) -> Statistics:
         columns = table.pack()
 
         # Send both in one vector, because the latency of a collective exceeds its transfer.
@@ -150,7 +150,11 @@ def context_reduction(group: ProcessGroup) -> Reduction:
         table.merge(parts[:, : columns.numel()].unflatten(1, columns.shape))
         return merge_statistics(statistics.unpack(part[columns.numel() :]) for part in parts)
 
-    return reduce
+    def collect(values: Tensor) -> tuple[Tensor, int]:
+        parts = gather(values.flatten(), group).unflatten(1, values.shape)
+        return parts.to(values.device), torch.distributed.get_rank(group)
+
+    return Reduction(merge, collect)
 
 
 def check_groups(group: ProcessGroup | None, context_group: ProcessGroup | None) -> None:

@@ -269,9 +269,7 @@ def _sequence_index(rows: object, sequences: int, device: torch.device) -> slice
     if isinstance(rows, list | tuple | range) and all(type(row) is int for row in rows):
         return torch.tensor(list(rows), dtype=torch.int64, device=device)
     if not isinstance(rows, Tensor):
-        raise TypeError(
-            f"a part of a correction is some of its sequences: give a slice, a list or a tensor; got {rows!r}"
-        )
+        raise TypeError(f"index a correction's sequences with a slice, a list of integers or a tensor; got {rows!r}")
     if rows.dim() != 1 or (rows.dtype == torch.bool and rows.shape[0] != sequences):
         raise ValueError(
             f"rows {tuple(rows.shape)} must be 1-D, and ({sequences},) if bool: one entry for each sequence"

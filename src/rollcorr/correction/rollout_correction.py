@@ -84,7 +84,8 @@ def correct(
         group: data-parallel process group, over which batch normalization, counts and statistics are computed. Defaults
             to this process; "local" is the same, but `policy_loss` then does not warn on several ranks.
         context_group: ranks with other tokens of the same B sequences, in the same order, in any split; slices may be
-            empty. Decisions, weights and statistics then cover the full sequences, on every rank.
+            empty. Decisions, weights and statistics then cover the full sequences, on every rank. Level "horizon" needs
+            consecutive tokens on each rank, in the order of the ranks.
         detail: also collect quantiles and the worst tokens and sequences, in a second read of the batch. A `Detail`
             configures their identifiers across ranks and shards.
         fill: the value of the weights where there is no weight: outside the response mask, and on tokens that are
@@ -308,5 +309,5 @@ def _compute_detail(
     tokens, table = token_detail(inputs, config, weights, detail, compiled=impl in ("auto", "cpu"))
     if context_group is not None:
         tokens = gather_statistics(tokens, context_group)
-        context_reduction(context_group)(table, Statistics.of(device=inputs.mask.device))
+        context_reduction(context_group).merge(table, Statistics.of(device=inputs.mask.device))
     return tokens | sequence_detail(table, detail)

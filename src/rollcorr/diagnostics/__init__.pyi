@@ -29,3 +29,4 @@ from .report.report_data import run_report as run_report
 from .run_comparison import RunComparison as RunComparison
 from .run_comparison import compare_runs as compare_runs
 from .run_comparison import comparison_table as comparison_table
+from .run_verdict import causes as causes

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from rollcorr.config.checks import did_you_mean
+from rollcorr.core.metric_names import OLDER_NAMES
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, metric
 from rollcorr.diagnostics.numbers import LABELS
 
@@ -86,17 +87,24 @@ def explain_metric(name: str) -> dict[str, str]:
     Raises:
         ValueError: there is no such metric; the nearest is named.
     """
-    bare = name.removeprefix("actor/").removeprefix(PREFIX)
+    bare = name.removeprefix("actor/").removeprefix(PREFIX).removeprefix("mismatch/").lower().replace("-", "_")
     own_name = {synonym: own for own, synonyms in SYNONYMS.items() for synonym in synonyms}
+
+    # A name of 2025 is explained by its change and the metric of today.
+    older = next((old for old in (f"mismatch/{bare}", PREFIX + bare) if old in OLDER_NAMES), "")
+    lines = {}
+    if older and (name.startswith("mismatch/") or bare not in METRICS):
+        lines = {"older name": name, "change": OLDER_NAMES[older].change or "none"}
+        own_name[bare] = OLDER_NAMES[older].newest
     try:
-        found = metric(own_name.get(bare.lower().replace("-", "_"), bare))
+        found = metric(own_name.get(bare, bare))
     except KeyError:
         raise ValueError(
             f"{did_you_mean(bare, [*METRICS, *own_name])}no metric of a correction is called {name[:80]!r}; "
             "`rollcorr explain` without a name lists them; docs/reference/metrics.md has those of a trainer, such as "
             "engine/staleness, too"
         ) from None
-    return dict(_lines(found))
+    return lines | dict(_lines(found))
 
 
 def _lines(found: Metric) -> Iterator[tuple[str, str]]:

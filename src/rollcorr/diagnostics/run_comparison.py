@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from rollcorr.diagnostics.health.evidence import bare_metrics, history_of, recent_medians
-from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.numbers import HEADLINES, STEP_HEADLINES, format_number, headlines
+from rollcorr.diagnostics.run_verdict import run_health
 from rollcorr.run_directory import Run
-from rollcorr.run_directory.directory import RunDirectory
 
 REWARD = "reward/mean"
 
@@ -56,25 +56,6 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
         reports=tuple(run_health(run) for run in runs),
         values={name: tuple(values.get(name) for values in medians) for name in shown},
     )
-
-
-def run_health(run: Run, *, diffusion: bool = False) -> HealthReport:
-    """The verdict on a run, by the null in its directory where there is one.
-
-    Args:
-        run: from `rollcorr.read_run`.
-        diffusion: judge it as a diffusion sampler's, also where its configuration does not say so.
-
-    Raises:
-        BadInputError: the null cannot be read.
-    """
-    null = None
-    if RunDirectory(run.path).null.exists():
-        # Imported only for a null: it needs Arrow.
-        from rollcorr.diagnostics.null import noise_beside
-
-        null = noise_beside(run.path)
-    return health(run.series, run.config, diffusion=diffusion or run.diffusion, null=null)
 
 
 def comparison_table(comparison: RunComparison) -> Table:

@@ -203,21 +203,25 @@ class Engine(Protocol):
 
     Attributes:
         sampling: how tokens are drawn, by which engine and which policy version.
+        row_seeds: whether the draws of a row depend only on the seed and the row's index in the global batch. False
+            for a library with one seed per process: several ranks refuse such an engine.
     """
 
     sampling: SamplingSpec
+    row_seeds: bool = True
 
     @property
     def weight_version(self) -> int:
         """Return the version of the policy that samples now."""
         return self.sampling.policy_version or 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Equal seeds, prompts and weights give equal tokens.
 
         Args:
             prompts: token ids of each prompt.
             seed: random seed of the sampling.
+            first_row: index of the first prompt in the global batch: rows of other ranks or calls come before it.
         """
 
     def score(self, tokens: TokenBatch) -> Tensor:
@@ -262,6 +266,20 @@ def noise_floor(log_prob: Tensor, dtype: torch.dtype) -> float:
     """
     floor = NOISE_FLOOR.get(str(dtype).removeprefix("torch."), NOISE_FLOOR["float32"])
     return floor * min(1.0, float(log_prob.std()))
+
+
+def require_row_seeds(engine: Engine, ranks: int) -> None:
+    """Raise if several ranks would sample with an engine that has one seed per process.
+
+    Raises:
+        ValueError: `ranks` is above 1 and `engine.row_seeds` is false; the message names the engine and the fix.
+    """
+    if ranks > 1 and not engine.row_seeds:
+        raise ValueError(
+            f"{ranks} ranks sample with the engine {engine.sampling.engine!r}, whose library has one seed per process: "
+            "a row's draws would depend on its rank, and the limit is 1 rank. Start one process, or use an engine with "
+            "one seed per row: transformers without continuous_batching, vllm, vllm_server or sglang"
+        )
 
 
 def check_weight_sync(
@@ -332,3 +350,9 @@ def pad_prompts(prompts: Sequence[Sequence[int]], *, pad_token_id: int) -> tuple
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device="cpu")
     lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
     return ids, torch.arange(width, device="cpu") >= width - lengths[:, None]
+
+
+def join_padded(parts: Sequence[Tensor]) -> Tensor:
+    """Join chunks (b, t) of different length along the rows, right-padded with zeros."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -67,7 +67,8 @@ class CTranslate2Engine(Engine):
     """Engine that samples with CTranslate2 from a converted copy of `model`.
 
     The engine keeps the converted model as float32 bytes. Every call of `generate` loads them again in `compute_type`
-    (4 to 40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once.
+    (4 to 40 ms for a million parameters), because a sampler of CTranslate2 reads its seed only once. The library has
+    one seed per process, so the draws of a row depend on its batch.
 
     Args:
         model: a causal language model of `transformers` that CTranslate2 can convert (Llama, Qwen3, …); it is copied,
@@ -87,6 +88,8 @@ class CTranslate2Engine(Engine):
         ValueError: a setting is out of range or unsupported, or this kind of model cannot be converted.
         WeightSyncError: the converted model's log-probs differ from the policy's.
     """
+
+    row_seeds = False
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class CTranslate2Engine(Engine):
         self._files: dict[str, bytes] = {}
         self.update_weights(model, version=version)
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Sets CTranslate2's own seed and keeps torch's random state.
 
         Each batch contains prompts of one length. In a mixed batch CTranslate2 feeds the longer prompts token by token,
@@ -147,7 +150,8 @@ class CTranslate2Engine(Engine):
 
         Args:
             prompts: token ids of B non-empty prompts. The engine adds no token in front of them.
-            seed: random seed, modulo 2³² − 1, the range of CTranslate2's seed.
+            seed: random seed; its sum with `first_row` is taken modulo 2³² − 1, the range of CTranslate2's seed.
+            first_row: index of the first prompt in the global batch.
 
         Raises:
             ValueError: a prompt is empty, or has an id outside the vocabulary.
@@ -159,7 +163,7 @@ class CTranslate2Engine(Engine):
         # A sampler reads the seed when it is loaded, so seed and load need a common lock.
         completions: dict[int, Completion] = {}
         with _SEED_LOCK, _translate_exceptions():
-            self._package.set_random_seed(seed % UNSEEDED)
+            self._package.set_random_seed((seed + first_row) % UNSEEDED)
             self._generator = self._load(self.compute_type, self._files)
             for rows in _rows_by_length(prompts, self.batch_size or len(prompts)):
                 completions |= zip(rows, self._sample([prompts[row] for row in rows]), strict=True)

@@ -19,6 +19,7 @@ def measure_null(
     prompts: Sequence[Sequence[int]],
     *,
     seed: int,
+    first_row: int = 0,
     score: Callable[[Rollout], Tensor] | None = None,
     again: Callable[[Rollout], Tensor] | None = None,
     model: str | None = None,
@@ -29,6 +30,7 @@ def measure_null(
         engine: the sampler; its log-probs are μ.
         prompts: token ids, with the lengths and the content of the training prompts.
         seed: random seed.
+        first_row: index of the first prompt among all prompts of the null, if several calls sample it.
         score: callback that returns the trainer's log-probs of a rollout's responses, (B, T) nats, under the engine's
             weights and of the same distribution as `rollout_log_prob`. Defaults to the engine's own score: this shows
             only the difference between sampling and scoring in this engine, which is smaller than to a trainer.
@@ -50,7 +52,7 @@ def measure_null(
             f"{sampling.top_p:g}, top_k {sampling.top_k}; a null needs log-probs of what was sampled: set "
             "logprobs='processed', or temperature=1 without truncation"
         )
-    rollout = engine.generate(prompts, seed=seed)
+    rollout = engine.generate(prompts, seed=seed, first_row=first_row)
     tokens = rollout.tokens
     train = _engine_score(engine, rollout) if score is None else score(rollout)
     sampled = rollout.rollout_log_prob if again is None else again(rollout).to(rollout.rollout_log_prob.device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ from rollcorr.engines.base import (
 from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
 from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
+from rollcorr.engines.row_seeds import row_seed
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_policy, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
@@ -178,20 +178,21 @@ class RemoteEngine(Engine, abc.ABC):
     def _check_again(self) -> None:
         """Check that an engine still matches its setup after an outage. May send a sampling request."""
 
-    def _stop_sampling(self) -> None:
-        """Stop sampling from partially updated weights, for this and other clients."""
+    def _shut_down_worker(self) -> None:
+        """Shut down the engine's own worker, if it has one: its weights may be partially updated."""
 
     def close(self) -> None:
         """Reject further requests, and release the folder of a server, which keeps running."""
         self._unusable = "it was closed"
         self._folder_lock.close()
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Raises if any response fails.
 
         Args:
             prompts: token ids of B non-empty prompts.
             seed: random seed; each row gets a seed derived from it.
+            first_row: index of the first prompt in the global batch.
 
         Raises:
             ValueError: a prompt is empty, has an id outside the vocabulary, or leaves no room for `max_new_tokens`.
@@ -212,7 +213,7 @@ class RemoteEngine(Engine, abc.ABC):
 
         # A concurrent thread may update the weights: later versions are valid as well.
         sampling, older = self.sampling, len(self._given) - 1
-        seeds = [row_seed(seed, row) for row in range(len(rows))]
+        seeds = [row_seed(seed, first_row + row) for row in range(len(rows))]
 
         def sample() -> tuple[list[Completion], bool]:
             completions = self._complete(rows, seeds)
@@ -434,7 +435,7 @@ class RemoteEngine(Engine, abc.ABC):
             yield
         except BaseException as error:
             self._unusable = f"its weights could not be loaded and verified: {error}"
-            self._stop_sampling()
+            self._shut_down_worker()
             if isinstance(error, EngineAnswerError):
                 raise WeightSyncError(f"weight sync incomplete, {self.title} refused it: {error}") from error
             raise
@@ -460,9 +461,3 @@ def _translate_disk_errors(folder: Path) -> Iterator[None]:
             f"the weights in {str(folder)!r} could not be written or read: {cause.strerror or cause}. Make room there, "
             "or give a folder on another disk"
         ) from error
-
-
-def row_seed(seed: int, row: int) -> int:
-    """Compute a 63-bit seed for one row of a batch, so that equal prompts get different draws."""
-    digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -29,15 +29,17 @@ from rollcorr.engines.base import (
     Rollout,
     TokenBatch,
     check_weight_sync,
+    join_padded,
     pad_prompts,
     refuse_settings,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
 from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, score_responses
+from rollcorr.engines.row_seeds import RowSampler
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
 
 # Tolerance, in nats, between the copy and the rounded policy on the probe. Both run the same code.
 SYNC_TOLERANCE = 1e-4
@@ -56,7 +58,8 @@ class TransformersEngine(Engine):
         dtype: precision of the copy's parameters. Buffers (rotary frequencies) keep their own.
         batch_size: rows per batch of sampling; optional. Defaults to all rows. Needs memory for a batch's logits.
         continuous_batching: fields of transformers' `ContinuousBatchingConfig`, such as `num_blocks`: sample with
-            `generate_batch`, which returns processed log-probs and no kept sets; optional. Defaults to `generate`.
+            `generate_batch`, which returns processed log-probs and no kept sets, with one seed per process; optional.
+            Defaults to `generate`.
 
     Raises:
         ImportError: this release of transformers has no continuous batching.
@@ -87,6 +90,7 @@ class TransformersEngine(Engine):
         self.dtype = dtype
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
+        self.row_seeds = continuous_batching is None
 
         # Parameters only: `model.to(dtype)` would round the rotary frequencies as well.
         model = gather_policy(model)
@@ -95,51 +99,60 @@ class TransformersEngine(Engine):
             parameter.data = parameter.data.to(dtype)
 
         # The copy's own generation defaults would fill every unset field.
-        self.generation_config = _generation_config(settings)
+        self.generation_config = _generation_config(settings, do_sample=not self.row_seeds)
         self.model.generation_config = self.generation_config
 
         self._probe = make_probe(model)
         self.update_weights(model, version=version)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int) -> Rollout:
+    def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. The global random state stays unchanged.
 
         Args:
             prompts: token ids of B non-empty prompts.
-            seed: random seed.
+            seed: random seed; each row gets a seed derived from it.
+            first_row: index of the first prompt in the global batch.
 
         Raises:
             ValueError: a prompt is empty.
+            EngineAnswerError: a log-prob is NaN.
             EngineError: continuous batching failed.
         """
         ids, mask = pad_prompts(prompts, pad_token_id=self.settings.pad_token_id)
         size = self.batch_size or len(prompts)
         device = self.model.device
-
-        # Both ways of sampling draw from torch's global generator.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if self.continuous_batching is not None:
-                return rollout_from_completions(
-                    prompts,
-                    generate_continuously(
-                        self.model, prompts, self.generation_config, options=self.continuous_batching, seed=seed
-                    ),
-                    sampling=self.sampling,
-                    pad_token_id=self.settings.pad_token_id,
-                    device=device,
+        if self.continuous_batching is not None:
+            # It draws from torch's global generator.
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                completions = generate_continuously(
+                    self.model, prompts, self.generation_config, options=self.continuous_batching, seed=seed + first_row
                 )
+            return rollout_from_completions(
+                prompts,
+                completions,
+                sampling=self.sampling,
+                pad_token_id=self.settings.pad_token_id,
+                device=device,
+            )
 
-            torch.manual_seed(seed)
-            parts = [
-                self._generate(chunk, chunk_mask)
-                for chunk, chunk_mask in zip(ids.to(device).split(size), mask.to(device).split(size), strict=True)
-            ]
+        rows = range(first_row, first_row + len(prompts))
+        parts = [
+            self._generate(chunk, chunk_mask, RowSampler(seed, rows[first : first + size]))
+            for first, chunk, chunk_mask in zip(
+                range(0, len(prompts), size), ids.to(device).split(size), mask.to(device).split(size), strict=True
+            )
+        ]
 
         # Each chunk ends with its longest response, so chunks differ in width.
         chunks, kept_sets = zip(*parts, strict=True)
-        response, valid, raw, processed, mass = map(_pad_and_join, zip(*chunks, strict=True))
+        response, valid, raw, processed, mass = map(join_padded, zip(*chunks, strict=True))
         kept = [sets for sets in kept_sets if sets is not None]
+        if processed.isnan().any():
+            raise EngineAnswerError(
+                f"{int(processed.isnan().sum())} of {int(valid.sum())} sampled tokens have the log-prob NaN: the "
+                f"weights are broken, or the model leaves the range of {self.dtype}; try dtype=torch.float32"
+            )
         return Rollout(
             tokens=TokenBatch(ids.to(device), mask.to(device), response, valid),
             rollout_log_prob=raw if self.sampling.logprobs == "raw" else processed,
@@ -196,14 +209,18 @@ class TransformersEngine(Engine):
         for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
 
-    def _generate(self, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], KeptSets | None]:
+    def _generate(self, ids: Tensor, mask: Tensor, sampler: RowSampler) -> tuple[list[Tensor], KeptSets | None]:
         """Sample one chunk: ids, mask, raw and processed log-probs, log kept mass, (b, t) each; and the kept sets."""
         output = self.model.generate(
-            ids, attention_mask=mask.long(), generation_config=copy.deepcopy(self.generation_config)
+            ids,
+            attention_mask=mask.long(),
+            generation_config=copy.deepcopy(self.generation_config),
+            logits_processor=_processors(self.sampling, sampler),
         )
 
-        # A response includes its first end token and stops there.
+        # A response includes its first end token and stops there. On a GPU `generate` may discard a last position.
         response = output.sequences[:, ids.shape[1] :]
+        scores = sampler.scores[: response.shape[1]]
         is_end = response == self.settings.eos_token_id
         ended = is_end.cumsum(1)
         valid = (ended == 0) | ((ended == 1) & is_end)
@@ -211,20 +228,21 @@ class TransformersEngine(Engine):
         # Finite scores mark the ids that remain after truncation.
         kept, mass = None, torch.zeros_like(response, dtype=torch.float32)
         if self.sampling.truncates:
-            kept = _collect_kept_sets(output.scores, valid)
-            mass = _log_kept_mass(output.logits, output.scores, valid, self.sampling.temperature)
+            kept = _collect_kept_sets(scores, valid)
+            mass = _log_kept_mass(output.logits, scores, valid, self.sampling.temperature)
 
         chunk = [
             response.masked_fill(~valid, self.settings.pad_token_id),
             valid,
             _log_prob(output.logits, response, valid),
-            _log_prob(output.scores, response, valid),
+            _log_prob(scores, response, valid),
             mass,
         ]
         return chunk, kept
 
 
-def _generation_config(settings: GenerationSettings) -> GenerationConfig:
+def _generation_config(settings: GenerationSettings, *, do_sample: bool) -> GenerationConfig:
+    """Return the configuration of `generate`; without `do_sample`, `_processors` changes the logits and draws."""
     from transformers import GenerationConfig
 
     sampling = settings.sampling
@@ -236,22 +254,39 @@ def _generation_config(settings: GenerationSettings) -> GenerationConfig:
             "logits and returns raw or processed log-probs; leave logit_bias out and set logprobs to one of these"
         )
 
-    # Logits give the raw log-probs, scores the processed ones.
+    sampled = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": sampling.min_p or None,
+    }
+
+    # Logits give the raw log-probs.
     return GenerationConfig(
-        do_sample=True,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=max(sampling.top_k, 0),
-        min_p=sampling.min_p or None,
+        do_sample=do_sample,
+        **(sampled if do_sample else {}),
         repetition_penalty=sampling.repetition_penalty,
         min_new_tokens=sampling.min_new_tokens or None,
         max_new_tokens=settings.max_new_tokens,
         eos_token_id=settings.eos_token_id,
         pad_token_id=settings.pad_token_id,
         output_logits=True,
-        output_scores=True,
         return_dict_in_generate=True,
     )
+
+
+def _processors(sampling: SamplingSpec, sampler: RowSampler) -> LogitsProcessorList:
+    """Return temperature and truncation in the order of `generate`, after its penalties; then the draw."""
+    import transformers
+
+    warpers = (
+        (sampling.temperature != 1, transformers.TemperatureLogitsWarper, sampling.temperature),
+        (sampling.top_k > 0, transformers.TopKLogitsWarper, sampling.top_k),
+        (sampling.top_p < 1, transformers.TopPLogitsWarper, sampling.top_p),
+        (sampling.min_p > 0, transformers.MinPLogitsWarper, sampling.min_p),
+    )
+    used = [warper(value) for is_used, warper, value in warpers if is_used]
+    return transformers.LogitsProcessorList([*used, sampler])
 
 
 def _log_prob(logits: Sequence[Tensor], response: Tensor, valid: Tensor) -> Tensor:
@@ -279,12 +314,6 @@ def _log_kept_mass(logits: Sequence[Tensor], scores: Sequence[Tensor], valid: Te
         kept = scaled.masked_fill(~processed.isfinite(), -torch.inf)
         steps.append(kept.logsumexp(-1) - scaled.logsumexp(-1))
     return torch.stack(steps, dim=1).masked_fill(~valid, 0.0)
-
-
-def _pad_and_join(parts: Sequence[Tensor]) -> Tensor:
-    """Join chunks of different length along the rows, right-padded with zeros."""
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def _check_continuous_batching(sampling: SamplingSpec) -> None:

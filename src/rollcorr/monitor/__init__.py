@@ -8,8 +8,7 @@ rollout_sample     which rows the rollout log keeps, and how they are collected
 field_names        the names of other frameworks' batches
 """
 
-from rollcorr.monitor.field_names import FieldNames
 from rollcorr.monitor.rollout_sample import RolloutSample
 from rollcorr.monitor.run_monitor import Monitor
 
-__all__ = ["FieldNames", "Monitor", "RolloutSample"]
+__all__ = ["Monitor", "RolloutSample"]

@@ -1,4 +1,4 @@
-"""Names of a batch's tensors in other frameworks: one table, read by `Monitor.correct(batch)`.
+"""Tensors of other frameworks' batches, by the names in the table of frameworks: read by `Monitor.correct(batch)`.
 
 A batch contains tensors by name: a mapping, a `TensorDict`, or a `DataProto` with its `batch` and `non_tensor_batch`.
 No framework is imported. Names must match exactly, because they are ambiguous: `log_probs` is the trainer's policy
@@ -8,80 +8,30 @@ before the update in slime, and the policy being trained in SkyRL's losses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcorr.layouts import local_lists, pack_lists
+from rollcorr.rollout_log.framework_form import Framework
+from rollcorr.rollout_log.frameworks import FRAMEWORKS, OWN
+from rollcorr.rollout_log.schema import check_columns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True, kw_only=True)
-class FieldNames:
-    """The names of one framework, for each tensor in the order of lookup.
+_NEEDED = ("old_log_prob", "rollout_log_prob", "response_mask")
+_CUSTOM = "your names"
 
-    Attributes:
-        train_log_prob: log π of the trainer before the update, nats.
-        rollout_log_prob: log μ, as the sampler reported it, nats.
-        response_mask: non-zero on sampled tokens.
-        further_masks: masks that are multiplied with the response mask if the batch contains them.
-        columns: column of the rollout log → name. They are logged if the batch contains them.
-        total_lengths: for lists that are split over context ranks: tokens of prompt and response, for each sequence.
-        source: the code that defines these names.
-    """
+LOGGED = ("response_ids", "advantages", "group_id", "sequence_id")
+"""Columns of the rollout log that are taken from a padded batch of a known framework."""
 
-    train_log_prob: tuple[str, ...]
-    rollout_log_prob: tuple[str, ...]
-    response_mask: tuple[str, ...]
-    further_masks: tuple[str, ...] = ()
-    columns: Mapping[str, str] = field(default_factory=dict)
-    total_lengths: str | None = None
-    source: str = ""
-
-
-FIELD_NAMES: Mapping[str, FieldNames] = {
-    "rollcorr": FieldNames(
-        train_log_prob=("old_log_prob", "train_log_prob"),
-        rollout_log_prob=("rollout_log_prob",),
-        response_mask=("response_mask",),
-        columns={name: name for name in ("response_ids", "advantages", "group_id", "sequence_id")},
-        source="the rollout log's own columns",
-    ),
-    "verl": FieldNames(
-        train_log_prob=("old_log_probs",),
-        rollout_log_prob=("rollout_log_probs",),
-        response_mask=("response_mask",),
-        columns={"response_ids": "responses", "advantages": "advantages", "group_id": "uid"},
-        source="the DataProto of verl's trainer",
-    ),
-    "trl": FieldNames(
-        train_log_prob=("old_per_token_logps",),
-        rollout_log_prob=("sampling_per_token_logps",),
-        response_mask=("completion_mask",),
-        further_masks=("tool_mask",),
-        columns={"response_ids": "completion_ids", "advantages": "advantages"},
-        source="what GRPOTrainer._generate_and_score_completions returns",
-    ),
-    "slime": FieldNames(
-        train_log_prob=("train_log_probs", "log_probs"),
-        rollout_log_prob=("rollout_log_probs",),
-        response_mask=("loss_masks",),
-        total_lengths="total_lengths",
-        source="rollout_data, and the arguments of --custom-tis-function-path",
-    ),
-    "skyrl": FieldNames(
-        train_log_prob=("action_log_probs", "old_log_probs"),
-        rollout_log_prob=("rollout_logprobs",),
-        response_mask=("loss_mask", "response_mask"),
-        columns={"advantages": "advantages"},
-        source="TrainingInputBatch, and the arguments of a policy loss",
-    ),
+ACCEPTED: Mapping[str, Framework] = {
+    framework.name.lower(): framework for framework in (OWN, *FRAMEWORKS) if framework.batch
 }
-"""Framework → its names."""
+"""Frameworks whose batches can be corrected."""
 
 
 class BatchFields(NamedTuple):
@@ -103,13 +53,14 @@ class BatchFields(NamedTuple):
 
 
 def read_fields(
-    batch: object, names: str | FieldNames | None = None, *, context_group: ProcessGroup | None = None
+    batch: object, names: str | Mapping[str, str] | None = None, *, context_group: ProcessGroup | None = None
 ) -> BatchFields:
     """Return the tensors of a framework's batch.
 
     Args:
         batch: a mapping, a `TensorDict` or a `DataProto`.
-        names: a framework of `FIELD_NAMES`, or custom names. By default, the framework whose names are all present.
+        names: a framework of `ACCEPTED`, or column of the rollout log → name in the batch. By default, the framework
+            whose names are all present.
         context_group: for lists of split log-probs and full masks: the ranks with the other tokens.
 
     Raises:
@@ -121,13 +72,16 @@ def read_fields(
     train, rollout, mask = (
         next(held[name] for name in group if held.get(name) is not None) for group in _wanted(found)
     )
-    columns = {column: held[name] for column, name in found.columns.items() if held.get(name) is not None}
+    logged = [
+        column for column in found.tensors if column not in _NEEDED and (found.name == _CUSTOM or column in LOGGED)
+    ]
+    columns = {column: held[name] for column in logged for name in found.names(column) if held.get(name) is not None}
     if "cu_seqlens" in held and held["cu_seqlens"] is not None:
         return BatchFields(train, rollout, mask, torch.as_tensor(held["cu_seqlens"], device=train.device), columns)
     if isinstance(train, Tensor):
-        for name in found.further_masks:
-            if held.get(name) is not None:
-                mask = (mask != 0) & (held[name] != 0)
+        # A mask of tokens has the shape of the log-probs; a mask of sequences counts for all of their tokens.
+        for further in (held[name] for name in found.further_masks if held.get(name) is not None):
+            mask = (mask != 0) & ((further if further.dim() == mask.dim() else further.unsqueeze(-1)) != 0)
         return BatchFields(train, rollout, mask, None, columns)
 
     # Lists contain one tensor per sequence. Masks cover full responses, but log-probs may be a context rank's slices.
@@ -141,7 +95,7 @@ def read_fields(
         )
     packed = pack_lists(train, rollout, mask)
     train, rollout, mask = packed.tensors
-    return BatchFields(train, rollout, mask, packed.cu_seqlens, columns)
+    return BatchFields(train, rollout, mask, packed.cu_seqlens, {})
 
 
 def _held_by(batch: object) -> dict[str, Any]:
@@ -158,14 +112,18 @@ def _held_by(batch: object) -> dict[str, Any]:
     return {str(name): batch[name] for name in keys()}
 
 
-def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> FieldNames:
+def _names_for(held: Mapping[str, Any], names: str | Mapping[str, str] | None) -> Framework:
     """Return the requested names, or the names of the one framework whose names are all present."""
-    if isinstance(names, FieldNames):
-        candidates: Mapping[str, FieldNames] = {"your names": names}
-    elif names is None or names in FIELD_NAMES:
-        candidates = FIELD_NAMES if names is None else {names: FIELD_NAMES[names]}
+    if isinstance(names, Mapping):
+        check_columns(names)
+        without = [column for column in _NEEDED if column not in names]
+        if without:
+            raise ValueError(f"fields has no {', '.join(without)}; it maps {', '.join(names)}")
+        candidates: Mapping[str, Framework] = {_CUSTOM: Framework(name=_CUSTOM, version="", tensors=names)}
+    elif names is None or names in ACCEPTED:
+        candidates = ACCEPTED if names is None else {names: ACCEPTED[names]}
     else:
-        raise ValueError(f"no framework is called {names!r}; there are {', '.join(FIELD_NAMES)}")
+        raise ValueError(f"no framework is called {names!r}; there are {', '.join(ACCEPTED)}")
 
     missing = {framework: _missing(held, known) for framework, known in candidates.items()}
     fitting = [framework for framework, lacking in missing.items() if not lacking]
@@ -186,12 +144,12 @@ def _names_for(held: Mapping[str, Any], names: str | FieldNames | None) -> Field
     raise ValueError(f"the batch has {listed}, and no framework's fields. {wanted}")
 
 
-def _wanted(names: FieldNames) -> tuple[tuple[str, ...], ...]:
+def _wanted(names: Framework) -> tuple[tuple[str, ...], ...]:
     """Return the names of each tensor that a correction needs."""
-    return names.train_log_prob, names.rollout_log_prob, names.response_mask
+    return tuple(names.names(column) for column in _NEEDED)
 
 
-def _missing(held: Mapping[str, Any], names: FieldNames) -> dict[str, str]:
+def _missing(held: Mapping[str, Any], names: Framework) -> dict[str, str]:
     """Return the tensors that are missing or `None`, as in TRL where they were not computed: names → fix for `None`."""
     fixes = (
         "compute it first (the trainer's forward pass over this batch, before the update)",

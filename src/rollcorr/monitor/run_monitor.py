@@ -28,7 +28,7 @@ from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
-from rollcorr.monitor.field_names import FieldNames, read_fields
+from rollcorr.monitor.field_names import read_fields
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
@@ -178,7 +178,7 @@ class Monitor:
         rollout_log_prob: Tensor | None = None,
         response_mask: Tensor | None = None,
         *configuration: object,
-        fields: str | FieldNames | None = None,
+        fields: str | Mapping[str, str] | None = None,
         cu_seqlens: Tensor | None = None,
         columns: Mapping[str, object] | None = None,
         position_ids: Tensor | None = None,
@@ -196,7 +196,8 @@ class Monitor:
                 name, such as a mapping, a TensorDict or a DataProto.
             rollout_log_prob: log μ, nats, the same shape.
             response_mask: non-zero on sampled tokens, the same shape.
-            fields: the framework whose names the batch has, or a `FieldNames`. By default detected from the names.
+            fields: the framework whose names the batch has, or column of the rollout log → name in the batch. By
+                default detected from the names.
             cu_seqlens: (B + 1,) token offsets, only when packed.
             columns: further columns of the rollout log: columns of the schema, and custom columns with names `x_…`, one
                 value for each sequence. Used only if this step is logged.
@@ -372,6 +373,12 @@ class Monitor:
     def not_judged(self) -> tuple[str, ...]:
         """Return a sentence for each check without a verdict so far, with the reason."""
         return self._judge.not_judged
+
+    def causes(self) -> tuple[Finding, ...]:
+        """Return `rollcorr.diagnostics.causes` of the run directory. It reads files: call it outside the steps."""
+        from rollcorr.diagnostics import causes
+
+        return causes(self.directory.path)
 
     def close(self) -> None:
         """Close files and sinks, which may take half a minute each. An unfinished step is not logged.

@@ -3,7 +3,8 @@
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.build import routing_difference
 from rollcorr.rollout_log.errors import FileLimits, RolloutLogError
-from rollcorr.rollout_log.frameworks import FRAMEWORKS, Framework
+from rollcorr.rollout_log.framework_form import Framework
+from rollcorr.rollout_log.frameworks import FRAMEWORKS
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource

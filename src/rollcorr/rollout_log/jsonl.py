@@ -17,7 +17,9 @@ from rollcorr.config.documents import load_json, openings
 from rollcorr.rollout_log.arrow import pa
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import FileLimits, limit_error, log_error
-from rollcorr.rollout_log.frameworks import PRIME_RL, columns_of_fields, recognize
+from rollcorr.rollout_log.framework_dumps import NEMO_RL, PRIME_RL
+from rollcorr.rollout_log.framework_form import Dump
+from rollcorr.rollout_log.frameworks import columns_of_fields, recognize
 from rollcorr.rollout_log.schema import SCHEMA_VERSION, check_version
 from rollcorr.rollout_log.source import LogSource, check_lists
 
@@ -54,19 +56,22 @@ class JsonlSource(LogSource):
         Raises:
             RolloutLogError: the object contradicts the layout of its framework.
         """
-        if self.names:
-            return {column: value[field] for field, column in columns_of_fields(value, self.names).items()}
-
         # This library's version is text. Only rows without one can come from a different framework.
         version = value.get(VERSION_FIELD)
         known = None if isinstance(version, str) else recognize(value, form="JSONL")
-        if known is None:
+        if known is None and not self.names:
             check_version(version, file=file, row=row)
             return value
-        framework, dump = known
-        if framework is PRIME_RL and dump.fields:
-            return prime_rl_row(value, file=file, row=row)
-        return {column: value.get(field) for column, field in dump.fields.items()}
+
+        fields = {} if known is None else known[1].fields
+        convert = _CONVERTERS.get(known[0].name) if known is not None and fields else None
+        if known is not None and convert is not None:
+            if self.names:
+                raise log_error("columns", "the names in this dump are known", fix="leave out --columns", file=file)
+            return convert(value, known[1], file=file, row=row)
+        if not self.names and not fields:
+            return {}
+        return {column: value[field] for field, column in columns_of_fields(value, self.names or fields).items()}
 
     def fields(self, path: Path) -> tuple[str, ...]:
         """Return the names in the first row of a file."""
@@ -84,7 +89,7 @@ class JsonlSource(LogSource):
             yield self.row(value, file=str(path), row=row), len(line) + _OPENING_BYTES * openings(line)
 
 
-def prime_rl_row(record: Mapping[str, Any], *, file: str, row: int) -> Mapping[str, Any]:
+def prime_rl_row(record: Mapping[str, Any], dump: Dump, *, file: str, row: int) -> Mapping[str, Any]:
     """Convert a sequence of prime-rl's token export: prompt and response in one, every list as long as `token_ids`.
 
     `loss_mask` is true on the trained tokens. If weights of loss components are recorded, a token was sampled by the
@@ -117,17 +122,62 @@ def prime_rl_row(record: Mapping[str, Any], *, file: str, row: int) -> Mapping[s
         weights = zip(lists["rl_weights"], lists.get("ref_kl_weights", [None] * len(trained)), strict=True)
         sampled = [token and any(of_token) for token, of_token in zip(sampled, weights, strict=True)]
 
-    start = trained.index(True) if True in trained else len(trained)
     return {
         "step": record.get("step"),
         "sequence_id": f"{record.get('rank')}/{record.get('export_sequence_idx')}",
-        "prompt_ids": lists["token_ids"][:start],
-        "response_ids": lists["token_ids"][start:],
-        "response_mask": sampled[start:],
-        "rollout_log_prob": lists["inference_logprobs"][start:],
-        "log_prob": lists["trainer_logprobs"][start:],
-        "advantages": lists["advantages"][start:],
+        **_split(lists, dump, trained, sampled),
     }
+
+
+def nemo_rl_row(record: Mapping[str, Any], dump: Dump, *, file: str, row: int) -> Mapping[str, Any]:
+    """Convert a row of NeMo-RL's training data: each value is a list of one, padded beyond `input_lengths`.
+
+    A token was sampled by the policy where token_loss_mask × sample_loss_mask is not 0. A row with sample_loss_mask 0
+    has no reward either, so that it changes no metric. Rows beyond the batch have empty lists: dynamic sampling logs
+    the rewards of all samples.
+
+    Raises:
+        RolloutLogError: lists of different lengths, or a value of the wrong type.
+    """
+    cells = {name: value[0] for name, value in record.items() if isinstance(value, list) and len(value) == 1}
+    if record.get("token_loss_mask") == []:
+        return {"step": dump.step_of(file)}
+
+    names = ("token_loss_mask", "token_ids", "generation_logprobs", "prev_logprobs", "advantages")
+    lists: dict[str, Any] = {name: cells.get(name) for name in names if name == names[0] or name in record}
+    check_lists(lists, file=file, row=row)
+    length = cells.get("input_lengths")
+    if type(length) is not int or not 0 <= length <= len(lists["token_loss_mask"]):
+        title = f"input_lengths is {length!r:.40} for {len(lists['token_loss_mask'])} tokens with padding"
+        raise log_error("length", title, file=file, row=row)
+
+    lists = {name: values[:length] for name, values in lists.items()}
+    trained = [bool(token) for token in lists["token_loss_mask"]]
+    counts = bool(cells.get("sample_loss_mask"))
+    columns = _split(lists, dump, trained, [token and counts for token in trained])
+
+    # Without a forward pass of the old policy, NeMo-RL logs zeros in place of its log-probs, also for the prompt.
+    if not any(lists["prev_logprobs"]):
+        columns["old_log_prob"] = None
+    reward = cells.get("filtered_rewards", cells.get("rewards"))
+    return {
+        "step": dump.step_of(file),
+        "sequence_id": record.get("idx"),
+        "reward": reward if counts else None,
+        **columns,
+    }
+
+
+def _split(lists: Mapping[str, Any], dump: Dump, trained: list[bool], sampled: list[bool]) -> dict[str, Any]:
+    """Split lists over prompt and response. The response begins at the first trained token."""
+    start = trained.index(True) if True in trained else len(trained)
+    columns = {column: lists[name][start:] for column, name in dump.fields.items() if name in lists}
+    if "prompt_ids" in columns:
+        columns["prompt_ids"] = lists[dump.fields["prompt_ids"]][:start]
+    return {**columns, "response_mask": sampled[start:]}
+
+
+_CONVERTERS = {PRIME_RL.name: prime_rl_row, NEMO_RL.name: nemo_rl_row}
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from rollcorr.rollout_log.errors import FileLimits, RolloutLogError, log_error
-from rollcorr.rollout_log.frameworks import SKYRL, SLIME, Dump, recognize
+from rollcorr.rollout_log.framework_dumps import SKYRL, SLIME
+from rollcorr.rollout_log.framework_form import Dump
+from rollcorr.rollout_log.frameworks import incomplete_dump, recognize
 from rollcorr.rollout_log.inert_pickle import (
     Call,
     DamagedPickleError,
+    Name,
     TorchArchive,
     check_pickle_bytes,
     load_pickle,
@@ -75,7 +78,12 @@ def _load(path: Path, size: int, changed: int, limits: FileLimits) -> SlimeDump 
     if path.suffix == ".pt":
         return SlimeDump(path, limits=limits)
     check_pickle_bytes(size, file=path, limits=limits)
-    return SkyrlDump(path, load_pickle(path.read_bytes(), limits=limits, file=path), limits=limits)
+    content = load_pickle(path.read_bytes(), limits=limits, file=path)
+    if isinstance(content, Call) and isinstance(content.function, Name):
+        known = recognize([f"{content.function.module}.{content.function.name}"], form="pickle")
+        if known is not None:
+            raise incomplete_dump(*known, file=path)
+    return SkyrlDump(path, content, limits=limits)
 
 
 class SlimeDump:
@@ -179,8 +187,7 @@ class SkyrlDump:
         rows = len(self._tensors["sequences"])
         self.rows = rows - padding if type(padding) is int and 0 <= padding <= rows else rows
         limits.check_rows(self.rows, file=path)
-        step = re.search(r"global_step_(\d{1,18})(?!\d)", path.name)
-        self._step = int(step.group(1)) if step else None
+        self._step = known[1].step_of(path.name)
 
     def row(self, index: int) -> Mapping[str, Any]:
         """Return one row of the batch.

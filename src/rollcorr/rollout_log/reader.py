@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollcorr.rollout_log.batch import RolloutBatch
 from rollcorr.rollout_log.errors import FileLimits, log_error
+from rollcorr.rollout_log.frameworks import FRAMEWORKS, how_to_log
 from rollcorr.rollout_log.jsonl import JsonlSource
 from rollcorr.rollout_log.parquet import ParquetSource
 from rollcorr.rollout_log.pickled import PickledSource
@@ -159,7 +160,8 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     Paths keep their order; the files of a directory or pattern are in natural order (step_9 before step_10). In a
     directory, select the files with the endings of its source, by default .parquet, .jsonl and .jsonl.gz. In a run
     directory, select them in its `rollouts` folder. Skip pickles (.pt, .pkl) in a folder with such files: they are
-    checkpoints. Skip hidden files, which include the unfinished files of a writer.
+    checkpoints. Next to a framework's dumps with log-probs, skip its dumps without, by their names. Skip hidden files,
+    which include the unfinished files of a writer.
 
     Args:
         paths: files, directories or patterns.
@@ -178,9 +180,13 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
                 "unreadable", f"it cannot be read ({error.strerror})", fix="check who may read it", file=path
             ) from error
         if not files:
-            title, fix = f"no rollout log here; looked for {', '.join(_endings(sources))}", ""
+            title = f"no rollout log here; looked for {', '.join(_endings(sources))}"
+            fix = f"how a framework writes one: rollcorr check {'|'.join(framework.name for framework in FRAMEWORKS)}"
+            named = next((framework for framework in FRAMEWORKS if framework.name.lower() == path.lower()), None)
             if RunDirectory(Path(path)).metrics.is_file():
                 title, fix = _NO_ROLLOUTS
+            elif named is not None:
+                title, fix = f"no file, but a framework (read at {named.version})", how_to_log(named)
             raise log_error("missing", title, fix=fix, file=path)
         found.update(dict.fromkeys(files))
     return list(found)
@@ -226,8 +232,13 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
     named = [file for file in candidates if file.name.endswith(_endings(sources)) and file.name[0] != "."]
     logs = [file for file in named if file.is_file()]
-    not_pickled = [file for file in logs if not file.name.endswith(PickledSource.endings)]
-    return sorted(not_pickled or logs, key=_natural)
+    logs = [file for file in logs if not file.name.endswith(PickledSource.endings)] or logs
+    for framework in FRAMEWORKS:
+        # A name such as completions.jsonl is skipped only next to the same framework's dumps with log-probs.
+        incomplete = [f for f in logs if any(dump.lacks and dump.is_named(f.name) for dump in framework.dumps)]
+        if any(not dump.lacks and dump.is_named(f.name) for dump in framework.dumps for f in logs):
+            logs = [file for file in logs if file not in incomplete]
+    return sorted(logs, key=_natural)
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:

@@ -113,7 +113,9 @@ def arrow_type(column: str) -> pa.DataType:
 
     types = primitive | {f"list<{name}>": pa.list_(type_) for name, type_ in primitive.items()}
     types[SPANS] = pa.list_(pa.struct([("start", pa.int32()), ("length", pa.int32()), ("version", pa.int64())]))
-    fields = (field.split(": ") for field in SAMPLING[len("struct<") : -1].split(", "))
+
+    # SAMPLING is the type itself: "struct<name: type, …>".
+    fields = (field.split(": ") for field in SAMPLING.removeprefix("struct<").removesuffix(">").split(", "))
     types[SAMPLING] = pa.struct([(name, primitive[type_]) for name, type_ in fields])
     return types[COLUMNS[column].type]
 

@@ -27,8 +27,8 @@ ZERO_TOKENS = 8  # rows with fewer sampled tokens are not checked for zeros
 RowFindings = Iterator[tuple[np.ndarray, Finding]]
 """Rows of a batch with a finding, as a mask, and the finding with the text for the first of them."""
 
-_KEPT_SETS_REASON = "a ratio replayed over these sets is not that of what was sampled"
-_MISSING_FIX = "store NaN (null in JSONL) for what is missing"
+_BAD_KEPT_SETS_REASON = "a ratio replayed over these sets is not that of what was sampled"
+_MISSING_VALUE_FIX = "store NaN (null in JSONL) for what is missing"
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,13 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
 
     one_sided = recorded != ids_recorded
     title = "only one of kept_ids and kept_offsets is recorded"
-    yield one_sided, _error("kept", "kept_offsets", title, "record both", _KEPT_SETS_REASON)
+    yield one_sided, _error("kept", "kept_offsets", title, "record both", _BAD_KEPT_SETS_REASON)
 
     wrong = recorded & ~one_sided & (sizes != lengths + 1)
     row = int(wrong.argmax())
     title = f"{sizes[row]} offsets for a response of {lengths[row]} tokens"
     fix = "record one entry more than tokens; the last one is the number of kept ids"
-    yield wrong, _error("kept_length", "kept_offsets", title, fix, _KEPT_SETS_REASON)
+    yield wrong, _error("kept_length", "kept_offsets", title, fix, _BAD_KEPT_SETS_REASON)
 
     # Only the offsets of these rows have a first and a last entry to compare.
     usable = recorded & ~one_sided & ~wrong
@@ -227,7 +227,7 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
     bad = np.bincount(row_of[1:][falls], minlength=len(batch)) > 0
     bad[usable] |= (offset[(ends - sizes)[usable]] != 0) | (offset[ends[usable] - 1] != ids_sizes[usable])
     title = "offsets fall, or do not run from 0 to the number of kept ids"
-    yield bad & usable, _error("kept_offsets", "kept_offsets", title, fix, _KEPT_SETS_REASON)
+    yield bad & usable, _error("kept_offsets", "kept_offsets", title, fix, _BAD_KEPT_SETS_REASON)
 
 
 def _usable_sets(batch: RolloutBatch) -> np.ndarray:
@@ -248,7 +248,7 @@ def _kept_twice(batch: RolloutBatch) -> RowFindings:
     # After sorting by token and then by id, equal ids of one token are adjacent.
     order = np.lexsort((ids, token))
     again = (ids[order][1:] == ids[order][:-1]) & (token[order][1:] == token[order][:-1])
-    finding = _error("kept_twice", "kept_ids", "ids twice in one set", "record each id once", _KEPT_SETS_REASON)
+    finding = _error("kept_twice", "kept_ids", "ids twice in one set", "record each id once", _BAD_KEPT_SETS_REASON)
     yield _where(batch, _rows(batch.lengths)[token[order][1:][again]], finding)
 
 
@@ -278,7 +278,7 @@ _SENTINEL = Finding(
     title="log-probs of −9999",
     reason="an engine writes −9999 for minus infinity, when the sampled token lay outside the set that was scored; "
     "`rollcorr check` reads it as missing",
-    fix=_MISSING_FIX,
+    fix=_MISSING_VALUE_FIX,
 )
 _NONFINITE = Finding(
     code="nonfinite",
@@ -288,7 +288,7 @@ _NONFINITE = Finding(
 _ZEROS = Finding(
     code="zeros",
     title="most log-probs of a sequence are exactly 0",
-    fix=f"{_MISSING_FIX}; log the log-probs of the distribution that was sampled",
+    fix=f"{_MISSING_VALUE_FIX}; log the log-probs of the distribution that was sampled",
 )
 
 

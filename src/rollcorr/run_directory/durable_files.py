@@ -62,7 +62,7 @@ def atomic_write(target: Path, *, needed: int = 0) -> Iterator[Path]:
         flush_to_disk(target.parent)
     except BaseException as error:
         newest = max(partial.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, default=target)
-        _remove(partial)
+        _remove_if_present(partial)
         cause = disk_failure(error)
         if cause is None:
             raise
@@ -105,7 +105,7 @@ def remove_leftovers(folder: Path) -> None:
     for set_aside in folder.glob(f".*{SET_ASIDE_SUFFIX}"):
         _restore_or_delete(set_aside)
     for partial in folder.glob(f".*{PARTIAL_SUFFIX}"):
-        _remove(partial)
+        _remove_if_present(partial)
 
 
 def _restore_or_delete(set_aside: Path) -> None:
@@ -118,7 +118,7 @@ def _restore_or_delete(set_aside: Path) -> None:
         flush_to_disk(set_aside.parent)
 
 
-def _remove(path: Path) -> None:
+def _remove_if_present(path: Path) -> None:
     """Delete a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

@@ -33,7 +33,7 @@ Estimators = dict[str, RolloutCorrectionConfig | None]
 
 
 def every_estimator() -> Estimators:
-    """Return each preset, then weights and criteria that no preset has. The first name of a configuration counts."""
+    """Return each preset, then weights and criteria that no preset has, each configuration once."""
     named: Estimators = {
         NONE: None,
         **{name: RolloutCorrectionConfig.preset(name) for name in PRESETS},

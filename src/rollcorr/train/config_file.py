@@ -12,17 +12,18 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from rollcorr.config.checks import unknown_name
-from rollcorr.config.conversion import resolve
-from rollcorr.config.documents import load_yaml, read_yaml
+from rollcorr.config.conversion import OPTION_NAMES, expand_dotted, is_option
+from rollcorr.config.documents import read_yaml
+from rollcorr.config.layers import merge_layers, parse_override
 from rollcorr.config.secrets import redact, redact_text
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train.run_config import RunConfig
+from rollcorr.train.verl_paths import VERL_PATHS, translated
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
@@ -47,7 +48,8 @@ Config = TypeVar("Config", bound=RunConfig)
 def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], config_class: type[Config]) -> Config:
     """Return a configuration: default, then the YAML file, then each `dotted.name=value`; the later one wins.
 
-    A block of correction options after a preset's name changes that preset.
+    A correction is read in every form of verl, and so are the paths of `verl_paths`. A block of correction options
+    after a preset's name changes that preset; options of an older form replace it.
 
     Args:
         path: the file; optional. Without it, the options keep their default.
@@ -61,13 +63,21 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    layers = _read_layers(path, overrides)
     known = dict(_known_names(config_class))
+    layers = [_in_own_names(layer, known) for layer in _read_layers(path, overrides)]
     for layer in layers:
         _check_names(layer, known)
 
+    # Options of 2025-10 lie in `algorithm` itself, which shows their generation, so `resolve` needs their place too.
+    given = merge_layers(layers)
+    algorithm = given.get("algorithm", {})
+    flat = {key: algorithm.pop(key) for key in list(algorithm) if is_option(key)}
+    if flat and "rollout_correction" in algorithm:
+        flat["rollout_correction"] = algorithm["rollout_correction"]
+    if flat:
+        algorithm["rollout_correction"] = {"algorithm": flat}
+
     # OmegaConf checks types and builds the dataclasses. It would fill in references in the options of an engine.
-    given: dict[str, Any] = reduce(_merge, layers, {})
     engine_options = given.get("rollout", {}).pop("engine_options", {})
     try:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class), given))
@@ -121,7 +131,7 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
         ValueError: an option that runs code, or may run it, comes from the file, or names a file in the run directory.
             Both may be a stranger's.
     """
-    typed = {name for text in overrides for name, _ in _all_values(_parse_override(text), "")}
+    typed = {name for text in overrides for name, _ in _all_values(parse_override(text), "")}
     running = {name: value for name, value in _all_values(dataclasses.asdict(config), "") if RUNS_CODE.fullmatch(name)}
     for name, value in running.items():
         file = Path(str(value).rpartition(":")[0] or str(value))
@@ -134,23 +144,21 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
 
 def _read_layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """Return the options of the file and of each override, checked one by one; the later one wins."""
-    return [*([] if path is None else [_read_yaml(Path(path))]), *map(_parse_override, overrides)]
+    layers = [] if path is None else [_read_yaml(Path(path))]
+    for text in overrides:
+        layer = parse_override(text)
+        try:
+            _check_values(layer)
+        except ValueError as error:
+            raise ValueError(f"override {_format_value(text)}: {error}") from error
+        layers.append(layer)
+    return layers
 
 
-def _merge(below: object, above: object, name: str = "") -> Any:  # noqa: ANN401 (a value or a block)
-    """Return the final value of an option: blocks are merged, any other value replaces the previous one."""
-    if not isinstance(above, Mapping):
-        return above
-
-    # A block after a preset's name changes that preset, so the name is spelled out first.
-    if name == CORRECTION_KEY and isinstance(below, str):
-        preset = resolve(below)
-        below = preset and preset.to_dict()
-    merged = dict(below) if isinstance(below, Mapping) else {}
-    for key, value in above.items():
-        path = f"{name}.{key}".removeprefix(".")
-        merged[key] = value if name == CORRECTION_KEY else _merge(merged.get(key), value, path)
-    return merged
+def _in_own_names(layer: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """Return a layer with the paths of verl in this trainer's names."""
+    values = [translated(name, value, known) for name, value in option_values(layer)]
+    return expand_dotted({name: value for name, value in values if name})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -162,30 +170,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             return {}
         if not isinstance(values, dict):
             raise ValueError(f"expected a block of options, got {type(values).__name__}")
+        values = expand_dotted(values)
         _check_values(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return values
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    name, separator, value = text.partition("=")
-    parts = name.removeprefix("+").split(".")
-    if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ValueError(f"override {_format_value(text)} is not of the form dotted.name=value")
-
-    # Parse the last part as a key, so that YAML reads the value as in a file: the threshold 0.5_2.0 stays text.
-    try:
-        document = load_yaml(f"{parts[-1]}: {value}")
-        if len(document) != 1:
-            raise ValueError("it sets more than one option; write one override for each")
-        (parsed,) = document.values()
-        for part in reversed(parts):
-            parsed = {part: parsed}
-        _check_values(parsed)
-    except ValueError as error:
-        raise ValueError(f"override {_format_value(text)}: {error}") from error
-    return dict(parsed)
 
 
 def _check_values(layer: Mapping[str, Any]) -> None:
@@ -220,15 +209,16 @@ def _all_values(value: object, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> None:
+    flat = {f"algorithm.{name}": repr(f"{CORRECTION_KEY}.{name}") for name in OPTION_NAMES}
     for name, value in option_values(layer):
+        if name in flat:
+            continue
         if name not in known:
             section = name.rpartition(".")[0]
             siblings = [other for other in known if other.rpartition(".")[0] == (section if section in known else "")]
-            raise ValueError(
-                unknown_name(
-                    f"unknown option {_format_value(name)}", name, siblings, {other: repr(other) for other in known}
-                )
-            )
+            paths = [path for path in VERL_PATHS if path.startswith(f"{name.partition('.')[0]}.")]
+            elsewhere = {other: repr(other) for other in [*known, *paths]} | flat
+            raise ValueError(unknown_name(f"unknown option {_format_value(name)}", name, siblings, elsewhere))
         if (known[name] is not None or name == ENGINE_OPTIONS_KEY) and not isinstance(value, Mapping):
             raise ValueError(f"{name} is a block of options, got {_format_value(value)}; set {name}.<option> instead")
 

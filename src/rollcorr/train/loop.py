@@ -213,12 +213,13 @@ def run_recipe(
         OSError: the directory cannot be written.
     """
     # Each process of a launcher would train the same run, and write over the others' record.
-    world = os.environ.get("WORLD_SIZE", "1")
+    # Without SLURM_PROCID, a shell of SLURM counts tasks that are not started.
+    slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if "SLURM_PROCID" in os.environ else ()
+    launched = next((name for name in ("WORLD_SIZE", *slurm) if name in os.environ), "")
+    world = os.environ.get(launched, "1")
     if world.isdigit() and int(world) > 1:
-        raise ValueError(
-            f"WORLD_SIZE={world}: a run is one process on one device, so start it without torchrun, or with "
-            "--nproc_per_node 1"
-        )
+        fix = "without torchrun, or with --nproc_per_node 1" if launched == "WORLD_SIZE" else "with srun --ntasks 1"
+        raise ValueError(f"{launched}={world}: a run is one process on one device, so start it {fix}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     console, directory = console or Console(), RunDirectory(Path(config.run_dir))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from rollcorr.core.advantages import dr_grpo_advantages, grpo_advantages, rloo_advantages
 from rollcorr.engines.base import EngineAnswerError, Rollout
+from rollcorr.engines.row_seeds import row_seed
 from rollcorr.train.run_config import OptimConfig
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def derived_seed(seed: int, purpose: str, step: int = 0) -> int:
         purpose: name of the random stream, for example "problems" or "sampling"; two purposes never share one.
         step: the training step, or any other counter.
     """
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return row_seed(seed, purpose, step)
 
 
 def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator:

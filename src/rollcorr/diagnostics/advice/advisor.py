@@ -22,9 +22,9 @@ from rollcorr.diagnostics.advice.situations import (
     Measured,
     Situation,
 )
+from rollcorr.diagnostics.faults import is_cause
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import FEWEST_SEQUENCES, FEWEST_TOKENS
-from rollcorr.diagnostics.hypotheses import COURSE_OF_A_CAUSE, NOT_A_CAUSE
 from rollcorr.diagnostics.log_check.check import CheckResult
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.numbers import format_number
@@ -96,7 +96,8 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
         null: for the thresholds; None takes the one that the log was checked with, if it has enough rows.
 
     Returns:
-        The advice. A named cause other than weights of a recorded age means that nothing is corrected.
+        The advice. A named cause other than weights of a recorded age means that nothing is corrected, and so do
+        weights that were not judged.
     """
     metrics = bare_metrics(result.metrics)
     short = _too_little(metrics)
@@ -114,6 +115,11 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
     repairs = _faults(result)
     if repairs:
         return _repair_first(repairs)
+
+    # A fault that nobody looked for would be hidden, and the run would learn from it.
+    known_drift = any(cause.code in KNOWN_DRIFT for cause in result.causes)
+    if not known_drift and (result.health.verdict == "not judged" or not result.health.judged_against):
+        return Advice(decision="not judged", reasons=result.health.not_judged)
 
     measured = _measured(metrics)
     situation = next(one for one in SITUATIONS if one.holds(measured))
@@ -146,13 +152,7 @@ def _too_little(metrics: Mapping[str, float]) -> str:
 
 def _faults(result: CheckResult) -> tuple[Finding, ...]:
     """What must be repaired before anything is corrected, the most likely cause first."""
-    causes = [
-        finding
-        for finding in result.hypotheses
-        if finding.severity != "note"
-        and finding.follows_from is None
-        and finding.code not in NOT_A_CAUSE | COURSE_OF_A_CAUSE | KNOWN_DRIFT
-    ]
+    causes = [finding for finding in result.causes if is_cause(finding) and finding.code not in KNOWN_DRIFT]
     named = {finding.code for finding in causes}
     others = [
         finding

@@ -29,8 +29,9 @@ from rollcorr.diagnostics.advice.spliced_rows import (
     splices,
     token_means,
 )
-from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile, size_edges
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, size_edges
 from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -271,7 +272,7 @@ def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: 
     count = max(length / float(parts.tokens.mean()), 1e-9)
     size = np.maximum(np.abs(parts.lowest), np.abs(parts.highest))
     yield limit("seq_max_k2", "rollout_rs_threshold", quantile_estimate(size**2 / 2, (1 - rate) ** (1 / count)))
-    k3 = np.maximum(_k3(parts.lowest), _k3(parts.highest))
+    k3 = np.maximum(k3_of(parts.lowest), k3_of(parts.highest))
     yield limit("seq_max_k3", "rollout_rs_threshold", quantile_estimate(k3, (1 - rate) ** (1 / count)))
     lowest = quantile_estimate(-parts.lowest, (1 - rate) ** (1 / count))
     veto = QuantileEstimate(-lowest.value, -lowest.high, -lowest.low)
@@ -348,7 +349,7 @@ def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[Quantil
 
     estimates = []
     half, upper = (rate / 2, 1 - rate / 2, 1 - rate), (1 - rate,)
-    for values, levels in ((d, half), (d * d / 2, upper), (_k3(d), upper)):
+    for values, levels in ((d, half), (d * d / 2, upper), (k3_of(d), upper)):
         order = values.argsort()
         ordered, rows = values[order], row[order]
         again = np.empty((TOKEN_REPLICATES, len(levels)))
@@ -375,7 +376,7 @@ def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEst
 
     signed = np.arange(len(bins))
     found = [at(counts, signed, q) for q in (rate / 2, 1 - rate / 2, 1 - rate)]
-    for size in (lambda x: x * x / 2, _k3):
+    for size in (lambda x: x * x / 2, k3_of):
         values = size(np.array([one.value for one in bins]))
         chosen = at(counts, values.argsort(), 1 - rate)
         found.append(QuantileEstimate(*_sorted_by_value(size(np.array(chosen)))))
@@ -427,12 +428,6 @@ def _step_limits(rows: UnitRows, tokens: int, alarm_rate: float) -> Floats:
     limits = np.array([k3, variance]) + quantile * spread / (math.sqrt(count) * average)
     limits[1] = math.sqrt(max(limits[1], 0.0))
     return limits
-
-
-def _k3(d: Floats) -> Floats:
-    cut = np.clip(d, -CAP, CAP)
-    k3: Floats = np.expm1(cut) - cut
-    return k3
 
 
 def _ratio(estimate: QuantileEstimate, scale: float) -> QuantileEstimate:

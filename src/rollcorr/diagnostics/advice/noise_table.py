@@ -1,7 +1,7 @@
 """What pure noise does to every customary limit: the share that leaves it, by noise and length.
 
-The limits are those of the presets, and the starting points of docs/guides/choosing.md for the criteria that no preset
-has. The expectations are those that a verdict shows (`health.noise`).
+The limits are the presets' thresholds, and the first threshold of `CRITERIA` for each criterion that no preset has. The
+expectations are those of a verdict (`health.noise`).
 """
 
 from __future__ import annotations
@@ -9,25 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import CRITERIA, RolloutCorrectionConfig
 from rollcorr.config.presets import PRESETS, VERL_2025_11
 from rollcorr.diagnostics.health.noise import Noise, expected_from_noise
 
 SIGMAS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2)
 """Standard deviations of d, nats: from float32 kernels to weights that are several updates old."""
 NOISE_LENGTHS = (100, 500, 1000, 8000)
-
-_WITHOUT_PRESET = (
-    ("token_k1", "0.5_2.0"),
-    ("token_k2", 2.0),
-    ("token_k3", 0.01),
-    ("seq_sum_k2", 2.5),
-    ("seq_mean_k2", 2.0),
-    ("seq_max_k2", 2.0),
-    ("seq_sum_k3", 2.5),
-    ("seq_max_k3", 2.0),
-)
-"""Criteria that no preset has, with a starting point of docs/guides/choosing.md. The k3 of small d is its k2."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,8 @@ def _customary_limits() -> list[tuple[str, str, str, RolloutCorrectionConfig]]:
             weights[preset.rollout_is, str(preset.rollout_is_threshold)] = None
         if isinstance(preset.rollout_rs, str):
             criteria[preset.rollout_rs, preset.rollout_rs_threshold] = None
-    criteria |= dict.fromkeys(_WITHOUT_PRESET)
+    in_presets = {name for name, _ in criteria}
+    criteria |= {(name, first): None for name, (_, _, first) in CRITERIA.items() if name not in in_presets}
 
     limits = []
     for criterion, threshold in criteria:

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.mismatch_profile import CAP
 from rollcorr.diagnostics.null.row_table import RowTable
+from rollcorr.diagnostics.null.token_ratios import k3_of
 
 Floats = NDArray[np.float64]
 Source = Literal["recorded", "cut", "spliced"]
@@ -58,8 +58,7 @@ class UnitRows:
         windows = [row[: len(row) // length * length].reshape(-1, length) for row in sample]
         cluster = np.repeat(np.arange(len(windows)), [len(part) for part in windows])
         d = np.concatenate([np.zeros((0, length)), *windows])
-        cut = np.clip(d, -CAP, CAP)
-        sums = np.stack([d.sum(1), (d * d).sum(1) / 2, (np.expm1(cut) - cut).sum(1)])
+        sums = np.stack([d.sum(1), (d * d).sum(1) / 2, k3_of(d).sum(1)])
         return cls(np.full(len(d), float(length)), sums, d.min(1), d.max(1), cluster)
 
     def __len__(self) -> int:

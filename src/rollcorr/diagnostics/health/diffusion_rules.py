@@ -14,6 +14,7 @@ from statistics import median
 
 from rollcorr.config.finding import Finding
 from rollcorr.core.health_ranges import HealthyRange
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
 from rollcorr.diagnostics.health.noise import RANGE_Z
 
@@ -99,14 +100,12 @@ def step_divergence(evidence: Evidence) -> Finding | None:
         return None
     fails = value > KL_FAILS
     limit = KL_FAILS if fails else KL_WARNS
-    return Finding(
-        code="step_divergence",
+    return replace(
+        fault("step_divergence").finding,
         metric=name,
         title="the rollouts are another policy's" if fails else "the two policies differ noticeably at each step",
         value=value,
         limit=f"at most {limit:g} nat{'s' * (limit != 1)} over all dimensions of a step",
-        reason="a step sampled by one policy has a likelihood ratio of about exp(−KL) under the other; averages over "
-        "the dimensions hide it",
         fix=_CLOSER,
         severity="error" if fails else "warning",
         **evidence.when(name, lambda value: value > limit),
@@ -128,17 +127,13 @@ def densities_contradict_means(evidence: Evidence) -> Finding | None:
     if not (off > KL_WARNS and off > CONTRADICTION_Z * spread):
         return None
     against = f"the exact KL of {exact:.3g}" if known else "every possible KL, which cannot be negative"
-    return Finding(
-        code="schedule_differs",
+    return replace(
+        fault("schedule_differs").finding,
         metric="kl_joint",
-        title="the densities are not those of the steps that were sampled",
         value=-mean_j,
         limit=f"{exact:.3g}, the exact KL" if known else "not below 0",
         reason=f"the mean of −J contradicts {against}: the two sides use another σ or s for the same step, as with a "
         "schedule that is off by one, or one side's log-prob is no density",
-        fix="compare the schedules (`rollcorr check-schedule`), score with the σ and σ_next of the step that was "
-        "sampled, and convert what a CPS sampler calls a log-prob (`density_from_cps`)",
-        confirm="the schedules of both sides, entry by entry",
         severity="error",
         confidence=1 - 1 / (1 + (off / max(spread, 1e-12)) ** 2),
         **evidence.when("kl_joint", lambda value: abs(-value - expected) > KL_WARNS),
@@ -152,13 +147,12 @@ def one_sided_gradients(evidence: Evidence) -> Finding | None:
     if not gap > ONE_SIDED:
         return None
     name, side = (NEGATIVE, "negative") if negative > positive else (POSITIVE, "positive")
-    return Finding(
-        code="one_sided_gradients",
+    return replace(
+        fault("one_sided_gradients").finding,
         metric=name,
         title=f"most gradients of {side} advantages are zeroed",
         value=max(negative, positive),
         limit=f"within {ONE_SIDED:g} of the other sign's share, {min(negative, positive):.3g}",
-        reason="the mismatch moves the ratios of all steps to one side before any update, so the clip removes one sign",
         fix=f"use loss_mode=grpo_guard, which centers the ratios{evidence.or_leave_bypass}; then " + _CLOSER,
         evidence={"zeroed_negative": negative, "zeroed_positive": positive},
         **evidence.when(name, lambda value: value > ONE_SIDED),
@@ -180,14 +174,12 @@ def growth_by_timestep(evidence: Evidence) -> Finding | None:
     worst = max(grown, key=lambda name: grown[name])
     times = sorted((name.removeprefix(BY_TIMESTEP) for name in grown), key=float, reverse=True)
     start = median([value for _, value in evidence.series(worst)][:FIRST_STEPS])
-    return Finding(
-        code="growth_by_timestep",
+    return replace(
+        fault("growth_by_timestep").finding,
         metric=worst,
         title=f"the mismatch has grown at timestep{'s' * (len(times) > 1)} {', '.join(times)}",
         value=grown[worst],
         limit=f"at most {GROWTH:g} times its first {FIRST_STEPS} values",
-        reason="the trainer has moved away from the rollouts' weights, and the copy does not follow",
-        fix="send the engine the trainer's weights after every update, and check that all of them arrive",
         evidence={f"t_{name.removeprefix(BY_TIMESTEP)}": ratio for name, ratio in sorted(grown.items())},
         **evidence.when(worst, lambda value: value > GROWTH * start),
     )

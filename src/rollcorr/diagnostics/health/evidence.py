@@ -7,15 +7,25 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import Level, RolloutCorrectionConfig
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.health.trend import Change, SeriesWatch
+from rollcorr.diagnostics.health.trend import AGE, Change, SeriesWatch
 from rollcorr.run_directory.metrics_file import StepStore
 
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""
+RISES = ("k3_kl", "log_ratio_std")
+"""The metrics of which a lasting rise is one of the mismatch; the first one that rose is shown."""
+ABOVE_NULL = 3.0
+"""k3 over that of a null, above which the weights are not the same."""
+FIRST_STEP = 1
+"""Largest number of a step that no update came before: trainers count from 0 or from 1."""
+SAME_ORDER = 0.1
+"""Share of today's k3 that the first step must have had, for the same cause to make both."""
+LEAST_K3 = 1e-9
+"""k3 in nats that float32 rounding of the log-probs alone may cause."""
 
 Metrics = Mapping[str, Any]
 
@@ -54,7 +64,7 @@ class Evidence:
     first: tuple[int, Mapping[str, float]] | None = None
 
     @property
-    def level(self) -> Literal["token", "sequence", "geometric"] | None:
+    def level(self) -> Level | None:
         """The level of the weights. Without a configuration, a metric of theirs tells weights of sequences."""
         if self.config is not None:
             return self.config.rollout_is
@@ -89,6 +99,42 @@ class Evidence:
     def measured(self) -> bool:
         """Whether there was any valid token: without one no number means anything."""
         return self.current.get("token_count", 1.0) > 0
+
+    @property
+    def rise(self) -> Change | None:
+        """The latest lasting rise of the mismatch; None without one."""
+        return next((self.changes[name] for name in RISES if name in self.changes), None)
+
+    @property
+    def null_k3(self) -> float:
+        """k3 of the null, nats, at least that of rounding; NaN without a null."""
+        noise = self.noise
+        if noise is None:
+            return math.nan
+        return max(noise.sigma**2 / 2 if noise.k3 is None else noise.k3, LEAST_K3)
+
+    @property
+    def start_k3(self) -> float:
+        """k3 of the step that no update came before, nats; NaN if that step is not recorded."""
+        if self.first is None or self.first[0] > FIRST_STEP:
+            return math.nan
+        return self.first[1].get("k3_kl", math.nan)
+
+    @property
+    def starts_in_excess(self) -> bool:
+        """Whether k3 was several times the null's before the first update: no weight sync can have failed by then."""
+        return self.start_k3 >= ABOVE_NULL * self.null_k3
+
+    @property
+    def differs_from_start(self) -> bool:
+        """Whether the cause of that excess makes today's as well: it is of the same order."""
+        return self.starts_in_excess and self.start_k3 >= SAME_ORDER * self.get("k3_kl")
+
+    @property
+    def is_fresh_on_record(self) -> bool:
+        """Whether an age of the weights is recorded, and is 0 at every step."""
+        ages = [age for _, age in self.series(AGE)]
+        return bool(ages) and not any(ages)
 
     def get(self, name: str) -> float:
         """The current value; NaN, which breaks no limit, when it was not measured."""

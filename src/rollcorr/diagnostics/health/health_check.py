@@ -26,7 +26,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.core.metric_registry import metric
-from rollcorr.diagnostics.health.causes import Folded, folded, with_causes
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.diffusion_rules import (
     DIFFUSION_RULES,
     JUDGED_BY_EXACT_KL,
@@ -46,6 +46,7 @@ from rollcorr.diagnostics.health.noise import SIGNED, Noise, expected_from_noise
 from rollcorr.diagnostics.health.rules import COMPARISON, RULES, STEP_RULES
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.diagnostics.numbers import format_number, label
+from rollcorr.diagnostics.resolver import Folded, folded, resolve_findings, unfolded
 
 __all__ = ["Finding", "HealthReport", "health", "healthy_range", "is_broken", "judge", "limit_in_words"]
 
@@ -151,12 +152,25 @@ def health(
     Returns:
         The report. Steps without a valid token (`token_count` 0) are never held against a range.
     """
+    evidence = evidence_of(metrics, config, series=series, diffusion=diffusion, null=null)
+    return report_of(evidence, judge(evidence), judged_against)
+
+
+def evidence_of(
+    metrics: Metrics | Sequence[Metrics],
+    config: RolloutCorrectionConfig | None = None,
+    *,
+    series: Sequence[Metrics] = (),
+    diffusion: bool = False,
+    null: Noise | None = None,
+) -> Evidence:
+    """Collect the evidence of a verdict once. Arguments are those of `health`."""
     if isinstance(metrics, Mapping):
         history, current = history_of(series), bare_metrics(metrics)
     else:
         history = history_of(metrics)
         current = recent_medians(history)
-    evidence = Evidence(
+    return Evidence(
         current=current,
         history=history,
         config=config,
@@ -165,11 +179,17 @@ def health(
         noise=null,
         first=history[0] if history else None,
     )
-    report = judge(evidence)
+
+
+def report_of(evidence: Evidence, findings: Sequence[Finding], judged_against: str | None = None) -> HealthReport:
+    """Return the report of some resolved findings: `judged_against` as in `health`."""
     against, not_judged = unjudged(evidence, judged_against)
     expected, ranges, expected_from = _expected(evidence)
-    return replace(
-        report,
+    return HealthReport(
+        findings=unfolded(findings),
+        values=evidence.current,
+        steps=len(evidence.history) if evidence.history else None,
+        diffusion=evidence.diffusion,
         judged_against=against,
         not_judged=not_judged,
         expected={name: value for name, value in expected.items() if name not in SIGNED},
@@ -178,13 +198,18 @@ def health(
     )
 
 
-def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthReport:
-    """The rules and ranges, over evidence that is collected already: what `health` does with metrics.
+def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> tuple[Finding, ...]:
+    """Return the resolved findings of the rules and ranges: arguments as in `measured_findings`."""
+    return resolve_findings(metrics=measured_findings(evidence, broken=broken), evidence=evidence)
+
+
+def measured_findings(evidence: Evidence, *, broken: Iterable[str] | None = None) -> tuple[Finding, ...]:
+    """Return the findings of the rules and ranges, before a resolver ranks them.
 
     Args:
         evidence: the numbers, and their history.
-        broken: the metrics that are outside their range, now or in the history, where the caller keeps count of them.
-            None: every metric is looked at.
+        broken: the metrics that are outside their range, now or in the history, if the caller counts them; defaults to
+            every metric.
     """
     current, history = evidence.current, evidence.history
     rules = (*STEP_RULES, *DIFFUSION_RULES) if evidence.diffusion else RULES
@@ -203,12 +228,7 @@ def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> HealthR
     distinct: dict[object, Finding] = {}
     for finding in findings:
         distinct.setdefault((finding.reason, finding.limit, finding.value), finding)
-    return HealthReport(
-        findings=with_causes(tuple(distinct.values())),
-        values=current,
-        steps=len(history) if history else None,
-        diffusion=evidence.diffusion,
-    )
+    return tuple(distinct.values())
 
 
 def unjudged(
@@ -378,8 +398,8 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
         verb, since = "was", f" in {when['steps']} of {len(evidence.series(name))} steps"
 
     in_force = _in_force(name, evidence)
-    return Finding(
-        code="out_of_range" if broken_now else "recovered",
+    return replace(
+        fault("out_of_range" if broken_now else "recovered").finding,
         metric=name,
         title=f"{label(name)} {verb} {_where(limits, value)}{since}",
         value=value,
@@ -393,7 +413,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
 
 def _in_force(name: str, evidence: Evidence) -> bool:
     """Whether what a range is about acts on the loss here."""
-    if name == "rollout_is_seq_max_deviation" and evidence.level == "token":
+    if name == "rollout_is_seq_max_deviation" and evidence.level in ("token", "horizon"):
         return False
     if name in _OF_WEIGHTS:
         return evidence.weights_in_force

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
+from rollcorr.diagnostics.null.token_ratios import k3_of
 
 SIGNED = frozenset({"kl", "t_times_kl", "ppl_ratio", "chi2_token", "chi2_seq", "kl_joint"})
 """Estimates that chance moves to either side of 0, or of 1: from noise alone they have a range."""
@@ -279,7 +280,7 @@ def _root(limit: float, side: float) -> float:
     near, far = 0.0, side * (limit + 2 * math.sqrt(limit) + 1)
     for _ in range(80):
         middle = (near + far) / 2
-        if math.expm1(middle) - middle < limit:
+        if k3_of(middle) < limit:
             near = middle
         else:
             far = middle

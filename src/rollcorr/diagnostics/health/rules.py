@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollcorr.config.finding import Finding, Severity
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.health.weight_sync_rules import (
-    above_null,
-    changed_at_step,
-    frozen_sampler,
-    growing_mismatch,
-    stale_by_lag,
-    token_share_rose,
-)
+from rollcorr.diagnostics.health.weight_sync_rules import above_null, lasting_rise, token_share_rose
 
 SAFETY_BOUND = 20.0
 """T × KL at which sequence weights are clamped, when no configuration says otherwise."""
@@ -63,16 +58,12 @@ def identical_policies(evidence: Evidence) -> Finding | None:
         reason = f"{evidence.noise.source} shows two computations that differ, so one side is a copy of the other here"
     elif earlier:
         reason = "they differed in earlier steps: unless the weights arrive at once since then, one side is now a copy"
-    return Finding(
-        code="identical_policies",
+    return replace(
+        fault("identical_policies").finding,
         metric=names[0],
-        title="degenerate: both policies agree to the last bit",
         value=0.0,
         limit="not exactly 0, unless one program does both",
         reason=reason,
-        fix="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
-        "that the trainer recomputes its log-probs, and that the sampler's are its own. If one program does both, no "
-        "correction is needed",
         severity="warning" if bypass or noise > 0 or earlier else "note",
         **evidence.when(names[0], lambda value: value == 0),
     )
@@ -87,10 +78,9 @@ def horizon(evidence: Evidence) -> Finding | None:
     viable = evidence.get("max_viable_length")
     longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
     unused = "" if evidence.sequences_in_force else NOT_IN_USE
-    return Finding(
-        code="horizon",
+    return replace(
+        fault("horizon").finding,
         metric="t_times_kl",
-        title="responses are too long for sequence weights",
         value=value,
         limit=f"below {bound:g}, the safety bound",
         reason="the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value"
@@ -108,17 +98,12 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
     saturated = _saturated(evidence)
     if not (value > ESS_NEAR_ONE and saturated > MOSTLY_SATURATED):
         return None
-    return Finding(
-        code="deceptive_effective_sample_size",
+    return replace(
+        fault("deceptive_effective_sample_size").finding,
         metric="rollout_is_eff_sample_size",
-        title="the effective sample size only looks healthy",
         value=value,
         limit=f"near 1 only with at most {MOSTLY_SATURATED:.0%} saturated; {saturated:.0%} are",
-        reason="most weights are clamped to the same safety bound: they are equal because all are extreme",
-        fix="do not trust sequence weights here; compare the sampling settings (temperature, top-p, top-k), shorten "
-        "responses, or use token weights",
         severity=_weight_severity(evidence),
-        follows_from="saturation",
         **evidence.when("rollout_is_eff_sample_size", lambda value: value > ESS_NEAR_ONE),
     )
 
@@ -130,14 +115,11 @@ def saturation(evidence: Evidence) -> Finding | None:
         return None
     low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
     name = "saturated_high_fraction" if high > low else "saturated_low_fraction"
-    return Finding(
-        code="saturation",
+    return replace(
+        fault("saturation").finding,
         metric=name,
-        title="weights saturate at the safety bound",
         value=saturated,
         limit=f"at most {SATURATED:g}",
-        reason="log weights beyond it are cut there: what they said is lost, and chi-squared understates the mismatch",
-        fix="move from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
         severity=_weight_severity(evidence),
         **evidence.when(name, lambda value: value > SATURATED),
     )
@@ -161,8 +143,8 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
         reason = "the rollout side has drifted from the trainer"
         fix = f"lower the drift (precision, staleness){evidence.or_leave_bypass}"
 
-    return Finding(
-        code="sustained_rejection",
+    return replace(
+        fault("sustained_rejection").finding,
         metric=name,
         title=f"much has been rejected for {SUSTAINED_STEPS} consecutive steps",
         value=lowest,
@@ -175,19 +157,20 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
 
 
 def gap_at_start(evidence: Evidence) -> Finding | None:
-    """The policies differ by more than 1 nat per sequence within the first fifty steps."""
+    """The policies differ by more than 1 nat per sequence from the first step on."""
     name = "log_ppl_abs_diff"
     value = max(_first_steps(evidence, name), default=math.nan)
-    if not value > FIRST_STEPS_LOG_PPL_GAP:
+
+    # If an earlier step was in range, the setup is right, and a later step is wrong.
+    measured = [step[name] for _, step in (*filter(None, [evidence.first]), *evidence.history) if name in step]
+    if not value > FIRST_STEPS_LOG_PPL_GAP or (measured and measured[0] <= FIRST_STEPS_LOG_PPL_GAP):
         return None
     closed_since = len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
-    return Finding(
-        code="gap_at_start",
+    return replace(
+        fault("gap_at_start").finding,
         metric=name,
-        title="a large gap between the policies from the start",
         value=value,
         limit=f"at most {FIRST_STEPS_LOG_PPL_GAP:g} in the first {FIRST_STEPS} steps",
-        reason="before training has moved the policy, both sides should agree: this is a fault in the setup",
         fix=f"narrow the precision gap, compare sampling settings and alignment{evidence.or_leave_bypass}",
         severity="note" if closed_since else "warning",
         **evidence.when(name, lambda value: value > FIRST_STEPS_LOG_PPL_GAP),
@@ -202,7 +185,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
     config, name = evidence.config, "rollout_is_max"
     if config is None or config.is_mode != "truncate" or config.is_upper is None:
         return None
-    if config.rollout_is == "token" and not evidence.diffusion:
+    if config.weighs_tokens and not evidence.diffusion:
         return None
 
     # A float32 weight truncated at the threshold may lie a rounding error below it.
@@ -210,13 +193,11 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
     first = _first_steps(evidence, name)
     if not first or sum(value >= threshold for value in first) < PINNED_SHARE * len(first):
         return None
-    return Finding(
-        code="pinned_at_threshold",
+    return replace(
+        fault("pinned_at_threshold").finding,
         metric=name,
-        title="the largest weight is pinned at the threshold",
         value=max(first),
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
-        reason="truncation acts from the start, so the gap between rollout and trainer is larger than it should be",
         fix=f"lower the precision gap{evidence.or_leave_bypass}; rollout_is_ratio_fraction_high is how much is "
         "truncated",
         severity=_diffusion_severity(evidence),
@@ -230,14 +211,11 @@ def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
     gap = evidence.get("log_ppl_abs_diff")
     if not widths or not gap > min(widths):
         return None
-    return Finding(
-        code="band_narrower_than_mismatch",
+    return replace(
+        fault("band_narrower_than_mismatch").finding,
         metric="log_ppl_abs_diff",
-        title="the rejection band is narrower than the mismatch",
         value=gap,
         limit=f"at most {min(widths):.4g} nats, the half-width of the seq_mean_k1 band",
-        reason="the mean per-token gap of a typical sequence already lies outside the band, so most are rejected",
-        fix="widen the band to a few times the measured gap, or use seq_mean_k3, which grows with its square",
         **evidence.when("log_ppl_abs_diff", lambda value: value > min(widths)),
     )
 
@@ -252,15 +230,11 @@ def length_dependence(evidence: Evidence) -> Finding | None:
     # Past the safety bound `horizon` says more.
     if not widths or not abs(evidence.get("t_times_kl")) > min(widths) or horizon(evidence) is not None:
         return None
-    return Finding(
-        code="length_dependence",
+    return replace(
+        fault("length_dependence").finding,
         metric="t_times_kl",
-        title="the bound on products depends on length here",
         value=evidence.get("t_times_kl"),
         limit=f"at most {min(widths):.4g} nats, the log of the bound",
-        reason="at the mean length the product of ratios is already past the bound: longer responses are "
-        "down-weighted or rejected for being long",
-        fix="use a criterion per token mean (seq_mean_k1, seq_mean_k3) or token weights",
         severity="note",
         **evidence.when("t_times_kl", lambda value: abs(value) > min(widths)),
     )
@@ -273,14 +247,12 @@ def low_weights(evidence: Evidence) -> Finding | None:
     if not value > LOW_WEIGHT:
         return None
     applied = evidence.sequences_in_force
-    return Finding(
-        code="low_weights",
+    return replace(
+        fault("low_weights").finding,
         metric=name,
-        title="most sequences would count for almost nothing",
         value=value,
         limit=f"at most {LOW_WEIGHT:g}",
         reason="the sequence weight of most responses is below 1/C" + ("" if applied else NOT_IN_USE),
-        fix="stay with or move to token weights; shorten responses; lower the KL",
         severity="warning" if applied else "note",
         **evidence.when(name, lambda value: value > LOW_WEIGHT),
     )
@@ -292,15 +264,11 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
     skipped = max((value for _, value in evidence.series(name)), default=evidence.get(name))
     if not skipped > 0:
         return None
-    return Finding(
-        code="skipped_updates",
+    return replace(
+        fault("skipped_updates").finding,
         metric=name,
-        title="updates were skipped",
         value=skipped,
         limit="0",
-        reason="the loss or a gradient was not finite, or everything was rejected; the weights were left as they were",
-        fix="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
-        "largest weights then",
         first_step=evidence.when(name, lambda value: value > 0)["first_step"],
         steps=int(skipped) if evidence.history else None,  # The trainer counts them over the whole run.
     )
@@ -312,14 +280,11 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
     value = evidence.get(name)
     if not value > 0:
         return None
-    return Finding(
-        code="contradicted_zeros",
+    return replace(
+        fault("contradicted_zeros").finding,
         metric=name,
-        title="log-probs look filled in with zeros",
         value=value,
         limit="0",
-        reason="one policy claims probability exactly 1 for tokens that the other gives less than 1/e",
-        fix="store missing log-probs as NaN (null in JSONL), never as 0.0; find out why the engine returned none",
         **evidence.when(name, lambda value: value > 0),
     )
 
@@ -328,10 +293,7 @@ Rule = Callable[[Evidence], Finding | None]
 
 RULES: tuple[Rule, ...] = (
     above_null,
-    frozen_sampler,
-    stale_by_lag,
-    changed_at_step,
-    growing_mismatch,
+    lasting_rise,
     token_share_rose,
     identical_policies,
     deceptive_effective_sample_size,
@@ -349,10 +311,7 @@ RULES: tuple[Rule, ...] = (
 
 
 STEP_RULES: tuple[Rule, ...] = (
-    frozen_sampler,
-    stale_by_lag,
-    changed_at_step,
-    growing_mismatch,
+    lasting_rise,
     identical_policies,
     sustained_rejection,
     pinned_at_threshold,

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
-from rollcorr.config.documents import read_yaml
-from rollcorr.diagnostics.health.causes import COURSE, with_causes
-from rollcorr.diagnostics.health.evidence import bare_metrics
-from rollcorr.diagnostics.health.health_check import HealthReport, health
+from rollcorr.config.layers import read_document
+from rollcorr.diagnostics.faults import fault, is_rise
+from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
+from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.hypotheses import in_one_message, rank_hypotheses
 from rollcorr.diagnostics.log_check.log_findings import log_findings, log_remarks, mixed_settings, partial_sentence
 from rollcorr.diagnostics.log_check.log_metrics import log_metrics
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
@@ -35,6 +33,7 @@ from rollcorr.diagnostics.null.run_null import null_beside
 from rollcorr.diagnostics.null.version_cells import judge_versions
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
+from rollcorr.diagnostics.resolver import in_one_message, resolve_findings, standing
 from rollcorr.rollout_log import FileLimits
 from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
@@ -49,22 +48,27 @@ and a band have been chosen, and are measured with `--preset` or `--config`.
 """
 
 
-def choose_config(*, preset: str | None = None, file: Path | None = None) -> RolloutCorrectionConfig:
-    """What to measure: a preset, a YAML file of any generation, or `DIAGNOSIS` when neither is given.
+def choose_config(*, preset: str | None = None, settings: Sequence[str] = ()) -> RolloutCorrectionConfig:
+    """What to measure: a preset, options of any generation, or `DIAGNOSIS` when neither is given.
+
+    Args:
+        preset: its name.
+        settings: as on a command line: one YAML file at most, and `dotted.name=value` over it.
 
     Raises:
         BadInputError: both are given, or what is given is no configuration or switches the correction off.
     """
-    if preset is not None and file is not None:
-        raise BadInputError(f"--preset {preset} and --config {file} exclude each other; give one")
-    if preset is None and file is None:
+    text = " ".join(settings)
+    if preset is not None and settings:
+        raise BadInputError(f"--preset {preset} and --config {text} exclude each other; give one")
+    if preset is None and not settings:
         return DIAGNOSIS
     try:
-        config = resolve(preset if file is None else read_yaml(file))
+        config = resolve(preset or read_document(settings))
     except (ValueError, TypeError) as error:
-        raise BadInputError(f"{file or '--preset'}: {in_one_line(error)}") from error
+        raise BadInputError(f"{text or '--preset'}: {in_one_line(error)}") from error
     if config is None:
-        raise BadInputError(f"{file}: no rollout correction there, so nothing to measure; try --preset disabled")
+        raise BadInputError(f"{text}: no rollout correction there, so nothing to measure; try --preset disabled")
     return config
 
 
@@ -106,6 +110,11 @@ class CheckResult:
     profile: MismatchProfile = field(repr=False)
     null: MismatchNull | None = field(repr=False)
     what_if: tuple[WhatIf, ...] = ()
+
+    @property
+    def causes(self) -> tuple[Finding, ...]:
+        """The causes that no test refuted, most likely first."""
+        return standing(self.health.findings)
 
 
 @one_thread()
@@ -184,25 +193,15 @@ def check_logs(
     provenance = tally.sample.estimate()
     provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
 
-    # Densities of a diffusion sampler have no tokens, and rules of their own.
+    # All rows together are judged. The steps are history, for the rules and the panels. Densities of a diffusion
+    # sampler have no tokens, and rules of their own.
+    evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
     judged = _JudgedRows()
     if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
-        judged = _judge_rows(tally, null, null_steps, provenance, config, measured.ages)
-
-    # All rows together are judged. The steps are history, for the rules and the panels.
-    verdict = health(
-        measured.whole,
-        config,
-        series=measured.history,
-        diffusion=diffusion,
-        null=judged.noise,  # the weights are judged by `judge_weights`
-        judged_against=None if diffusion else judged.weights.judged_against,
-    )
-    explained, hypotheses = _explained(
-        verdict, read, judged.weights, judged.used, provenance, judged.rest, diffusion=diffusion
-    )
+        judged = _judge_rows(tally, null, null_steps, provenance, evidence, measured.ages)
+    report, hypotheses = _verdict(read, judged, provenance, replace(evidence, noise=judged.noise))
     return CheckResult(
-        health=explained,
+        health=report,
         metrics=measured.whole,
         series=measured.series,
         rows=tally.rows,
@@ -242,18 +241,30 @@ def _judge_rows(
     null: MismatchNull | None,
     null_steps: tuple[int, int] | None,
     provenance: Provenance,
-    config: RolloutCorrectionConfig,
+    evidence: Evidence,
     ages: Mapping[int, Mapping[str, float]],
 ) -> _JudgedRows:
-    """Judge the weights and what some rows leave.
+    """Judge the weights, and the rows that a cause of some rows leaves.
 
-    Rows with sampling settings of their own explain what the log shows if its other rows are ordinary.
+    Rows with sampling settings of their own explain the log if its other rows are ordinary.
     """
 
     def judge(others: OtherRows | None) -> _JudgedRows:
-        used, weights = judge_log_weights(tally, null, null_steps, others, ages)
+        rest = None
+        if others is not None:
+            rest = judge_rest(others, provenance, evidence.config or DIAGNOSIS, ages=ages)
+        used, weights = judge_log_weights(
+            tally,
+            null,
+            null_steps,
+            others,
+            ages,
+            course=evidence,
+            course_of_others=None if rest is None else rest.evidence,
+        )
         noise = noise_of_log(used, others)
-        rest = None if others is None else judge_rest(others, provenance, config, ages=ages, noise=noise)
+        if rest is not None and rest.evidence is not None:
+            rest = replace(rest, evidence=replace(rest.evidence, noise=noise))
         return _JudgedRows(used=used, weights=weights, noise=noise, rest=rest)
 
     beside = other_rows(tally.sample, provenance, settings=True)
@@ -277,46 +288,43 @@ def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
         )
 
 
-def _explained(
-    verdict: HealthReport,
-    read: LogTally,
-    weights: WeightJudgment,
-    used: MismatchNull | None,
-    provenance: Provenance,
-    rest: RestVerdict | None,
-    *,
-    diffusion: bool,
+def _verdict(
+    read: LogTally, judged: _JudgedRows, provenance: Provenance, evidence: Evidence
 ) -> tuple[HealthReport, tuple[Finding, ...]]:
-    """The verdict with its causes, and the list of all hypotheses: one fault shows to several that look at a log."""
-    tally = read.tally
-    if rest is not None:
-        verdict = replace(verdict, findings=rest.attribute(verdict.findings, with_rises=True))
-    found = log_findings(tally, provenance, diffusion=diffusion, kept=read.kept)
-    course = [finding for finding in verdict.findings if finding.code in COURSE]
+    """Return the verdict, and the list of all hypotheses: one fault shows in several sources."""
+    tally, weights, rest = read.tally, judged.weights, judged.rest
+    found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.kept)
+    measured = measured_findings(evidence)
+    measured = measured if rest is None else rest.attribute(measured, with_rises=True)
 
     # Densities show no settings, record no versions of weights, and have no router.
     implied: tuple[Finding, ...] = ()
-    versions: tuple[Finding, ...] = ()
-    of_weights = list(weights.findings)
-    if not diffusion:
-        implied, judged = in_one_message(provenance.findings, weights.findings, judged_against=weights.judged_against)
-        versions = judge_versions(tally.versions, used)
-        versions = versions if rest is None else rest.attribute(versions)
-        of_weights = [*judge_routing(tally.routing, used, in_excess=in_excess(weights)), *judged]
-    hypotheses = rank_hypotheses(pairs=(*found, *implied), profile=of_weights, series=(*versions, *course))
+    of_versions: tuple[Finding, ...] = ()
+    of_null = weights.findings
+    if not evidence.diffusion:
+        against = weights.judged_against
+        implied, of_null = in_one_message(provenance.findings, weights.findings, judged_against=against)
+        of_null = (*judge_routing(tally.routing, judged.used, in_excess=in_excess(weights)), *of_null)
+        of_versions = judge_versions(tally.versions)
+        of_versions = of_versions if rest is None else rest.attribute(of_versions)
 
-    # A hypothesis is shown once, and what only measures the mismatch goes under the one that explains it.
-    causes = [finding for finding in hypotheses if finding.severity != "note"]
-    named = {finding.code for finding in hypotheses}
-    others = [finding for finding in (*found, *verdict.findings) if finding.code not in named]
-    notes = [finding for finding in (*of_weights, *course) if finding.severity == "note"]
-    not_judged = (_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged)
-    report = replace(
-        verdict,
-        findings=with_causes((*causes, *others, *notes, *mixed_settings(tally.origin))),
-        not_judged=(*partial_sentence(read), *not_judged, *verdict.not_judged),
+    # The metrics show symptoms, and the steps show courses. Each finding is shown once, below its cause.
+    resolved = resolve_findings(
+        pairs=(*found, *implied),
+        null=of_null,
+        steps=of_versions,
+        metrics=(*measured, *mixed_settings(tally.origin)),
+        evidence=evidence if rest is None or rest.evidence is None else rest.evidence,
     )
-    return report, hypotheses
+    of_tokens = {finding.code for finding in (*found, *implied, *of_null, *of_versions)}
+    hypotheses = tuple(f for f in resolved if f.code in of_tokens or fault(f.code).kind == "course" or is_rise(f))
+
+    # Notes of the pairs are hypotheses, and the verdict leaves them out.
+    notes = {finding.code for finding in implied if finding.severity == "note"}
+    shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
+    report = report_of(evidence, shown, None if evidence.diffusion else weights.judged_against)
+    not_judged = (_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged)
+    return replace(report, not_judged=(*partial_sentence(read), *not_judged, *report.not_judged)), hypotheses
 
 
 def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -> str:

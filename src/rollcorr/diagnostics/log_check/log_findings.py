@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rollcorr.config import Finding
+from rollcorr.diagnostics.faults import FAULTS, fault
 from rollcorr.diagnostics.log_check.log_tally import LogTally
 from rollcorr.diagnostics.log_check.tally import Tally
 from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE, Provenance
-
-_ABOUT_THE_POLICIES = {"positive", "sentinel", "zeros", "kept", "kept_length", "kept_offsets", "kept_twice"}
-"""Codes of the log's validation that make the verdict: they are about the policies. The rest become remarks."""
+from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 
 def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
@@ -22,7 +20,7 @@ def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
     if read.denoising:
         yield "log-probs are of denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
     for finding in read.tally.findings:
-        if finding.code not in _ABOUT_THE_POLICIES:
+        if finding.code not in FAULTS:
             yield _remark(finding, diffusion)
     if read.tally.interrupted:
         yield f"interrupted: this covers {read.tally.rows} of {read.total} rows only"
@@ -30,20 +28,22 @@ def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
 
 
 def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
-    """What the log's validation, its recorded settings and the log-probs themselves add to the verdict."""
-    found = [_judged(finding, tally.rows) for finding in tally.findings if finding.code in _ABOUT_THE_POLICIES]
+    """Return what the log's validation, its recorded settings and the log-probs themselves add to the verdict.
+
+    Codes of the validation without a row in the table of faults are about the file, and become remarks.
+    """
+    found = [_judged(finding, tally.rows) for finding in tally.findings if finding.code in FAULTS]
 
     # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
     if diffusion:
-        reason = "a sampler wrote −9999 in place of a log-prob; it is read as missing"
-        fix = "store missing log-probs as NaN (null in JSONL); find out why the sampler returned none"
+        row = fault("sentinel")
         return [
-            replace(finding, reason=reason, fix=fix, limit="0 pictures", tokens=None)
+            replace(finding, reason=row.reason, fix=row.fix, limit="0 pictures", tokens=None)
             for finding in found
             if finding.code == "sentinel"
         ]
     found += tally.claims.values()
-    return found + [_implied(finding, kept=kept) for finding in provenance.warnings if finding.code in NOT_COMPARABLE]
+    return found + [_implied(finding, kept=kept) for finding in provenance.warnings if fault(finding.code).number]
 
 
 def partial_sentence(read: LogTally) -> tuple[str, ...]:
@@ -68,12 +68,10 @@ def mixed_settings(origin: Origin) -> list[Finding]:
     if not mixed:
         return []
     return [
-        Finding(
-            code="mixed_settings",
+        replace(
+            fault("mixed_settings").finding,
             metric="log/sampling",
-            title="the rows were not all sampled alike",
             reason="; ".join(f"{name}: {', '.join(values)}" for name, values in mixed.items()),
-            fix="check the rows of each setting by themselves; a fault of some of them is diluted here",
             severity="note",
         )
     ]
@@ -90,7 +88,7 @@ def _remark(finding: Finding, diffusion: bool) -> str:
 def _judged(finding: Finding, rows: int) -> Finding:
     """A finding of the log's validation, as one that makes the verdict."""
     # Logits in place of log-probs explain a mismatch of all rows; one value above 0 explains its own row.
-    share = (finding.rows or 0) / rows if finding.code == "positive" else finding.row_share
+    share = (finding.rows or 0) / rows if fault(finding.code).part == "rows" else finding.row_share
     return replace(
         finding,
         row_share=share,

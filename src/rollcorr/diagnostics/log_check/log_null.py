@@ -8,6 +8,7 @@ from functools import reduce
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.excess import MIN_ROWS
@@ -18,7 +19,6 @@ from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-from rollcorr.diagnostics.provenance.provenance_findings import NOT_COMPARABLE
 from rollcorr.rollout_log import FileLimits, RolloutBatch
 from rollcorr.rollout_log.reader import Paths
 from rollcorr.run_directory.stored_run import BadInputError
@@ -124,7 +124,7 @@ def _null_of(
     if claim is not None:
         raise BadInputError(f"these rollouts are no null: {claim}")
     for finding in (*tally.sample.estimate().warnings, *judge_weights(profile, None).findings):
-        if finding.code in NOT_COMPARABLE or finding.code == "weights_differ":
+        if fault(finding.code).number or finding.code == "weights_differ":
             raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
 
     rows = tally.sample.rows

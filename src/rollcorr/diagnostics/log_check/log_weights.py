@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import ages_in_words
 from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
@@ -20,6 +21,9 @@ def judge_log_weights(
     null_steps: tuple[int, int] | None,
     others: OtherRows | None,
     ages: Mapping[int, Mapping[str, float]],
+    *,
+    course: Evidence,
+    course_of_others: Evidence | None,
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """What a null says about the rows that are judged, and the null that was used.
 
@@ -29,14 +33,17 @@ def judge_log_weights(
         null_steps: of these, those that are known to be right; None for the lowest ones.
         others: the rows that are left where some certainly hold other values; None where none do.
         ages: step → mean age of the weights.
+        course: the series of steps, which refutes causes.
+        course_of_others: that of the rows that are left; None where they were not judged.
 
     Raises:
         NullMismatchError: the null is not of the kind of this log.
         BadInputError: the log has no step of those asked for, or no other.
     """
+    courses = course_of_others or course, course
     if null is not None:
-        return _by_null(tally, null, others)
-    used, weights = _by_first_steps(tally, null_steps, others)
+        return _by_null(tally, null, others, courses)
+    used, weights = _by_first_steps(tally, null_steps, others, courses)
 
     # Whoever names the steps has judged them.
     return used, weights if null_steps is not None else _of_one_age(weights, used, ages)
@@ -53,7 +60,9 @@ def in_excess(weights: WeightJudgment) -> bool:
     return any(finding.severity != "note" for finding in weights.findings)
 
 
-def _by_null(tally: Tally, null: MismatchNull, others: OtherRows | None) -> tuple[MismatchNull | None, WeightJudgment]:
+def _by_null(
+    tally: Tally, null: MismatchNull, others: OtherRows | None, courses: tuple[Evidence, Evidence]
+) -> tuple[MismatchNull | None, WeightJudgment]:
     """By a null that was measured; one of other settings is an error, unless the log's own settings are one."""
     try:
         remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
@@ -64,14 +73,18 @@ def _by_null(tally: Tally, null: MismatchNull, others: OtherRows | None) -> tupl
         unused = f"{null.name} was not used: it is of other settings, and those that this log records are a fault"
         judged = judge_weights(tally.profile, None)
         return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
-    judged = judge_weights(tally.profile, null, sample=tally.sample)
+    of_others, of_all = courses
+    judged = judge_weights(tally.profile, null, sample=tally.sample, course=of_all)
     if in_excess(judged) and others is not None:
-        judged = judge_other_rows(null, others) or judged
+        judged = judge_other_rows(null, others, course=of_others) or judged
     return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
 
 def _by_first_steps(
-    tally: Tally, null_steps: tuple[int, int] | None, others: OtherRows | None
+    tally: Tally,
+    null_steps: tuple[int, int] | None,
+    others: OtherRows | None,
+    courses: tuple[Evidence, Evidence],
 ) -> tuple[MismatchNull | None, WeightJudgment]:
     """By the first steps of the log, or those that are known to be right; without any, by the token ids alone."""
     # The steps of the null are not judged by themselves.
@@ -83,16 +96,19 @@ def _by_first_steps(
             return None, judged
         steps = f"steps {first.steps[0]} to {first.steps[1]} were not used"
         return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {steps}: {first.remark}",))
-    leave_out, start_is_right = first.steps, null_steps is not None
+    leave_out, start_is_right, (course_of_others, course) = first.steps, null_steps is not None, courses
     judged = judge_weights(
         tally.profile.without(first.profile),
         first.null,
         sample=tally.sample,
         leave_out=leave_out,
         start_is_right=start_is_right,
+        course=course,
     )
     if in_excess(judged) and others is not None:
-        of_others = judge_other_rows(first.null, others, leave_out=leave_out, start_is_right=start_is_right)
+        of_others = judge_other_rows(
+            first.null, others, leave_out=leave_out, start_is_right=start_is_right, course=course_of_others
+        )
         judged = of_others or judged
     return first.null, replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.presets import PRESETS
 from rollcorr.correction.rollout_correction import correct
-from rollcorr.diagnostics.null.mismatch_profile import CAP
+from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.rollout_log import RolloutBatch
 
 Sums = NDArray[np.float64]
@@ -89,8 +89,7 @@ class PresetTotals:
         row = torch.repeat_interleave(torch.arange(len(batch), device="cpu"), lengths).numpy()
         log_ratio = train.double() - rollout
         valid = (mask & log_ratio.isfinite()).numpy()
-        cut = np.clip(np.where(valid, log_ratio.numpy(), 0.0), -CAP, CAP)
-        k3 = np.expm1(cut) - cut
+        k3 = k3_of(np.where(valid, log_ratio.numpy(), 0.0))
 
         advantage = np.zeros(len(k3))
         known = batch.has("advantages")
@@ -192,7 +191,7 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
 
 def _rejects_tokens(config: RolloutCorrectionConfig) -> bool:
     """Whether single tokens are left out, rather than whole sequences."""
-    return (config.is_mode == "icepop" and config.rollout_is == "token") or any(
+    return (config.is_mode == "icepop" and config.weighs_tokens) or any(
         criterion.scope == "token" for criterion in config.criteria
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.correction.rollout_correction import correct
-from rollcorr.diagnostics.health.causes import OF_THE_MISMATCH, WITHOUT_A_MISMATCH
-from rollcorr.diagnostics.health.health_check import health
+from rollcorr.diagnostics.faults import fault, is_rise, measures
+from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.health_check import evidence_of, measured_findings
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import FACTOR
 from rollcorr.diagnostics.log_check.log_metrics import metrics_of_parts
@@ -29,13 +31,7 @@ from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import SampleRow
-from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, Code, Provenance
-
-RISES = frozenset({"frozen_sampler", "stale_by_lag", "changed_at_step", "growing_mismatch"})
-"""Codes of a lasting rise of the mismatch."""
-FILLED: tuple[Code, ...] = ("placeholder", "foreign_tokens")
-"""Codes of values that were filled in: they explain zeros before any other cause does."""
-_RANGES = frozenset({"out_of_range", "recovered"})
+from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +41,23 @@ class RestVerdict:
     Attributes:
         zeros_from: the code of the finding that zeros follow from which one side contradicts; None without any.
         others: the other rows.
-        findings: the rules' findings on them; None where they are too few to be judged.
+        evidence: their metrics over the steps; None where they are too few to be judged.
     """
 
     zeros_from: str | None
     others: OtherRows
-    findings: tuple[Finding, ...] | None
+    evidence: Evidence | None
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...] | None:
+        """The rules' findings on the other rows; None where they are too few to be judged."""
+        return None if self.evidence is None else measured_findings(self.evidence)
 
     @property
     def ordinary(self) -> bool:
         """Whether the rules find nothing wrong with the mismatch of the other rows."""
         return self.findings is not None and not any(
-            finding.severity != "note" and _measures(finding) for finding in self.findings
+            finding.severity != "note" and measures(finding) for finding in self.findings
         )
 
     def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
@@ -68,7 +69,7 @@ class RestVerdict:
                 all rows.
         """
         found = [self._attributed(finding) for finding in findings]
-        rises = self._rises() if with_rises and any(finding.code in RISES for finding in found) else ()
+        rises = self._rises() if with_rises and any(map(is_rise, found)) else ()
         codes = {finding.code for finding in rises}
         return (*rises, *(finding for finding in found if finding.code not in codes))
 
@@ -77,22 +78,20 @@ class RestVerdict:
         return tuple(
             replace(finding, title=f"in the other rows {finding.title}", follows_from=None)
             for finding in self.findings or ()
-            if finding.code in RISES and finding.severity != "note"
+            if is_rise(finding) and finding.severity != "note"
         )
 
     def _attributed(self, finding: Finding) -> Finding:
-        # What follows from a rise of all rows may be of these rows alone, as the rise may be.
-        if finding.follows_from is not None and finding.follows_from not in RISES:
-            return finding
         if finding.code == "contradicted_zeros":
             return replace(finding, follows_from=self.zeros_from)
-        if self.findings is None or not _measures(finding) or self._shows(finding, self.findings):
+        measured = measures(finding) or is_rise(finding)
+        if self.findings is None or not measured or self._shows(finding, self.findings):
             return finding
         return replace(finding, follows_from=self.others.cause.code)
 
     def _shows(self, finding: Finding, of_others: Sequence[Finding]) -> bool:
         """Whether the other rows show it too. A rise that they do show has a finding of its own."""
-        if finding.code in RISES:
+        if is_rise(finding):
             return finding.first_step is None or (not self._rises() and self._rises_since(finding.first_step))
         return any(
             (rest.code, rest.metric) == (finding.code, finding.metric)
@@ -122,15 +121,9 @@ def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
     """
     if provenance.zeros_left != 0:
         return None
-    of_rows = cause.code if cause.code in OF_ROWS else None
-    return next((code for code in FILLED if provenance.finding(code) is not None), of_rows)
-
-
-def _measures(finding: Finding) -> bool:
-    """Whether a finding measures the mismatch, its size or its course."""
-    if finding.code in _RANGES:
-        return finding.metric not in WITHOUT_A_MISMATCH
-    return finding.code in OF_THE_MISMATCH
+    of_rows = cause.code if fault(cause.code).kind == "data" else None
+    filled = fault("sentinel").explained_by
+    return next((code for code in filled if provenance.finding(code) is not None), of_rows)
 
 
 def noise_of_log(null: MismatchNull | None, others: OtherRows | None) -> Noise | None:
@@ -152,7 +145,6 @@ def judge_rest(
     config: RolloutCorrectionConfig,
     *,
     ages: Mapping[int, Mapping[str, float]],
-    noise: Noise | None,
 ) -> RestVerdict:
     """Judge the rows that a cause of some rows leaves.
 
@@ -161,16 +153,16 @@ def judge_rest(
         provenance: the estimate of that sample.
         config: what is measured.
         ages: step → the metric of the recorded age of its weights, where that is known.
-        noise: of a token.
     """
     others = others.alike()
-    findings = None
+    evidence = None
     if others.judgeable:
         # A check counts what is missing and goes on.
         config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
         measured = metrics_of_parts(_parts(others.rows, config), others.profile, ages)
-        findings = health(measured.whole, config, series=measured.history, null=noise, judged_against="").findings
-    return RestVerdict(zeros_from=_zeros_from(provenance, others.cause), others=others, findings=findings)
+        evidence = evidence_of(measured.whole, config, series=measured.history)
+    zeros_from = _zeros_from(provenance, others.cause)
+    return RestVerdict(zeros_from=zeros_from, others=others, evidence=evidence)
 
 
 def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:

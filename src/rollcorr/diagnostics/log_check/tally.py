@@ -22,6 +22,7 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, com
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
@@ -444,10 +445,9 @@ def _claims(batch: RolloutBatch) -> dict[str, Finding]:
             continue
         with_itself = compare(spec, spec)
         if with_itself.verdict == "different":
-            claims[with_itself.reason] = Finding(
-                code="recorded_settings",
+            claims[with_itself.reason] = replace(
+                fault("recorded_settings").finding,
                 metric="log/sampling",
-                title="these log-probs are not comparable: the recorded settings say so",
                 value=1.0,
                 limit="0",
                 reason=with_itself.reason,

@@ -38,7 +38,6 @@ class Excess:
         z: log ratio in standard errors, rows being independent, `SYSTEMATIC` included.
         share: what the token id explains in the log.
         null_share: and in the null.
-        excess_share: what it explains of the variance beyond the null's; NaN where there is none.
         repeats: the responses repeat few tokens, so that neither the id nor the position tells anything.
     """
 
@@ -48,7 +47,6 @@ class Excess:
     z: float
     share: TokenShare
     null_share: TokenShare
-    excess_share: float
     repeats: bool = False
 
 
@@ -59,7 +57,6 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
     ratio = k3 / max(expected, ROUNDING)
     error = math.sqrt(_relative_variance(profile) + _relative_variance(null.profile) + SYSTEMATIC**2)
     share, null_share = profile.share, null.share
-    more = share.variance - null_share.variance
     return Excess(
         k3=k3,
         expected=expected,
@@ -67,7 +64,6 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
         z=math.log(ratio) / error if ratio > 0 else 0.0,
         share=share,
         null_share=null_share,
-        excess_share=(share.between - null_share.between) / more if more > 0 else math.nan,
         repeats=profile.ids.repeats,
     )
 

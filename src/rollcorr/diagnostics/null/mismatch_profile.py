@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
-from rollcorr.diagnostics.null.token_ratios import CAP as CAP
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import MOST_IDS, STEP_IDS, TokenShare, TokenSums
 
@@ -228,13 +227,6 @@ def size_edges(parts: int) -> Floats:
     within = 1 + np.arange(parts) / parts
     octaves = np.exp2(np.arange(-SIZE_OFFSET, SIZE_OCTAVES - SIZE_OFFSET, dtype=np.float64))
     return np.append((octaves[:, None] * within).ravel(), 2.0 ** (SIZE_OCTAVES - SIZE_OFFSET))
-
-
-def octave_edges(offset: int, bins: int) -> Floats:
-    """Lower edges of octave bins: the first is 0."""
-    edges: Floats = np.exp2(np.arange(bins, dtype=np.float64) - offset)
-    edges[0] = 0.0
-    return edges
 
 
 def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -13,14 +13,17 @@ import numpy as np
 from torch import Tensor
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.faults import fault
+from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
-from rollcorr.diagnostics.provenance.provenance_findings import OF_ROWS, OF_SETTINGS, SURE, Provenance
+from rollcorr.diagnostics.provenance.provenance_findings import SURE, Provenance
 
 MOSTLY = 0.5
 """Share of a row's tokens from which all of it is left out: of a shifted row one token keeps its value."""
@@ -55,7 +58,7 @@ class OtherRows:
     @property
     def held(self) -> str:
         """What the rows that are left out hold, in words."""
-        return OF_OTHER_SETTINGS if self.cause.code in OF_SETTINGS else NOT_OF_THEIR_TOKENS
+        return OF_OTHER_SETTINGS if fault(self.cause.code).kind == "settings" else NOT_OF_THEIR_TOKENS
 
     @property
     def profile(self) -> MismatchProfile:
@@ -108,8 +111,12 @@ def other_rows(sample: PairSample, provenance: Provenance, *, settings: bool = F
     sure = [
         finding for finding in provenance.findings if finding.severity != "note" and (finding.confidence or 0.0) >= SURE
     ]
-    of_settings = [finding for finding in sure if finding.code in OF_SETTINGS and finding.first_row is not None]
-    certain = [finding for finding in sure if finding.code in OF_ROWS]
+    of_settings = [
+        finding
+        for finding in sure
+        if (fault(finding.code).kind, fault(finding.code).part) == ("settings", "log") and finding.first_row is not None
+    ]
+    certain = [finding for finding in sure if fault(finding.code).kind == "data"]
     left_out = provenance.misreported
     if settings:
         if not of_settings or left_out is None or provenance.of_settings is None:
@@ -141,6 +148,7 @@ def judge_other_rows(
     *,
     leave_out: tuple[int, int] | None = None,
     start_is_right: bool = True,
+    course: Evidence | None = None,
 ) -> WeightJudgment | None:
     """What `judge_weights` says of the rows that no certain finding of the log-probs covers.
 
@@ -149,6 +157,7 @@ def judge_other_rows(
         others: these rows.
         leave_out: first and last step whose rows are the null's.
         start_is_right: as for `judge_weights`.
+        course: their series of steps.
 
     Returns:
         The judgment; None where too little is left: 8 rows and as many tokens as a null needs.
@@ -166,7 +175,9 @@ def judge_other_rows(
         return None
 
     rest = PairSample(1, others.rows, sum(len(row.train) for row in others.rows.values()))
-    judged = judge_weights(profile, null, sample=rest, leave_out=leave_out, start_is_right=start_is_right)
+    judged = judge_weights(
+        profile, null, sample=rest, leave_out=leave_out, start_is_right=start_is_right, course=course
+    )
     findings = [
         replace(finding, title=f"in the other rows {finding.title}") if finding.code == "ordinary_noise" else finding
         for finding in judged.findings
@@ -213,7 +224,7 @@ def enough(profile: MismatchProfile) -> bool:
 def _k3(row: SampleRow) -> float:
     """Mean k3 per token of a row, nats."""
     (log_ratio,) = log_ratios([row])
-    return float((np.expm1(log_ratio) - log_ratio).mean()) if len(log_ratio) else 0.0
+    return float(k3_of(log_ratio).mean()) if len(log_ratio) else 0.0
 
 
 def _few_of(covered: Tensor, mask: Tensor) -> bool:
@@ -228,7 +239,7 @@ def _times(row: SampleRow, null: MismatchNull) -> float:
         return 0.0
     surprise = -row.rollout[row.mask].float().numpy()
     expected = float(k3_by_surprise(null.profile)[surprise_bins(surprise[np.isfinite(surprise)])].mean())
-    return float((np.expm1(log_ratio) - log_ratio).mean()) / max(expected, ROUNDING)
+    return _k3(row) / max(expected, ROUNDING)
 
 
 def profile_of(rows: Mapping[int, SampleRow]) -> MismatchProfile:

@@ -11,12 +11,13 @@ same probabilities, where they use the same experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.null.excess import NOTICEABLE, SYSTEMATIC, k3_by_surprise, pooled_mean
 from rollcorr.diagnostics.null.mismatch_profile import SURPRISE_BINS, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
@@ -148,33 +149,25 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
         reason += f". Where the routing is the same, k3 is {format_number(same)} times what {null.name} predicts"
     is_cause = carries and ordinary and (null is None or in_excess)
     sure = found.z**2 / (1 + found.z**2)
-    return (
-        Finding(
-            code="moe_routing_differs",
-            metric="k3_kl",
-            title="the two sides route tokens to other experts, and these carry the mismatch"
-            if is_cause
-            else "tokens that are routed to other experts differ more",
-            value=found.k3,
-            limit=f"below {TIMES:g} times {format_number(found.k3 / found.ratio)}, that of the other tokens",
-            reason=reason,
-            fix="replay the sampler's routing on the trainer (router replay), or compute router logits in float32 on "
-            "both sides"
-            if is_cause
-            else "",
-            confirm="score some of these rows with the sampler's experts forced on the trainer: the excess vanishes",
-            severity="warning" if is_cause else "note",
-            confidence=sure * (0.95 if null is not None else 0.8),
-            tokens=found.tokens,
-            evidence={
-                "routing_ratio": found.ratio,
-                "z": found.z,
-                "k3_share": found.share,
-                "token_share": found.token_share,
-                "layer_share": found.layers,
-            },
-        ),
+    finding = replace(
+        fault("moe_routing_differs").finding,
+        metric="k3_kl",
+        value=found.k3,
+        limit=f"below {TIMES:g} times {format_number(found.k3 / found.ratio)}, that of the other tokens",
+        reason=reason,
+        confidence=sure * (0.95 if null is not None else 0.8),
+        tokens=found.tokens,
+        evidence={
+            "routing_ratio": found.ratio,
+            "z": found.z,
+            "k3_share": found.share,
+            "token_share": found.token_share,
+            "layer_share": found.layers,
+        },
     )
+    if is_cause:
+        return (finding,)
+    return (replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note"),)
 
 
 def _against(cells: Floats, null: MismatchNull) -> float:

@@ -58,10 +58,7 @@ class TokenRatios:
         if count < len(d):
             np.copyto(d, 0.0, where=~valid)
 
-        # d past ±20 nats overflows exp and decides every sum; the metrics cut it there too.
-        cut = torch.from_numpy(d).clamp(-CAP, CAP)
-        k3 = cut.expm1().sub_(cut).numpy()
-        return cls(d, k3, -rollout, valid, lengths, mask, count)
+        return cls(d, k3_of(d), -rollout, valid, lengths, mask, count)
 
     def of_rows(self, rows: NDArray[np.bool_]) -> TokenRatios:
         """The ratios of some rows, which (B,) is true for."""
@@ -103,6 +100,13 @@ class TokenRatios:
     def ids_and_d(self, ids: NDArray[np.integer]) -> tuple[NDArray[np.integer], Floats]:
         """The ids and d of the tokens that count; `ids` are those of all tokens, (N,)."""
         return (ids, self.d) if self.count == len(self.d) else (ids[self.valid], self.d[self.valid])
+
+
+def k3_of(d: Floats | float) -> Floats:
+    """Compute k3 = exp(d) − 1 − d, nats, with d cut to ±`CAP`: beyond it one token decides every sum. Same shape."""
+    cut = torch.from_numpy(np.asarray(d, dtype=np.float64)).clamp(-CAP, CAP)
+    k3: Floats = cut.expm1().sub_(cut).numpy()
+    return k3
 
 
 def slice_sums(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> Floats:

@@ -8,33 +8,23 @@ versions are wrong: the sampler never took new weights over.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.trend import AgeWatch
-from rollcorr.diagnostics.health.weight_sync_rules import ABOVE_NULL, FIRST_STEP, SAME_ORDER
-from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.numbers import format_number
 
 Cell = tuple[float, float]
 MOST_CELLS = 1 << 14
 """Pairs of step and version that are kept; those of the lowest steps where there are more."""
-GROWTH = 3.0
-"""k3 at the end over k3 at the start from which it grew."""
 BY_LAG = 1.5
 """k3 at the highest age over that at the lowest, within steps, from which age explains it."""
-MIN_STEPS = 6
-"""Fewer steps show no growth."""
-RANK = 0.8
-"""Rank correlation of k3 with the step from which the growth is steady."""
 CELL_TOKENS = 200
 """Fewer tokens of an age within a step are not compared."""
-BY_AGE = "the mismatch grows with the age of the weights"
-"""Title of `stale_by_lag`."""
 
 
 @dataclass(frozen=True)
@@ -103,95 +93,29 @@ class VersionCells:
         return low, high, len(ends)
 
 
-def judge_versions(versions: VersionCells, null: MismatchNull | None = None) -> tuple[Finding, ...]:
-    """Whether the mismatch follows the recorded age of the weights, or grows although that stays the same.
+def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
+    """Return the finding that the mismatch follows the recorded age of the weights within a step, if it does.
 
-    Args:
-        versions: of the log.
-        null: what has been in excess of it since before the first update, and has only grown, is no sampler that keeps
-            its weights. None where there is none.
+    The rows of one step are scored by one policy, so only the age of the sampler's weights tells them apart. A growth
+    over the steps is a rule of the series (`weight_sync_rules`).
     """
-    # The rows of one step are scored by one policy, so there only the age of the sampler's weights tells them apart.
-    found = []
     youngest, oldest, steps = versions.growth_with_age()
-    if steps and oldest >= BY_LAG * youngest:
-        reason = (
-            f"within a step, k3 of the oldest weights is {format_number(oldest / youngest)} times that of the newest "
-            f"({steps} steps have both)"
-        )
-        limit = f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights"
-        found.append(_finding("stale_by_lag", BY_AGE, oldest, limit, reason, growth=oldest / youngest))
-
-    # Over the steps, k3 must have grown steadily: single steps scatter, so thirds of the run are compared.
-    series = versions.by_step()
-    if len(series) < MIN_STEPS:
-        return tuple(found)
-    k3 = [value for _, value, _ in series]
-    age = [value for _, _, value in series]
-    third = max(len(series) // 3, 1)
-    start, end = float(np.median(k3[:third])), float(np.median(k3[-third:]))
-    if start <= 0 or end < GROWTH * start or rank_correlation(k3) < RANK:
-        return tuple(found)
-
-    # Where the recorded age grew with it, the sampler is late, as the log says.
-    ratio, limit = end / start, f"below {GROWTH:g} times {format_number(start)}, its start"
-    watch = AgeWatch()
-    for of_step, value in zip(age, k3, strict=True):
-        watch.add(of_step, value)
-    if watch.explains is not None:
-        grew = format_number(watch.explains - age[0])
-        reason = f"k3 grew {format_number(ratio)} times, and the recorded age by {grew} versions"
-        if not found:
-            found.append(_finding("stale_by_lag", BY_AGE, end, limit, reason, growth=ratio))
-        return tuple(found)
-
-    # What was in excess before the first update does not come from an update that the sampler missed.
-    in_excess = null is not None and k3[0] >= max(ABOVE_NULL * null.profile.k3, SAME_ORDER * end)
-    if in_excess and series[0][0] <= FIRST_STEP:
-        return tuple(found)
+    if not steps or oldest < BY_LAG * youngest:
+        return ()
+    growth = oldest / youngest
     reason = (
-        f"k3 grew {format_number(ratio)} times from steps {series[0][0]}–{series[third - 1][0]} to "
-        f"{series[-third][0]}–{series[-1][0]}, and the recorded age of the weights does not explain it: the sampler "
-        "does not hold the versions that the log records"
+        f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest ({steps} steps "
+        "have both)"
     )
-    title = "the sampler keeps old weights"
-    frozen = _finding("frozen_sampler", title, end, limit, reason, growth=ratio, first_step=series[0][0])
-    return (frozen, *found)
-
-
-def rank_correlation(values: Sequence[float]) -> float:
-    """Spearman's correlation of a series with its order."""
-    ranks = np.argsort(np.argsort(values)).astype(np.float64)
-    order = np.arange(len(values), dtype=np.float64)
-    return float(np.corrcoef(ranks, order)[0, 1]) if len(values) > 1 else 0.0
-
-
-_FIXES = {
-    "stale_by_lag": (
-        "sync the weights more often, limit the age of what is trained on, or correct with the recorded log-probs",
-        "limit the age to one version: the mismatch falls to that of the null",
-    ),
-    "frozen_sampler": (
-        "check that the weight update reaches the sampler: its return code, the parameter names, the cache reset",
-        "score a probe batch on both sides after a sync: they differ by more than rounding",
-    ),
-}
-
-
-def _finding(
-    code: str, title: str, k3: float, limit: str, reason: str, *, growth: float, first_step: int | None = None
-) -> Finding:
-    fix, confirm = _FIXES[code]
-    return Finding(
-        code=code,
-        metric="k3_kl",
-        title=title,
-        value=k3,
-        limit=limit,
-        reason=reason,
-        fix=fix,
-        confirm=confirm,
-        confidence=0.95,
-        evidence={"growth": growth},
-        first_step=first_step,
+    return (
+        replace(
+            fault("stale_by_lag").finding,
+            metric="k3_kl",
+            title="the mismatch grows with the age of the weights",
+            value=oldest,
+            limit=f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights",
+            reason=reason,
+            confidence=0.95,
+            evidence={"growth": growth},
+        ),
     )

@@ -14,18 +14,23 @@ All of them make k3 larger. They differ in where it is larger.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.faults import fault, refutation
+from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import Excess, k3_by_surprise
-from rollcorr.diagnostics.null.mismatch_profile import CAP, MismatchProfile, surprise_bins
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.sampled_rows import context_share
+from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
+from rollcorr.diagnostics.refuting_tests import Case
 
 EARLY, SETTLED = 8, 32
 """Tokens of a response that count as its beginning, and the position from which it has settled."""
@@ -55,26 +60,6 @@ LARGE_EXCESS = 3.0
 SPARED, HIT = 5.0, 20.0
 """k3 of a row over the null's: below the first it was spared, above the second it was hit."""
 
-_TITLES = {
-    "weights_differ": "the weights of the sampler and of the trainer differ",
-    "stochastic_trainer": "one side draws anew in each forward pass (dropout, or another random layer)",
-    "stale_prefix_cache": "the mismatch fades along the response: a stale prefix cache",
-    "template": "the two sides saw other prompts",
-}
-_FIXES = {
-    "weights_differ": "check the weight sync: every parameter (output head, tied and renamed ones, adapters), its "
-    "version at the time of sampling, a quantization of the sampler, and settings of the model such as RoPE",
-    "stochastic_trainer": "put the trainer in evaluation mode while it scores (`model.eval()`), and set dropout to 0",
-    "stale_prefix_cache": "clear the engine's prefix cache at every weight update",
-    "template": "feed both sides the same token ids, with the same template, BOS and attention mask",
-}
-_CONFIRM = {
-    "weights_differ": "score a few of these rows with the sampler's own weights: the excess vanishes",
-    "stochastic_trainer": "score the same rows twice: the two answers differ",
-    "stale_prefix_cache": "sample with the prefix cache off: the excess vanishes",
-    "template": "compare the ids that the engine was fed with `prompt_ids`",
-}
-
 
 class Fading(NamedTuple):
     """How the mismatch goes along a response.
@@ -101,8 +86,9 @@ def name_causes(
     sample: PairSample,
     *,
     leave_out: tuple[int, int] | None = None,
+    course: Evidence | None = None,
 ) -> list[Finding]:
-    """The causes of an excess, most likely first. Their confidence is that of the name, given the excess.
+    """Return the causes of an excess that no test refutes, most likely first, each with its confidence as a name.
 
     Args:
         profile: the log.
@@ -110,15 +96,18 @@ def name_causes(
         excess: the comparison.
         sample: whole rows of the log.
         leave_out: first and last step whose rows in the sample are the null's.
+        course: the series of steps, which refutes causes that cannot have made it.
     """
+    case = Case(None, course, by_null=True)
     evidence = {"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z}
     if excess.share.tokens:
         evidence |= {"token_id_share": excess.share.share, "null_token_id_share": excess.null_share.share}
     times = f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities"
 
     # The longest prompts have no padding: nothing else spares them alone.
+    other_prompt = refutation("template", case) is None
     spared = _spared_by_length(profile, excess)
-    if spared:
+    if spared and other_prompt:
         reason = (
             f"{times}, but not in the {spared} row{'s' * (spared > 1)} with the longest prompts: padding in front of "
             "shorter prompts is not masked"
@@ -132,11 +121,15 @@ def name_causes(
     known = context.tokens >= FEW_TOKENS and excess.ratio >= LARGE_EXCESS
     of_weights = known and fading.ratio < WEIGHTS_FADE and context.share >= WEIGHTS_CONTEXT
     if fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely) and not of_weights:
-        return _fading_causes(times, fading, evidence, repeats=excess.repeats)
+        found = _fading_causes(times, fading, evidence, repeats=excess.repeats)
+
+        # Without another prompt as the likelier one, a stale cache is not what is left: weights fade a little too.
+        if other_prompt or found[0].code != "template":
+            return [finding for finding in found if other_prompt or finding.code != "template"]
 
     if known:
         evidence |= {"context_share": context.share, "context_share_error": context.error}
-    if known and context.share < STOCHASTIC:
+    if known and context.share < STOCHASTIC and refutation("stochastic_trainer", case) is None:
         reason = (
             f"{times}, at every position, and neither the token nor the one before it explains it "
             f"({max(context.share, 0.0):.0%} of the variance)"
@@ -187,11 +180,11 @@ def fading_of(
     for number, row in sample.rows.items():
         if leave_out is not None and row.step is not None and leave_out[0] <= row.step <= leave_out[1]:
             continue
-        log_ratio = (row.train.double() - row.rollout).clamp(-CAP, CAP).numpy()
+        log_ratio = (row.train.double() - row.rollout).numpy()
         known = row.mask.numpy() & np.isfinite(log_ratio)
         if int(known[SETTLED:].sum()) < EARLY:
             continue
-        k3 = np.where(known, np.expm1(log_ratio) - log_ratio, 0.0)
+        k3 = np.where(known, k3_of(log_ratio), 0.0)
         noise = np.where(known, expected[surprise_bins(-row.rollout.numpy())], 0.0)
         parts = slice(0, EARLY), slice(SETTLED, None)
         sums.append([*(float(x[part].sum()) for x in (k3, noise) for part in parts), float(known[:EARLY].sum())])
@@ -256,16 +249,14 @@ def _power_of_length(
 
 
 def cause(code: str, reason: str, evidence: dict[str, float], *, confidence: float) -> Finding:
-    """A finding of this table."""
-    return Finding(
-        code=code,
+    """Return a finding of an excess over a null."""
+    limit = f"about {format_number(evidence['expected_k3'])}, the null's" if "expected_k3" in evidence else ""
+    return replace(
+        fault(code).finding,
         metric="k3_kl",
-        title=_TITLES[code],
         value=evidence.get("k3"),
-        limit=f"about {format_number(evidence['expected_k3'])}, the null's" if "expected_k3" in evidence else "",
+        limit=limit,
         reason=reason,
-        fix=_FIXES[code],
-        confirm=_CONFIRM[code],
         confidence=confidence,
         evidence=evidence,
     )

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.faults import fault
+from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, NOTICEABLE, ROUNDING, Excess, compare_with_null
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
@@ -60,6 +62,7 @@ def judge_weights(
     sample: PairSample | None = None,
     leave_out: tuple[int, int] | None = None,
     start_is_right: bool = True,
+    course: Evidence | None = None,
 ) -> WeightJudgment:
     """Say whether the two sides have the same weights.
 
@@ -69,12 +72,13 @@ def judge_weights(
         sample: whole rows of the log, which tell one cause from another.
         leave_out: first and last step whose rows in the sample are the null's.
         start_is_right: the null is known to be right. False: it is the start of the same run, which nobody judged.
+        course: the series of steps, which refutes causes.
     """
     if null is None:
         return _without_null(profile)
 
     excess = compare_with_null(profile, null)
-    findings, not_judged = _with_null(profile, null, excess, sample or PairSample(), leave_out)
+    findings, not_judged = _with_null(profile, null, excess, sample or PairSample(), leave_out, course)
     if not start_is_right:
         unchanged = not findings and not not_judged
         not_judged = [f"unchanged since {null.name}; {_START}"] if unchanged else [*not_judged, _START]
@@ -117,6 +121,7 @@ def _with_null(
     excess: Excess,
     sample: PairSample,
     leave_out: tuple[int, int] | None,
+    course: Evidence | None,
 ) -> tuple[list[Finding], list[str]]:
     """The causes that the comparison names, and what it could not judge."""
     if null.profile.tokens < FEW_TOKENS or null.profile.row_count < MIN_ROWS:
@@ -141,7 +146,7 @@ def _with_null(
         return [], []
 
     confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
-    found = name_causes(profile, null, excess, sample, leave_out=leave_out)
+    found = name_causes(profile, null, excess, sample, leave_out=leave_out, course=course)
     return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
 
 
@@ -167,13 +172,11 @@ def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
 
 
 def _ordinary_noise(excess: Excess, null: MismatchNull) -> Finding:
-    return Finding(
-        code="ordinary_noise",
+    return replace(
+        fault("ordinary_noise").finding,
         metric="k3_kl",
-        title="the mismatch is the ordinary noise of this engine",
         value=excess.k3,
         limit=f"below {NOTICEABLE:g} times {format_number(excess.expected)}, the null's",
         reason=f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities",
-        severity="note",
         evidence={"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z},
     )

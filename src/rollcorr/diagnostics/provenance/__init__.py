@@ -1,4 +1,4 @@
-"""What a pair of log-probs says about how each side came about."""
+"""The settings behind a pair of log-probs."""
 
 import lazy_loader as _lazy
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollcorr.config.finding import Finding
 from rollcorr.core.layout import check_layout, sequence_ids
+from rollcorr.diagnostics.faults import is_cause
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.misreported import undo_misreported
 from rollcorr.diagnostics.provenance.mixtures import find_groups
@@ -33,7 +34,6 @@ from rollcorr.diagnostics.provenance.patterns import (
 )
 from rollcorr.diagnostics.provenance.places import find_early, find_impossible, find_turn_drift
 from rollcorr.diagnostics.provenance.provenance_findings import (
-    NAMES_NO_CAUSE,
     Provenance,
     confidence_of,
     provenance_finding,
@@ -145,7 +145,7 @@ def _ranked(findings: list[Finding]) -> list[Finding]:
     """Causes in the order in which they were found, then remarks; "matched" beside a cause would mislead."""
     named = [finding for finding in findings if finding.severity != "note"]
     notes = [finding for finding in findings if finding.severity == "note"]
-    if any(finding.code not in NAMES_NO_CAUSE for finding in named):
+    if any(map(is_cause, named)):
         notes = _without_matched(notes)
         named = [finding for finding in named if finding.code != "unexplained"]
     return named + notes
@@ -164,13 +164,13 @@ def _from_rows(pairs: PairRows) -> Judgment:
     of_rest = _from_pairs(rest.train[valid], rest.rollout[valid])
     here = extent(pairs, rest.count(valid) > 0, valid)
     here |= {"first_row": None, "first_step": None, "steps": None}  # judged together: which rows show it is not known
-    findings = [replace(f, **here) if f.code not in NAMES_NO_CAUSE else f for f in of_rest.findings]
+    findings = [replace(f, **here) if is_cause(f) else f for f in of_rest.findings]
     if not groups.findings:
         of_rest.findings = findings
         return of_rest
 
     # The rest is described only if it shows a cause of its own.
-    judged.findings = groups.findings + [f for f in findings if f.code not in NAMES_NO_CAUSE]
+    judged.findings = groups.findings + list(filter(is_cause, findings))
     if judged.temperature_ratio == 1.0:
         judged.temperature_ratio = of_rest.temperature_ratio
     if judged.kept_mass == 1.0:

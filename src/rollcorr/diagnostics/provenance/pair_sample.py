@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 FEW_IDS = 10.0
 """Ids in effect, (Σ n)² / Σ n², below which responses repeat themselves."""
-AMBIGUOUS = frozenset({"tempered", "raw", "processed", "truncated", "template", "turn_drift"})
-"""Codes of causes that other weights look like where responses repeat themselves."""
 TOKENS = 1 << 16
 """About how many tokens the sample holds: twice as many at most, and at least one sequence."""
 
@@ -146,7 +145,7 @@ def _of_repetition(found: Provenance, different: float) -> Provenance:
     An update of the weights moves the one log-prob that there is, as a temperature does; and every response is unsure
     at its beginning alone.
     """
-    kept = [finding for finding in found.findings if finding.code not in AMBIGUOUS]
+    kept = [f for f in found.findings if fault(f.code).kind != "settings" and f.code != "processed"]
     sentence = (
         f"settings of the sampling, and other prompts: the responses repeat {different:.2g} tokens, and on "
         "these every cause looks alike"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from torch import Tensor
 
@@ -217,7 +216,7 @@ def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
     if evidence["abs_mean"] == 0:
         reason = "the two sides are the same numbers: one may be a copy of the other, and then nothing was compared"
         return provenance_finding("matched", reason, None, evidence)
-    code: Literal["matched", "unexplained"] = "matched" if evidence["std"] <= LARGE else "unexplained"
+    code = "matched" if evidence["std"] <= LARGE else "unexplained"
     reason = (
         f"no pattern of a setting in a log-ratio of standard deviation {deviation} nats; cannot tell ordinary noise "
         f"from other weights, because the pairs alone do not show it: a null or token ids tell"

@@ -12,7 +12,7 @@ from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.numbers import shown_metrics
 from rollcorr.diagnostics.report.verdict_content import WhatIfContent, what_if_content
-from rollcorr.diagnostics.run_comparison import run_health
+from rollcorr.diagnostics.run_verdict import run_health
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.stored_run import Run
 
@@ -51,7 +51,7 @@ class ReportData:
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
-    verdict = run_health(run, diffusion=diffusion)
+    verdict = run_health(run, diffusion=diffusion, tokens=True)
     measured = history_of(run.series)
     step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
     return ReportData(

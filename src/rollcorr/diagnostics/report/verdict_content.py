@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.causes import Folded
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.numbers import format_number, format_range, headlines
+from rollcorr.diagnostics.resolver import Folded
 
 CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""

@@ -121,7 +121,7 @@ class VllmEngine(VllmBase):
     def close(self) -> None:
         """Stop vLLM and remove the folder with its weights. Garbage collection of the engine does the same."""
         super().close()
-        self._stop_sampling()
+        self._shut_down_worker()
         self._remove_checkpoint()
 
     def restart(self) -> None:
@@ -134,7 +134,7 @@ class VllmEngine(VllmBase):
         """
         self._require_weights()
         with self._unusable_on_failure():
-            self._stop_sampling()
+            self._shut_down_worker()
             self._load_and_verify(self.weight_version, self._expected)
 
     @property
@@ -158,7 +158,7 @@ class VllmEngine(VllmBase):
     def _load(self, version: int) -> None:
         # A worker that starts with "auto" reads the folder by itself.
         if self._worker is None or not self._worker.alive or self.options.update == "restart":
-            self._stop_sampling()
+            self._shut_down_worker()
             self._start(version)
         if self.options.update == "reload":
             self._ask("reload", folder=str(self._folder), version=version)
@@ -196,7 +196,7 @@ class VllmEngine(VllmBase):
             raise EngineUnavailableError("the vLLM worker is not running")
         return self._worker.ask(what, timeout=self.options.timeout, **values)
 
-    def _stop_sampling(self) -> None:
+    def _shut_down_worker(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None

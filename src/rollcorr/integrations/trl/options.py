@@ -119,9 +119,9 @@ def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorr
             "vllm_importance_sampling_mode='token_truncate'",
         ),
         (
-            is_rloo and weighted and config.rollout_is == "token",
-            "RLOOTrainer's loss has one ratio for each sequence, so rollout_is='token' cannot weight it; "
-            "set rollout_is='sequence' or 'geometric'",
+            is_rloo and weighted and config.weighs_tokens,
+            f"RLOOTrainer's loss has one ratio for each sequence, so rollout_is={config.rollout_is!r} cannot weight "
+            "it; set rollout_is='sequence' or 'geometric'",
         ),
         (
             is_rloo and bool(token_criteria),

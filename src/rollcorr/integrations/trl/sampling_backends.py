@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rollcorr.config import IncompatibleSamplingError, SamplingSpec
 from rollcorr.config.sampling_spec import compare
-from rollcorr.engines import Engine
+from rollcorr.engines.base import Engine, require_row_seeds
 from rollcorr.engines.gathered_policy import evaluating
+from rollcorr.engines.row_seeds import row_seed
 
 Ids = list[list[int]]
 LogProbLists = list[list[list[float | None]]]
@@ -25,14 +26,15 @@ Generated = tuple[Ids, Ids, LogProbLists | None, list[list[list[int]]] | None]
 class EngineGeneration:
     """Adapter of an engine to the two vLLM methods that TRL calls.
 
-    Each rank samples for its own prompts with its own engine. Seeds are drawn from torch's global generator, which the
-    trainer seeds for each rank and saves in its checkpoints.
+    Each rank samples for its own prompts with its own engine. A row's draws depend on the trainer's seed, its global
+    step and the row's index over all ranks, so they are the same on any number of ranks and after a resume.
 
     Args:
         engine: any engine of `rollcorr.engines`.
         trainer: the trainer whose policy the engine samples.
 
     Raises:
+        ValueError: several ranks sample with an engine that has one seed per process.
         IncompatibleSamplingError: the engine's log-probs are not comparable with the trainer's, which are computed over
             the full vocabulary at the trainer's temperature.
     """
@@ -47,8 +49,11 @@ class EngineGeneration:
                 f"the engine SamplingSpec(temperature=trainer.temperature, logprobs='processed'){how}, without top_k, "
                 "top_p, min_p, penalties and biases"
             )
+        require_row_seeds(engine, trainer.accelerator.num_processes)
         self.engine = engine
         self._trainer = trainer
+        self._step: tuple[str, int] | None = None
+        self._calls = self._rows_per_rank = 0
 
     def sync_weights(self) -> None:
         """Send the trainer's weights to the engine, and verify the transfer.
@@ -83,10 +88,17 @@ class EngineGeneration:
         if images is not None and any(images):
             raise ValueError("this engine samples from text alone; leave the images out, or use vLLM")
 
-        # Draw once per batch, so that a resumed run continues with the same seeds.
-        seed = int(torch.randint(2**31 - 1, (), device="cpu"))
+        # Number the calls of a step: evaluation batches, or turns with tools, which have fewer rows than the first.
+        trainer = self._trainer
+        step = ("train" if trainer.model.training else "eval", int(trainer.state.global_step))
+        if step != self._step:
+            self._step, self._calls, self._rows_per_rank = step, 0, len(prompts)
+        seed = row_seed(trainer.args.seed, *step, self._calls)
+        self._calls += 1
+
         with profiler or nullcontext():
-            rollout = self.engine.generate(prompts, seed=seed)
+            first_row = trainer.accelerator.process_index * self._rows_per_rank
+            rollout = self.engine.generate(prompts, seed=seed, first_row=first_row)
 
         prompt_ids, completion_ids = rollout.tokens.unpadded()
         rows = zip(rollout.rollout_log_prob, rollout.tokens.response_mask, strict=True)

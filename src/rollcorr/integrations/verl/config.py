@@ -16,6 +16,7 @@ from rollcorr.config.checks import unknown_name
 from rollcorr.config.correction_options import SAFETY_BOUND
 from rollcorr.config.generations import KEYS
 from rollcorr.config.presets import VERL, preset_constructor, preset_fields
+from rollcorr.config.schemas import instead
 from rollcorr.core.metric_registry import PREFIX
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
@@ -32,6 +33,7 @@ WEIGHT_OPTIONS = (
     "rollout_is_threshold",
     "rollout_is_batch_normalize",
     "rollout_is_floor",
+    "rollout_is_horizon",
     "apply_is",
     "safety_bound",
     "batch_normalize_over",
@@ -90,7 +92,9 @@ class RawConfig(Mapping[str, Any]):
         for key in options:
             if key not in known:
                 problem, hint = f"rollout_correction has no key {key!r}", cls._elsewhere.get(key)
-                raise ValueError(f"{problem}. {hint}" if hint else unknown_name(problem, key, known))
+                if not hint:
+                    raise ValueError(unknown_name(problem, key, known))
+                raise ValueError(f"{problem}. {hint}{'' if key in KEYS['newest'] else instead(config)}")
         return cls(**{**options, "verl_parity": verl_parity or options.get("verl_parity", False)})
 
 
@@ -113,6 +117,7 @@ class RolloutCorrectionConfig(RawConfig):
         safety_bound: clamp log weights to ± this value, nats.
         batch_normalize_over: compute the batch mean over all "valid" units, or over the "kept" ones.
         rollout_is_floor: optional; the smallest weight.
+        rollout_is_horizon: λ of level "horizon".
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
@@ -130,14 +135,14 @@ class RolloutCorrectionConfig(RawConfig):
     safety_bound: float = SAFETY_BOUND
     batch_normalize_over: str = "valid"
     rollout_is_floor: float | None = None
+    rollout_is_horizon: float | None = None
     verl_parity: bool = False
     impl: str = "auto"
 
     # Keys that verl's class does not have, and their right place.
     _elsewhere = dict.fromkeys(
         KEYS["2025-10"] + KEYS["2025-11"],
-        "It is an option of 2025: `rollcorr convert-config` rewrites it, and rollcorr.integrations.verl.v2025_11 and "
-        ".v2025_10 take the older ones",
+        "It is an option of 2025, which rollcorr.integrations.verl.v2025_11 and .v2025_10 take",
     ) | {
         "normalizer": (
             "The actor of verl divides its loss by token counts of its own: what is kept in a decoupled correction, "

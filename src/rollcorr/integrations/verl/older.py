@@ -33,15 +33,15 @@ SUMMARY = (
 )
 
 
-def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
+def measured_ratio(metrics: Mapping[str, float], *, log_bound: float = SAFETY_BOUND) -> dict[str, float]:
     """Return the registry's weight statistics under their bare names, min and max before truncation.
 
     Args:
         metrics: of a correction with weights, without a prefix.
+        log_bound: cap on the log of the maximum at sequence levels, nats.
 
     Returns:
-        "mean", …, "seq_fraction_low". At sequence levels min and max come from the unclamped log weight, and the
-        maximum is capped at e^20.
+        "mean", …, "seq_fraction_low". At sequence levels min and max come from the unclamped log weight.
     """
     found = {name: metrics[f"rollout_is_{name}"] for name in SUMMARY if f"rollout_is_{name}" in metrics}
     found |= {"min": metrics["rollout_is_raw_min"], "max": metrics["rollout_is_raw_max"]}
@@ -49,7 +49,7 @@ def measured_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     # A sequence's weight overflows long before its log does.
     if "rollout_is_log_max" in metrics and metrics["sequence_count"]:
         found["min"] = math.exp(metrics["rollout_is_log_min"])
-        found["max"] = math.exp(min(metrics["rollout_is_log_max"], SAFETY_BOUND))
+        found["max"] = math.exp(min(metrics["rollout_is_log_max"], log_bound))
     return found
 
 

@@ -52,10 +52,12 @@ def correct(
 
     # Reject options that verl 0.9.1 does not have: no reference number exists.
     one_sided = config.is_mode == "icepop" and None in (config.is_lower, config.is_upper)
-    if config.rollout_is is not None and (one_sided or config.rollout_is_floor is not None):
+    own = one_sided or config.rollout_is_floor is not None or config.rollout_is == "horizon"
+    if config.rollout_is is not None and own:
         raise ValueError(
-            "verl has neither a floor of weights nor a band with an open side, so there are no numbers of verl to "
-            "reproduce: leave out rollout_is_floor, close the band, or leave out verl_parity"
+            "verl has neither a floor of weights nor a band with an open side nor level 'horizon', so there are no "
+            "numbers of verl to reproduce: leave out rollout_is_floor, close the band, choose another level, or leave "
+            "out verl_parity"
         )
     for name, of_verl in OF_VERL.items():
         if getattr(config, name) != of_verl:

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 PREFIX = "mismatch/"
+# The guide reports the true maximum of a sequence's ratio; 709 nats is the limit of float64.
+LARGEST_LOG = 709.0
 VETO_METRICS = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
 _GAP_METRICS = (
     "training_ppl",
@@ -107,7 +109,7 @@ def compute_rollout_importance_weights(
         found = correction.metrics(prefix="")
 
         # The same metrics under that release's names.
-        metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found).items()}
+        metrics = {f"rollout_is_{name}": value for name, value in measured_ratio(found, log_bound=LARGEST_LOG).items()}
         metrics |= {name: found.get(name, 0.0) for name in VETO_METRICS}
         for criterion in config.criteria:
             for name in ("masked_fraction", "seq_masked_fraction"):
@@ -188,13 +190,23 @@ def compute_is_metrics(
         metrics = parity.metrics_of_given_weights(*weights, response_mask, band)
     else:
         measured = newest.compute_is_metrics(*weights, response_mask, level, upper, lower)
-        ratio = measured_ratio(measured | {"sequence_count": float(nonempty.sum())})
+        counted = measured | {"sequence_count": float(nonempty.sum())}
+        ratio = measured_ratio(counted, log_bound=LARGEST_LOG)
         metrics = {f"rollout_is_{name}": value for name, value in ratio.items()}
     return metrics | parity.to_floats(shares, prefix="rollout_is_")
 
 
 def _gap_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return mismatch_ metrics. The guide's ppl_ratio is the exponential of a mean; parity averages exponentials."""
+    """Return mismatch_ metrics as the guide defines them; those of the release, for parity, stay as they are.
+
+    The guide's differences are rollout − train, and its ppl_ratio is the exponential of a mean.
+    """
     if "ppl_ratio_geo" in metrics:
-        metrics = {**metrics, "ppl_ratio": metrics["ppl_ratio_geo"]}
+        metrics = {
+            **metrics,
+            "ppl_ratio": metrics["ppl_ratio_geo"],
+            "log_ppl_diff": -metrics["log_ppl_diff"],
+            "log_ppl_diff_max": -metrics["log_ppl_diff_min"],
+            "log_ppl_diff_min": -metrics["log_ppl_diff_max"],
+        }
     return {f"mismatch_{name}": metrics[name] for name in _GAP_METRICS if name in metrics}

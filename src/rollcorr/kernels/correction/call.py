@@ -132,7 +132,7 @@ def copied_to(out: Out | None, output: CorrectionOutput) -> CorrectionOutput:
 def exceedance_band(config: RolloutCorrectionConfig) -> tuple[float | None, float | None]:
     """Return (lower, upper) on the ratio: (1/C, C) when truncating, IcePop's band, or that of the level's k1 criterion.
 
-    A floor replaces 1/C. (`None`, `None`) without bounds on the weights: the shares are then absent.
+    A floor replaces 1/C. (`None`, `None`) without such a band: no exceedances are then counted.
     """
     if config.is_mode == "truncate":
         floor, ceiling = config.rollout_is_floor, config.is_upper

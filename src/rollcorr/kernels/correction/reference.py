@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
 from rollcorr.core import divergence, layout, ratios, weights
+from rollcorr.core.horizon import horizon_log_weights
 from rollcorr.core.mergeable_statistics import extremes_of
 from rollcorr.core.weights import ratio_above, ratio_below
 from rollcorr.kernels.correction.call import (
@@ -62,18 +63,18 @@ def reference_correction(inputs: Batch, config: RolloutCorrectionConfig) -> Corr
         train.double(), rollout.double(), mask, missing, counted, compared, measured, log_ratio, cu_seqlens
     )
     rows = Computed({}, {}, {})
-    policy_sums = _compare(batch, config, rows)
+    policy_sums = _compare_policies(batch, config, rows)
 
     # Rejection does not depend on weights, nor weights on rejection; only the denominators need both.
     loss_mask = _reject(batch, config, rows)
-    token_weights = None if config.rollout_is is None else _weigh(batch, config, loss_mask, rows).float()
+    token_weights = None if config.rollout_is is None else _compute_weights(batch, config, loss_mask, rows).float()
 
     # Group baselines leave out a sequence that rejection emptied, but not one that was empty before.
     sequence_kept = (batch.counts(loss_mask) > 0) | (batch.counts(batch.valid) == 0)
     return CorrectionOutput(token_weights, loss_mask, sequence_kept, rows.statistics(config, "reference"), policy_sums)
 
 
-def _compare(batch: _TokenInputs, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
+def _compare_policies(batch: _TokenInputs, config: RolloutCorrectionConfig, rows: Computed) -> Tensor:
     """Compare the policies, independent of the correction. Returns `CorrectionOutput.policy_sums`."""
     d, sums, measured, compared = batch.log_ratio, rows.sums, batch.measured, batch.compared
     logs = torch.stack([batch.sum(values, measured) for values in (d, batch.train, batch.rollout)])
@@ -98,15 +99,18 @@ def _compare(batch: _TokenInputs, config: RolloutCorrectionConfig, rows: Compute
     return torch.stack([sequences.valid.double(), sequences.measured.double(), *logs[1:]])
 
 
-def _weigh(batch: _TokenInputs, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
+def _compute_weights(batch: _TokenInputs, config: RolloutCorrectionConfig, loss_mask: Tensor, rows: Computed) -> Tensor:
     """Compute the importance weights, 0 on tokens that are not counted, and their statistics."""
     count, has_counted = batch.counts(batch.counted), batch.has_counted
     log_product = batch.sum(batch.log_ratio, batch.counted)
-    token_level = config.rollout_is == "token"
+    token_level = config.weighs_tokens
 
     # Sum first; then clamp ℓ and bound the weight.
     if token_level:
         log_weight, units = batch.log_ratio, batch.counted
+        if config.rollout_is == "horizon":
+            decay = config.rollout_is_horizon or 0.0
+            log_weight = horizon_log_weights(log_weight, batch.valid, decay=decay, cu_seqlens=batch.cu_seqlens)
     else:
         log_weight = log_product if config.rollout_is == "sequence" else log_product / count.clamp(min=1)
         units = has_counted

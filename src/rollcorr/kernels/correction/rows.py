@@ -99,7 +99,7 @@ def _true_conditions(config: RolloutCorrectionConfig) -> frozenset[str]:
     held = {
         "always": True,
         "weights": weighs,
-        "sequence weights": weighs and config.rollout_is != "token",
+        "sequence weights": weighs and not config.weighs_tokens,
         "weight band": weighs and exceedance_band(config) != (None, None),
         "weight ceiling": weighs and config.is_upper is not None,
         "icepop": weighs and config.is_mode == "icepop",
@@ -162,7 +162,7 @@ ROWS: tuple[Row, ...] = (
     Row("sequences_rejected_by_several", "sums", "sequences that several rejectors touch", "always"),
     Row("catastrophic_tokens", "sums", "counted tokens with ρ < τ", "veto"),
     Row("vetoed_sequences", "sums", "sequences with such a token", "veto"),
-    # The weights. A unit has one weight: a counted token, or at the other levels a sequence with such a token.
+    # The weights. A unit has one weight: a counted token at levels token and horizon, else a sequence with such a one.
     Row("units", "sums", "units", "weights"),
     Row("saturated_low", "sums", "units with a finite ℓ < −safety_bound", "weights"),
     Row("saturated_high", "sums", "units with ℓ > safety_bound", "weights"),

@@ -178,8 +178,8 @@ class _DenseLogProb(torch.autograd.Function):
             entropy, of_entropy = (placed(x, ctx.measured, len(hidden), 0.0) for x in (entropy, of_entropy))
             active = active | (of_entropy != 0)
 
-        # Drop tokens without a gradient. If their number must not be read, neutralize them: with a total of ∞ every p
-        # of such a token is 0, for any logits.
+        # Drop tokens without a gradient. Where reading their number would wait for the device, neutralize them instead:
+        # log_total = ∞ makes every p of such a token 0.
         if problem.compact:
             rows = rows_where(active)
             problem = problem.at(rows)
@@ -190,6 +190,7 @@ class _DenseLogProb(torch.autograd.Function):
         if of_entropy is not None:
             entropy = entropy.masked_fill(of_entropy == 0, 0.0)
             entropy, of_entropy = at_rows(entropy, rows), at_rows(of_entropy, rows) / problem.temperature
+            # These index into `rows`.
             entropy_rows = rows_where(of_entropy != 0) if problem.compact else None
             entropies = entropy_rows, at_rows(entropy, entropy_rows), at_rows(of_entropy, entropy_rows)
         upstream = Upstream(

@@ -291,17 +291,17 @@ class FlowGrpoTrainer:
                     outputs.append(output)
             outcome = gradients.finish()
 
-        # The optimizer must know whether the numbers are finite: they are read once per optimizer step.
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm)
-        numbers = outcome.loss, norm.to(outcome.loss), outcome.kept_fraction, outcome.skipped.double()
-        value, size, kept_fraction, skipped = torch.stack(numbers).tolist()
-        if skipped or not math.isfinite(value + size):
+        # Whether to step depends on these numbers: read them from the device together, once per optimizer step.
+        clipped = nn.utils.clip_grad_norm_(self.parameters, self.config.optim.max_grad_norm)
+        numbers = outcome.loss, clipped.to(outcome.loss), outcome.kept_fraction, outcome.skipped.double()
+        loss, norm, kept_fraction, skipped = torch.stack(numbers).tolist()
+        if skipped or not math.isfinite(loss + norm):
             self.skipped_steps += 1
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-        return outputs, {"actor/loss": value, "actor/grad_norm": size, "actor/kept_fraction": kept_fraction}
+        return outputs, {"actor/loss": loss, "actor/grad_norm": norm, "actor/kept_fraction": kept_fraction}
 
 
 def _select_step(data: dict[str, Tensor], rows: Tensor, column: int) -> dict[str, Tensor]:

@@ -126,7 +126,8 @@ def engine_null_rollouts(
             yield measure_null(
                 sampler,
                 asked,
-                seed=derived_seed(seed, "null", first),
+                seed=derived_seed(seed, "null"),
+                first_row=first,
                 score=None if sides == "engine" else lambda rollout: _score(trainer, rollout, size),
                 again=(lambda rollout: _score(trainer, rollout, -(-size // 2))) if sides == "trainer" else None,
                 model=model,

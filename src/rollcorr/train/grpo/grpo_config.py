@@ -91,6 +91,11 @@ class RolloutConfig:
         prompts_per_step: problems per step.
         group_size: responses to each problem.
         max_new_tokens: longest response.
+        max_rounds: rounds of sampling per step at most. Above 1, groups whose rewards are all equal are replaced by
+            groups of new problems (DAPO's dynamic sampling); after the last round, they fill the batch.
+        overlong_buffer: last tokens of `max_new_tokens` in which the reward falls linearly (DAPO's soft overlong
+            punishment); 0 disables it.
+        overlong_penalty: how far the reward falls at `max_new_tokens`.
         dtype: precision of the sampling copy, where the engine has this option.
         refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
         batch_size: rows sampled at a time, where the engine has this option; null for all at once.
@@ -102,6 +107,9 @@ class RolloutConfig:
     prompts_per_step: int = 16
     group_size: int = 8
     max_new_tokens: int = 48
+    max_rounds: int = 1
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     refresh_every: int = 1
     batch_size: int | None = None
@@ -109,6 +117,13 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         at_least("rollout", self, prompts_per_step=1, group_size=2, max_new_tokens=1, refresh_every=1, batch_size=1)
+        at_least("rollout", self, max_rounds=1, overlong_buffer=0)
+        above_zero("rollout", self, "overlong_penalty")
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.overlong_buffer must be at most rollout.max_new_tokens={self.max_new_tokens}, got "
+                f"{self.overlong_buffer}; lower it, or raise rollout.max_new_tokens"
+            )
 
     @property
     def rows(self) -> int:
@@ -153,11 +168,12 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
     """Advantages, correction and loss.
 
     Attributes:
-        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; decoupled mode only.
+        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; null is true in decoupled
+            mode and false in bypass mode, which rejects after the advantages.
         loss: clipping, aggregation, and the weights of reference KL and entropy.
     """
 
-    leave_rejected_out_of_baseline: bool = False
+    leave_rejected_out_of_baseline: bool | None = None
     loss: LossConfig = field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
@@ -165,7 +181,7 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
         if self.leave_rejected_out_of_baseline and (correction is None or correction.bypass_mode):
             raise ValueError(
                 "algorithm.leave_rejected_out_of_baseline=true needs a correction in decoupled mode: bypass mode "
-                "rejects during the update, after the advantages; set it to false or choose a decoupled preset"
+                "rejects during the update, after the advantages; leave it out or choose a decoupled preset"
             )
 
 

@@ -1,7 +1,7 @@
 """GRPO with rollout correction, one training step from top to bottom.
 
     sample      the engine draws a group of responses to each problem and reports log μ
-    reward      each response is checked
+    reward      each response is checked; with `rollout.max_rounds`, groups of equal rewards are sampled again
     old         the trainer recomputes log π_old of the same tokens (decoupled mode; bypass mode skips this)
     correct     weights and loss mask from π_old / μ, once per batch (decoupled mode; bypass mode does it in the loss)
     advantage   rewards become advantages within their group
@@ -30,11 +30,12 @@ from rollcorr.correction.process_groups import gather_statistics, sum_gradients,
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.correction.training_step import TrainingStep
-from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.base import Engine, Rollout, require_row_seeds
 from rollcorr.train.grpo.actor import Actor
+from rollcorr.train.grpo.dynamic_sampling import sample_groups
 from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
-from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward
+from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward, overlong_penalty
 from rollcorr.train.steps import (
     ADVANTAGES,
     HELD_OUT,
@@ -68,6 +69,7 @@ class GrpoBatch:
         ref_log_prob: log-probs of the reference policy, over the full vocabulary; None without a KL penalty.
         correction: weights and mask from π_old / μ; None in bypass mode or without a correction.
         advantages: (B,).
+        metrics: metrics of the sampling and the rewards: name → number.
     """
 
     rollout: Rollout
@@ -78,6 +80,7 @@ class GrpoBatch:
     ref_log_prob: Tensor | None = None
     correction: Correction | None = None
     advantages: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def response_mask(self) -> Tensor:
@@ -111,6 +114,9 @@ class GrpoTrainer:
         reference: frozen model for the KL penalty; needed when `algorithm.loss.kl_coef` is not 0.
         group: data-parallel ranks that share the update. Each samples and corrects the same batch, from the same seed
             and weights; forward and backward passes of the update are divided, and the gradients summed.
+
+    Raises:
+        ValueError: several ranks sample with an engine that has one seed per process.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class GrpoTrainer:
         reference: nn.Module | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
+        require_row_seeds(engine, 1 if group is None else group.size())
         self.config = config
         self.policy = policy
         self.model = policy.model.eval()  # no dropout: log-probs of one policy must agree between passes
@@ -155,7 +162,7 @@ class GrpoTrainer:
             host = statistics.read()  # every metric of the step crosses to the host here, once
 
         tokens = host.sums["response_tokens"]
-        metrics = _reward_metrics(batch.rewards) | {
+        metrics = batch.metrics | {
             "actor/loss": host.moments["loss"].mean,
             "actor/grad_norm": host.moments["grad_norm"].mean,
             **{f"actor/{name}": host.moments[name].mean for name in ACTOR_METRICS if name in host.moments},
@@ -197,26 +204,38 @@ class GrpoTrainer:
 
     def _sample(self, step: int) -> GrpoBatch:
         """Sample a group of responses to each problem of the step, and compute their rewards."""
-        seed, group_size = self.config.seed, self.config.rollout.group_size
-        problems = self.task.problems(self.config.rollout.prompts_per_step, seed=seed, step=step)
-        asked = [problem for problem in problems for _ in range(group_size)]
-        rollout = self.engine.generate(
-            [self.policy.encode(problem.prompt) for problem in asked], seed=derived_seed(seed, "sampling", step)
+        options = self.config.rollout
+        rollout, rewards, metrics = sample_groups(
+            lambda number: self._sample_round(step, number),
+            groups=options.prompts_per_step,
+            group_size=options.group_size,
+            max_rounds=options.max_rounds,
         )
 
         # Raises for log-probs that are not comparable, before any subtraction.
         actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
 
-        ids, mask = rollout.tokens.response_ids.cpu(), rollout.tokens.response_mask.cpu()
-        rewards = [
-            hard_gated_reward(
-                row[valid].tolist(), problem.answer, self.policy.tokenizer, bonus_length=self.config.task.bonus_length
-            )
-            for row, valid, problem in zip(ids, mask, asked, strict=True)
-        ]
-        group_ids = torch.arange(len(problems), device="cpu").repeat_interleave(group_size)
+        group_ids = torch.arange(options.prompts_per_step, device="cpu").repeat_interleave(options.group_size)
         group_ids = group_ids.to(rollout.tokens.response_ids.device)
-        return GrpoBatch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids)
+        return GrpoBatch(rollout=rollout, actor=actor, rewards=rewards, group_ids=group_ids, metrics=metrics)
+
+    def _sample_round(self, step: int, number: int) -> tuple[Rollout, list[Reward]]:
+        """Sample and reward the responses of one round; further rounds have problems and draws of their own."""
+        options, task = self.config.rollout, self.config.task
+        seed = derived_seed(self.config.seed, "round", number) if number else self.config.seed
+        problems = self.task.problems(options.prompts_per_step, seed=seed, step=step)
+        asked = [problem for problem in problems for _ in range(options.group_size)]
+        rollout = self.engine.generate(
+            [self.policy.encode(problem.prompt) for problem in asked], seed=derived_seed(seed, "sampling", step)
+        )
+
+        rewards = []
+        _, responses = rollout.tokens.to("cpu").unpadded()
+        for ids, problem in zip(responses, asked, strict=True):
+            reward = hard_gated_reward(ids, problem.answer, self.policy.tokenizer, bonus_length=task.bonus_length)
+            penalty = overlong_penalty(len(ids), longest=options.max_new_tokens, buffer=options.overlong_buffer)
+            rewards.append(Reward(reward.value + options.overlong_penalty * penalty, reward.correct))
+        return rollout, rewards
 
     def _add_old_log_prob(self, batch: GrpoBatch) -> GrpoBatch:
         """Compute log π_old and log π_ref. Bypass mode uses μ as π_old and skips this forward pass."""
@@ -242,8 +261,9 @@ class GrpoTrainer:
         algorithm = self.config.algorithm
         rewards = torch.tensor([reward.value for reward in batch.rewards], device=batch.group_ids.device)
 
+        # Only decoupled mode has a correction before the advantages; without rejection it keeps every row.
         keep = None
-        if algorithm.leave_rejected_out_of_baseline and batch.correction is not None:
+        if algorithm.leave_rejected_out_of_baseline is not False and batch.correction is not None:
             keep = batch.correction.sequence_kept
         return dataclasses.replace(
             batch, advantages=ADVANTAGES[algorithm.advantage](rewards, batch.group_ids, keep=keep)
@@ -400,12 +420,3 @@ def _copy_without_tokens(batch: GrpoBatch) -> GrpoBatch:
     tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
     correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
     return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)
-
-
-def _reward_metrics(rewards: list[Reward]) -> dict[str, float]:
-    values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64, device="cpu")
-    return {
-        "reward/mean": float(values.mean()),
-        "reward/std": float(values.std(correction=0)),
-        "reward/accuracy": sum(reward.correct for reward in rewards) / len(rewards),
-    }

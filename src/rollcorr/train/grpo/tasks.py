@@ -39,7 +39,7 @@ class TaskProblem:
 
 @dataclass(frozen=True)
 class Reward:
-    """Reward of a response: `value` in {0} ∪ [1, 2], and whether its answer was correct."""
+    """Reward of a response, and whether its answer was correct."""
 
     value: float
     correct: bool
@@ -169,6 +169,24 @@ def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, 
     end = lines[0].end() + 1  # the line break belongs to the answer line
     used = bisect.bisect_left(range(len(ids)), end, key=lambda count: len(tokenizer.decode(ids[:count])))
     return Reward(1.0 + min(len(ids) - used, bonus_length) / bonus_length, correct=True)
+
+
+def overlong_penalty(length: int, *, longest: int, buffer: int) -> float:
+    """Compute DAPO's length penalty: 0 up to `longest` − `buffer` tokens, from there linear to −1 at `longest`.
+
+    Args:
+        length: tokens of the response, with the end token.
+        longest: L_max, the longest response.
+        buffer: L_cache, the tokens over which the penalty grows; 0 for no penalty.
+
+    Returns:
+        The penalty in [−1, 0], to be added to the reward.
+
+    Source: Yu et al. (2025), "DAPO", arXiv:2503.14476, equation 13.
+    """
+    if not buffer:
+        return 0.0
+    return -min(max(length - (longest - buffer), 0) / buffer, 1.0)
 
 
 def same_number(given: str, expected: str) -> bool:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.core.horizon import Gather, horizon_log_weights
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
+from rollcorr.core.ratios import classify_tokens, token_log_ratio
 from rollcorr.kernels.correction.call import Batch, CorrectionOutput, Out, outputs
 from rollcorr.kernels.correction.rows import Computed
 from rollcorr.kernels.correction.torch.decide import decide
@@ -44,10 +46,14 @@ def torch_correction(
 ) -> CorrectionOutput:
     """Implement `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
     weights, loss_mask = outputs(batch.mask, config, out)
+    log_weights = None
+    if config.rollout_is == "horizon":
+        log_weights = _horizon_log_weights(batch, config, None if reduce is None else reduce.gather)
 
     def read(block: Block) -> Read:
         at = block.at
-        tokens = TokenPass(block, batch.train[at], batch.rollout[at], batch.mask[at], config)
+        own = None if log_weights is None else log_weights[at]
+        tokens = TokenPass(block, batch.train[at], batch.rollout[at], batch.mask[at], config, own)
         loss_mask[at].copy_(tokens.kept)
         if weights is not None:
             weights[at].copy_(tokens.weights)
@@ -55,7 +61,7 @@ def torch_correction(
 
     table, rows = read_blocks(read, batch.mask, batch.cu_seqlens, block_tokens)
     if reduce is not None:
-        rows = reduce(table, rows)
+        rows = reduce.merge(table, rows)
     kept, weight, statistics = decide(table, Computed.of(rows), config)
 
     # Multiply the decisions for sequences into the outputs of the blocks. Packed: the ids of one block at a time.
@@ -69,6 +75,16 @@ def torch_correction(
     sequence_kept = (kept & (table["kept"] > 0)) | (table["valid"] == 0)
     policy_sums = torch.stack([table[column] for column in ("valid", "measured", "train", "rollout")])
     return CorrectionOutput(weights, loss_mask, sequence_kept, statistics, policy_sums)
+
+
+def _horizon_log_weights(batch: Batch, config: RolloutCorrectionConfig, gather: Gather | None) -> Tensor:
+    """Return ℓ of level "horizon", for the whole batch: a block may end inside of a sequence."""
+    train, rollout, mask, cu_seqlens = batch
+    classes = classify_tokens(train, rollout, mask)
+    d = token_log_ratio(train.double(), rollout.double(), classes.measured)
+    d = d.masked_fill(classes.zero_probability, -torch.inf)
+    decay = config.rollout_is_horizon or 0.0
+    return horizon_log_weights(d, mask, decay=decay, cu_seqlens=cu_seqlens, gather=gather)
 
 
 def read_blocks(

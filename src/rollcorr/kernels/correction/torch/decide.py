@@ -76,18 +76,18 @@ def decide(
 
     # Rejection does not depend on weights, nor weights on rejection; only the denominators need both.
     kept = _reject(tally, config)
-    weight = None if config.rollout_is is None else _weigh(tally, kept, config)
+    weight = None if config.rollout_is is None else _compute_sequence_weights(tally, kept, config)
     tally.finish()
     if config.rollout_is is not None:
         _derive_weight_rows(rows, config)
     return kept, weight, rows.statistics(config, "torch")
 
 
-def _weigh(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tensor | None:
+def _compute_sequence_weights(tally: _Tally, kept: Tensor, config: RolloutCorrectionConfig) -> Tensor | None:
     """Return sequence weights (`None` at token level), and add each sequence's contributions to rows of weights."""
     table, sequences, _, sums, samples = tally
     counted, has_counted = sequences.counted.clamp(min=1), sequences.has_counted
-    if config.rollout_is == "token":
+    if config.weighs_tokens:
         weight = None
         samples["sequence_weight"], kept_weight = table["weight"] / counted, table["kept_weight"]
         log_mean_raw = (table["weight_raw"] / counted).log()
@@ -134,7 +134,7 @@ def _describe_sequence_weights(
 
 def _derive_weight_rows(rows: Computed, config: RolloutCorrectionConfig) -> None:
     """Compute the rows of weights that follow from other rows."""
-    (sums, moments, _), token_level = rows, config.rollout_is == "token"
+    (sums, moments, _), token_level = rows, config.weighs_tokens
     sums["units"] = sums["tokens_counted" if token_level else "sequences_counted"]
     moments["unit_weight"] = moments["weight" if token_level else "sequence_weight"]
 

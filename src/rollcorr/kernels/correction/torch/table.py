@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollcorr.core.horizon import Gather
 from rollcorr.core.mergeable_statistics import Statistics
 
 
@@ -69,6 +70,13 @@ class SequenceTable(dict[str, Tensor]):
                 self[name] += column
 
 
-Reduction = Callable[[SequenceTable, Statistics], Statistics]
-"""Merges what other processes read of the same sequences: into the table in place, and into the rows that it returns.
-"""
+class Reduction(NamedTuple):
+    """Exchange with the processes that have the other slices of the same sequences.
+
+    Attributes:
+        merge: merges what they read: into the table in place, and into the rows that it returns.
+        gather: collects a tensor of every slice, in the order of the tokens.
+    """
+
+    merge: Callable[[SequenceTable, Statistics], Statistics]
+    gather: Gather

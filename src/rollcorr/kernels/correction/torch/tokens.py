@@ -36,21 +36,28 @@ class TokenPass:
     Attributes:
         table: the sums over each sequence.
         rows: the rows of statistics that depend only on tokens.
-        weights: token-level weights, 0 on tokens that are not counted; without them, 1 on counted tokens.
+        weights: weights of tokens, 0 on tokens that are not counted; without them, 1 on counted tokens.
         kept: 1 on the tokens that every token-level rejector keeps.
     """
 
     def __init__(
-        self, block: Block, train: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig
+        self,
+        block: Block,
+        train: Tensor,
+        rollout: Tensor,
+        mask: Tensor,
+        config: RolloutCorrectionConfig,
+        log_weights: Tensor | None = None,
     ) -> None:
+        """Read a block; `log_weights` are ℓ of its tokens in float64, where ℓ is not their d: level "horizon"."""
         self._block, self._config = block, config
         self.rows = Computed({}, {}, {})
         self._empty_extremes = no_extremes(mask.device)
         self._work = torch.empty(mask.shape, dtype=torch.float64, device=mask.device)
         self._valid = _compare_as_float(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
         self._classify(train.double(), rollout.double())
-        self._compare()
-        self.weights = self._weigh() if config.rollout_is == "token" else self._counted
+        self._compare_policies()
+        self.weights = self._compute_token_weights(log_weights) if config.weighs_tokens else self._counted
         self.kept = self._reject()
 
     def _classify(self, pi: Tensor, mu: Tensor) -> None:
@@ -82,7 +89,7 @@ class TokenPass:
         }
         self.table = SequenceTable((name, self._block.sum(values)) for name, values in columns.items())
 
-    def _compare(self) -> None:
+    def _compare_policies(self) -> None:
         """Compute the mismatch of the policies, independent of the correction."""
         d, sums, (low, high) = self._d, self.rows.sums, log_band(0.9, 1.1)
         self._add_distribution("log_ratio", d, self._measured)
@@ -107,22 +114,27 @@ class TokenPass:
             self.table["log_ratio_max"] = self._block.max(torch.sub(d, unmeasured, alpha=FAR))
             self.table["negative_log_ratio_max"] = self._block.max(torch.sub(-d, unmeasured, alpha=FAR))
 
-    def _weigh(self) -> Tensor:
-        """Compute token-level weights, 0 on tokens that are not counted."""
-        config, sums, counted, d = self._config, self.rows.sums, self._counted, self._d
-        sums["saturated_low"] = self._count_where(torch.lt, d, -config.safety_bound)
-        sums["saturated_high"] = self._count_where(torch.gt, d, config.safety_bound)
+    def _compute_token_weights(self, log_weights: Tensor | None) -> Tensor:
+        """Compute weights of tokens, 0 on tokens that are not counted."""
+        config, sums, counted = self._config, self.rows.sums, self._counted
+        log_weight, zero, judged = self._d, self._zero, self._log_ratio
+        if log_weights is not None:
+            zero = _compare_as_float(torch.eq, log_weights, -torch.inf).mul_(counted)
+            log_weight = log_weights.nan_to_num(neginf=0.0).mul_(counted)
+            judged = torch.sub(log_weight, zero, alpha=FAR)
+        sums["saturated_low"] = self._count_where(torch.lt, log_weight, -config.safety_bound)
+        sums["saturated_high"] = self._count_where(torch.gt, log_weight, config.safety_bound)
 
         # Count exceedances before the bounds are applied.
         band = exceedance_band(config)
         if band != (None, None):
             low, high = log_band(*band)
-            sums["is_low"] = self._count_where(torch.lt, self._log_ratio, low, counted)
-            sums["is_high"] = self._count_where(torch.gt, self._log_ratio, high, counted)
+            sums["is_low"] = self._count_where(torch.lt, judged, low, counted)
+            sums["is_high"] = self._count_where(torch.gt, judged, high, counted)
 
-        positive = counted - self._zero
-        raw = d.clamp(-config.safety_bound, config.safety_bound).exp_().mul_(positive)
-        weight = applied_weights(raw, d, config).mul_(positive)
+        positive = counted - zero
+        raw = log_weight.clamp(-config.safety_bound, config.safety_bound).exp_().mul_(positive)
+        weight = applied_weights(raw, log_weight, config).mul_(positive)
         if config.is_mode == "icepop":
             sums["is_outside"] = self._count_where(torch.eq, weight, 0.0, counted)
         for name, values in (("weight", weight), ("weight_raw", raw)):
@@ -158,7 +170,7 @@ class TokenPass:
         for name, taken in rejected.items():
             table[f"{name}/rejected"] = self._block.sum(taken)
             table[f"{name}/alone"] = self._block.sum(taken.mul_(once))
-        if config.rollout_is == "token":
+        if config.weighs_tokens:
             table["kept_weight"] = self._block.sum(self.weights * kept)
         return kept
 

@@ -48,6 +48,8 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
 
     # The kernels do not support every bound on weights.
     weighs = config.rollout_is is not None
+    if config.rollout_is == "horizon":
+        return "rollout_is is 'horizon', and they weigh tokens and sequences"
     if weighs and config.rollout_is_floor is not None:
         return f"rollout_is_floor is {config.rollout_is_floor:g}, and they raise no weights"
     if weighs and config.is_mode == "icepop" and config.is_upper is None:

@@ -231,19 +231,21 @@ def _write_token_weight_rows(rows, cells, there, counted, zero, compared, low, h
     RAW: tl.constexpr = PLAN.columns["raw_mean"]
     WEIGHT: tl.constexpr = PLAN.columns["weight_mean" if PLAN.mode != "none" else "raw_mean"]
     put(rows, PLAN.sums["units"], counted)
+    # The column of the high side follows the column of the low side.
     LOW: tl.constexpr = PLAN.columns["saturated_low" if PLAN.own_bound else "capped_low"]
     put(rows, PLAN.sums["saturated_low"], column(cells, LOW))
     put(rows, PLAN.sums["saturated_high"], column(cells, LOW + 1))
     if PLAN.banded:
         is_low = column(cells, PLAN.columns["is_low"])
         put(rows, PLAN.sums["is_high"], column(cells, PLAN.columns["is_high"]))
+        # ρ = 0 is below any lower bound; the column does not count it.
         put(rows, PLAN.sums["is_low"], is_low + zero if PLAN.banded_below else is_low)
     if PLAN.mode == "icepop":
         put(rows, PLAN.sums["is_outside"], column(cells, PLAN.columns["outside_band"]))
     put_token_moments(rows, PLAN.moments["weight"], cells, N, WEIGHT, 1.0, PLAN)
     put_token_moments(rows, PLAN.moments["weight_raw"], cells, N, RAW, 1.0, PLAN)
     put_token_moments(rows, PLAN.moments["unit_weight"], cells, N, WEIGHT, 1.0, PLAN)
-    # exp is monotone: its extremes are at the extremes of d; zero and neutral tokens add 0 and 1.
+    # exp is monotone: its extremes are at the extremes of d; zero tokens have weight 0, neutral ones 1.
     seen = compared - zero > 0
     smallest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(low, -bound), bound)), INFINITY)
     largest = tl.where(seen, tl.exp(tl.minimum(tl.maximum(high, -bound), bound)), -INFINITY)

@@ -1,0 +1,127 @@
+"""Layers of a configuration: a file, then each dotted override; the later one wins.
+
+    run.yaml  algorithm.rollout_correction.rollout_is=token  +actor_rollout_ref.rollout.calculate_log_probs=true
+
+Overrides of a preset in the newest form change that preset. Overrides of an older form replace it, because an older
+generation had no option of the preset's name. `rollcorr.config.conversion` reads the merged document.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from rollcorr.config.conversion import expand_dotted, is_option
+from rollcorr.config.correction_options import RolloutCorrectionConfig
+from rollcorr.config.documents import load_yaml, read_yaml
+from rollcorr.config.schemas import SECTION, find_schema
+from rollcorr.config.secrets import redact_text
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """Return `dotted.name=value` as nested mappings; YAML reads the value as it would in a file.
+
+    A `+` before the name, Hydra's mark of a new key, has no effect.
+
+    Raises:
+        ValueError: the text has no `=`, a name has other characters than letters, digits, `_` and `-`, or the value is
+            no YAML. Secrets are removed from the message.
+    """
+    name, separator, value = text.partition("=")
+    parts = name.removeprefix("+").split(".")
+    shown = reprlib.repr(redact_text(text))
+    if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
+        raise ValueError(f"override {shown} is not of the form dotted.name=value")
+
+    # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
+    try:
+        document = load_yaml(f"{parts[-1]}: {value}")
+        if len(document) != 1:
+            raise ValueError("it sets more than one option; write one override for each")
+        (parsed,) = document.values()
+    except ValueError as error:
+        raise ValueError(f"override {shown}: {error}") from error
+    for part in reversed(parts):
+        parsed = {part: parsed}
+    return dict(parsed)
+
+
+def read_document(arguments: Sequence[str]) -> Any:  # noqa: ANN401 (a file may contain any plain value)
+    """Return the document of command-line arguments: one YAML file at most, and `dotted.name=value` over it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there are two files, the file is no YAML, or an override is malformed.
+    """
+    # A folder's name may contain "=".
+    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    if len(files) > 1:
+        raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
+    layers = [read_yaml(Path(file)) for file in files]
+    layers += [parse_override(text) for text in arguments if text not in files]
+    if not all(isinstance(layer, Mapping) for layer in layers) or not layers:
+        return layers[0] if layers else {}
+    return merge_layers(layers)
+
+
+def merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge layers: blocks are merged, any other value replaces the previous one.
+
+    Args:
+        layers: documents, the strongest last. A key may be dotted.
+
+    Returns:
+        One document. Its correction is flat in `algorithm` if the last form was, otherwise in `rollout_correction`.
+
+    Raises:
+        ValueError: no preset has the name in the file, or the overrides of a preset mix generations.
+    """
+    documents = [expand_dotted(layer) for layer in layers]
+    merged = _with_correction(reduce(_merged, documents, {}), documents)
+    sections = [document["algorithm"] for document in documents if isinstance(document.get("algorithm"), Mapping)]
+    if sections and isinstance(merged["algorithm"], Mapping):
+        merged["algorithm"] = _with_correction(merged["algorithm"], sections)
+    return merged
+
+
+def _merged(below: object, above: object) -> Any:  # noqa: ANN401 (a value or a block)
+    if not isinstance(above, Mapping):
+        return above
+    merged = dict(below) if isinstance(below, Mapping) else {}
+    return merged | {key: _merged(merged.get(key), value) for key, value in above.items()}
+
+
+def _with_correction(section: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a merged section with the correction that its layers describe together."""
+    whole: list[str | None] = []
+    block: dict[str, Any] | None = None
+    flat: dict[str, Any] = {}
+    for layer in layers:
+        own = {key: value for key, value in layer.items() if is_option(key)}
+        value = layer.get(SECTION)
+        if own and value is not None:  # `convert` reports the mixture of one file
+            return dict(section)
+        if isinstance(value, Mapping):
+            block = {**(block or {}), **value}
+        elif SECTION in layer:
+            whole, block, flat = [value], None, {}
+        flat |= own
+
+    # Options of an older form replace a preset; in the newest form they change it.
+    preset = next(iter(whole), None)
+    rest = {key: value for key, value in section.items() if key != SECTION and not is_option(key)}
+    if isinstance(preset, str) and (flat or block):
+        newest = find_schema(flat or block or {}, flat=bool(flat)) == "newest"
+        if newest and flat:
+            return {**rest, SECTION: preset, **flat}
+        if newest:
+            block = RolloutCorrectionConfig.preset(preset).to_dict() | (block or {})
+    if flat:
+        return {**rest, **flat} if block is None else {**rest, SECTION: block, **flat}
+    if block is not None:
+        return {**rest, SECTION: block}
+    return {**rest, SECTION: preset} if whole else rest

@@ -1,0 +1,321 @@
+"""The table of faults: each code of a finding once, with its kind, evidence, part, tests, words and experiment.
+
+Every check takes its findings from here (`fault`), and `resolver` reads from the same rows which finding explains
+which. A code without a row raises. CONTRIBUTING.md shows how to add a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.fault_row import CAUSES, Fault
+from rollcorr.diagnostics.refuting_tests import (
+    Case,
+    Refutation,
+    cache_named_first,
+    in_excess_at_start,
+    present_from_start,
+    resets_with_sync,
+)
+from rollcorr.diagnostics.symptoms import CHECKSUM, SYMPTOMS, SYNC
+
+_NOT_COMPARABLE = "these log-probs are not comparable: "
+_FILLED = ("placeholder", "foreign_tokens")
+
+_ROWS = (
+    # Values that are not the log-probs of their tokens.
+    Fault(
+        code="shifted",
+        kind="data",
+        needs="pairs",
+        part="rows",
+        score=3,
+        number="lag",
+        limit="0",
+        title=f"{_NOT_COMPARABLE}shifted",
+        fix="log-prob t must be that of token t given the tokens before it; cut off the first or the last one",
+        confirm="score one row by hand: the first log-prob belongs to the first response token",
+    ),
+    Fault(
+        code="other_request",
+        kind="data",
+        needs="pairs",
+        part="rows",
+        score=3,
+        number="correlation",
+        limit="near 1",
+        title=f"{_NOT_COMPARABLE}some rows have those of another request",
+        fix="join the engine's answers to their prompts by request id, not by their order of arrival",
+        confirm="score one of the rows again with the engine, alone",
+    ),
+    Fault(
+        code="wrong_unit",
+        kind="data",
+        needs="pairs",
+        part="rows",
+        score=3,
+        number="residual",
+        limit="no unit but nats",
+        title=f"{_NOT_COMPARABLE}one side is not in nats",
+        fix="store natural log-probs: multiply by ln 2 or ln 10, change the sign, or take the log",
+        confirm="exponentiate one value and compare it with the engine's probability of that token",
+    ),
+    Fault(
+        code="foreign_tokens",
+        kind="data",
+        needs="pairs",
+        part="rows",
+        score=3,
+        number="longest_run",
+        limit="0",
+        title="the mask covers tokens that the policy did not sample",
+        fix="set response_mask to false on tokens of tools, templates and padding",
+        confirm="decode these tokens and compare them with the engine's answer",
+    ),
+    Fault(
+        code="placeholder",
+        kind="data",
+        needs="pairs",
+        part="filled",
+        score=3,
+        title="placeholders in place of the rollout's log-probs",
+        fix="store NaN for a missing log-prob; have the engine return log-probs of the tokens that it samples",
+        confirm="look at these values in the engine's answer, before anything fills in missing ones",
+    ),
+    Fault(
+        code="zeros",
+        kind="data",
+        needs="record",
+        part="filled",
+        score=3,
+        explained_by=(*_FILLED, "truncated"),
+        title="most log-probs of a sequence are exactly 0",
+    ),
+    Fault(
+        code="sentinel",
+        kind="data",
+        needs="record",
+        part="filled",
+        score=3,
+        explained_by=_FILLED,
+        title="log-probs of −9999",
+        reason="a sampler wrote −9999 in place of a log-prob; it is read as missing",
+        fix="store missing log-probs as NaN (null in JSONL); find out why the sampler returned none",
+    ),
+    Fault(
+        code="contradicted_zeros",
+        kind="data",
+        needs="metrics",
+        part="filled",
+        score=3,
+        explained_by=(*_FILLED, "truncated", "zeros"),
+        title="log-probs look filled in with zeros",
+        reason="one policy claims probability exactly 1 for tokens that the other gives less than 1/e",
+        fix="store missing log-probs as NaN (null in JSONL), never as 0.0; find out why the engine returned none",
+    ),
+    Fault(code="positive", kind="data", needs="record", part="rows", score=3, title="log-probs above 0"),
+    Fault(code="kept", kind="data", needs="record", part="nothing", score=3),
+    Fault(code="kept_length", kind="data", needs="record", part="nothing", score=3),
+    Fault(code="kept_offsets", kind="data", needs="record", part="nothing", score=3),
+    Fault(code="kept_twice", kind="data", needs="record", part="nothing", score=3),
+    Fault(
+        code="identical_policies",
+        kind="data",
+        needs="metrics",
+        part="nothing",
+        title="degenerate: both policies agree to the last bit",
+        fix="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
+        "that the trainer recomputes its log-probs, and that the sampler's are its own. If one program does both, no "
+        "correction is needed",
+    ),
+    Fault(
+        code="skipped_updates",
+        kind="data",
+        needs="metrics",
+        part="nothing",
+        title="updates were skipped",
+        reason="the loss or a gradient was not finite, or everything was rejected; the weights were left as they were",
+        fix="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
+        "largest weights then",
+    ),
+    # Settings of sampling, of prompts and of schedules.
+    Fault(
+        code="tempered",
+        kind="settings",
+        needs="pairs",
+        score=3,
+        refuted_by=(present_from_start, resets_with_sync),
+        number="temperature_ratio",
+        limit="1",
+        title=f"{_NOT_COMPARABLE}tempered",
+        fix="divide the trainer's logits by the sampling temperature, and have the engine return processed log-probs",
+        confirm="compare the temperature in the engine's request with the one that the trainer divides by",
+    ),
+    Fault(
+        code="truncated",
+        kind="settings",
+        needs="pairs",
+        score=3,
+        refuted_by=(present_from_start, resets_with_sync),
+        number="kept_mass",
+        limit="1",
+        title=f"{_NOT_COMPARABLE}truncated",
+        fix="replay the engine's kept sets on the trainer (support 'replayed'), subtract the log of the kept mass, or "
+        "sample with top_p=1, top_k=-1, min_p=0",
+        confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: the certain tokens must vanish",
+    ),
+    Fault(
+        code="raw",
+        kind="settings",
+        needs="pairs",
+        score=3,
+        refuted_by=(present_from_start, resets_with_sync),
+        number="mean_ratio",
+        limit="1",
+        title=f"{_NOT_COMPARABLE}raw",
+        fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
+        confirm="look up logprobs_mode of the engine, or give the trainer's logits and the token ids",
+    ),
+    Fault(
+        code="recorded_settings",
+        kind="settings",
+        needs="record",
+        score=3,
+        title=f"{_NOT_COMPARABLE}the recorded settings say so",
+    ),
+    Fault(
+        code="template",
+        kind="settings",
+        needs="pairs",
+        part="positions",
+        score=3,
+        refuted_by=(cache_named_first, present_from_start, resets_with_sync),
+        number="times_expected",
+        limit="near 1",
+        title="the two sides saw other prompts",
+        fix="give both sides the same prompt ids: the same template, one BOS, and left padding that is masked",
+        confirm="compare the ids that the engine was fed with `prompt_ids`; if they agree, sample without a prefix "
+        "cache",
+    ),
+    Fault(
+        code="turn_drift",
+        kind="settings",
+        needs="pairs",
+        part="positions",
+        score=3,
+        number="times_expected",
+        limit="near 1",
+        title="the two sides differ more after a turn",
+        fix="score the ids that the engine sampled and saw, in one sequence, without tokenizing text anew",
+        confirm="compare the ids of one row on both sides across the turn, and score it without a prefix cache",
+    ),
+    Fault(
+        code="schedule_differs",
+        kind="settings",
+        needs="metrics",
+        score=3,
+        title="the densities are not those of the steps that were sampled",
+        fix="compare the schedules (`rollcorr check-schedule`), score with the σ and σ_next of the step that was "
+        "sampled, and convert a CPS sampler's log-prob (`density_from_cps`)",
+        confirm="the schedules of both sides, entry by entry",
+    ),
+    # Weights, and noise that no setting explains.
+    Fault(
+        code="moe_routing_differs",
+        kind="weights",
+        needs="routing",
+        score=2,
+        title="the two sides route tokens to other experts, and these carry the mismatch",
+        fix="replay the sampler's routing on the trainer (router replay), or compute router logits in float32 on both "
+        "sides",
+        confirm="score some of these rows with the sampler's experts forced on the trainer: the excess vanishes",
+    ),
+    Fault(
+        code="frozen_sampler",
+        kind="weights",
+        needs="steps",
+        score=2,
+        refuted_by=(in_excess_at_start,),
+        title="the mismatch has grown since the first steps: the sampler seems not to be synchronized",
+        reason="it grows with every update, as where the sampler keeps the weights of the start",
+        fix="check that the weight sync runs, reaches the process that samples, and covers every parameter",
+        confirm=CHECKSUM,
+    ),
+    Fault(
+        code="stale_by_lag",
+        kind="weights",
+        needs="steps",
+        score=2,
+        title="the mismatch has grown with the age of the weights, now {age} updates",
+        reason="the recorded age of the weights that sampled has grown with it, and at one age it does not grow",
+        fix="sync the weights more often, limit the age of the training data, or correct with the recorded log-probs",
+        confirm="limit the age to one version: the mismatch falls to that of the null",
+    ),
+    Fault(
+        code="weights_differ",
+        kind="weights",
+        needs="null",
+        score=1,
+        title="the weights of the sampler and of the trainer differ",
+        fix=SYNC,
+        confirm="score a few of these rows with the sampler's own weights: the excess vanishes",
+    ),
+    Fault(
+        code="stale_prefix_cache",
+        kind="weights",
+        needs="null",
+        part="positions",
+        score=1,
+        title="the mismatch fades along the response: a stale prefix cache",
+        fix="clear the engine's prefix cache at every weight update",
+        confirm="sample with the prefix cache off: the excess vanishes",
+    ),
+    Fault(
+        code="stochastic_trainer",
+        kind="noise",
+        needs="null",
+        score=1,
+        refuted_by=(present_from_start, resets_with_sync),
+        title="one side draws anew in each forward pass (dropout, or another random layer)",
+        fix="put the trainer in evaluation mode while it scores (`model.eval()`), and set dropout to 0",
+        confirm="score the same rows twice: the two answers differ",
+    ),
+)
+
+FAULTS: Mapping[str, Fault] = {row.code: row for row in (*_ROWS, *SYMPTOMS)}
+"""Code → its row."""
+
+
+def fault(code: str) -> Fault:
+    """Return the row of a code.
+
+    Raises:
+        LookupError: the code is not declared.
+    """
+    row = FAULTS.get(code)
+    if row is None:
+        raise LookupError(f"the code {code!r} is not declared; add a row to rollcorr/diagnostics/faults.py")
+    return row
+
+
+def refutation(code: str, case: Case) -> Refutation | None:
+    """Return why a test of the code's row refutes it; None if none does."""
+    return next((refuted for test in fault(code).refuted_by if (refuted := test(case)) is not None), None)
+
+
+def is_cause(finding: Finding) -> bool:
+    """Return whether a finding names a cause that is not ruled out."""
+    return finding.severity != "note" and fault(finding.code).kind in CAUSES
+
+
+def measures(finding: Finding) -> bool:
+    """Return whether a finding measures the mismatch, its size or its course."""
+    row = fault(finding.code)
+    return row.kind in ("symptom", "course") and finding.metric not in row.apart
+
+
+def is_rise(finding: Finding) -> bool:
+    """Return whether a finding is a lasting rise of the mismatch over the steps."""
+    row = fault(finding.code)
+    return row.needs == "steps" and row.kind != "symptom"

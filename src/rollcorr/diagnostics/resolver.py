@@ -1,0 +1,269 @@
+"""One ranked list of causes, from everything that looked at a log or a run.
+
+Choose the most direct cause that no test refuted, put what it explains under it, and go on with the rest:
+
+1. A cause that a test refutes is ruled out, or goes under the finding that explains it instead.
+2. The cause with the highest score explains each finding with a lower score, if it concerns most of the rows.
+3. The next cause explains what is left, until none is left. Then the course over the steps explains the symptoms.
+
+A symptom explains no cause, so another symptom never changes the first cause. `faults` declares kinds, scores and
+tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.fault_row import Fault
+from rollcorr.diagnostics.faults import fault, is_cause, measures, refutation
+from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.refuting_tests import Case
+
+SETTINGS_AGREE = "the sampling settings agree"
+"""Title of "matched" if the weights have a finding of their own."""
+WEAK = 0.5
+"""Confidence of a cause without one."""
+MOST_ROWS = 0.5
+"""Share of the rows from which a cause explains the numbers of the whole log."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A finding with its consequences."""
+
+    finding: Finding
+    consequences: tuple[Folded, ...] = ()
+
+
+@dataclass
+class _Entry:
+    """A finding on its way through the resolver.
+
+    Attributes:
+        finding: as it is known so far.
+        row: its row of the table.
+        by_null: it comes from the comparison with a null.
+        doubted: a test refuted it.
+    """
+
+    finding: Finding
+    row: Fault
+    by_null: bool = False
+    doubted: bool = False
+
+    @property
+    def score(self) -> float:
+        """How direct its evidence is: a null shows the causes of pairs only by their places."""
+        return 1.0 if self.by_null and self.row.needs == "pairs" else self.row.score
+
+    @property
+    def wide(self) -> bool:
+        """Whether it concerns most of the rows."""
+        if self.row.part == "nothing":
+            return False
+        known = self.finding.row_share
+        return self.row.part != "filled" if known is None else known >= MOST_ROWS
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is a warning that nothing explains so far."""
+        return self.finding.severity != "note" and self.finding.follows_from is None and not self.doubted
+
+
+def resolve_findings(
+    *,
+    pairs: Sequence[Finding] = (),
+    null: Sequence[Finding] = (),
+    steps: Sequence[Finding] = (),
+    metrics: Sequence[Finding] = (),
+    evidence: Evidence | None = None,
+) -> tuple[Finding, ...]:
+    """Rank findings: causes first, then their consequences, each with its cause in `follows_from`; notes last.
+
+    Args:
+        pairs: of the log's record and of the pairs of log-probs.
+        null: of the comparison with a null.
+        steps: of the versions and of the series.
+        metrics: of the metrics of a run or a log.
+        evidence: the series of steps, which refutes causes; None without one.
+
+    Returns:
+        Each finding once; a symptom once for each metric. A finding with a cause keeps it.
+
+    Raises:
+        LookupError: a code is not declared.
+    """
+    entries = _distinct(pairs, null, (*steps, *metrics))
+    for entry in entries:
+        if is_cause(entry.finding) or entry.row.kind == "course":
+            _refute(entry, entries, null, evidence)
+    for entry in entries:
+        _explain_by_declared(entry, entries)
+
+    # A cause of few rows makes the whole mismatch only if the other rows are ordinary.
+    rest_is_ordinary = any(entry.finding.code == "ordinary_noise" for entry in entries)
+    causes = sorted(
+        (e for e in entries if e.stands and is_cause(e.finding)), key=lambda e: (not e.wide, -e.score, *_rank(e))
+    )
+    courses = sorted((e for e in entries if e.stands and e.row.kind == "course"), key=lambda e: -e.score)
+    for cause in (*causes, *courses):
+        if cause.stands:
+            _remove(cause, entries, everything=cause.wide or (rest_is_ordinary and cause.row.part != "nothing"))
+    return tuple(entry.finding for entry in sorted(entries, key=_rank))
+
+
+def standing(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return the causes, and the courses without a cause, of a ranked list."""
+    return tuple(
+        finding
+        for finding in findings
+        if finding.follows_from is None
+        and (is_cause(finding) or (finding.severity != "note" and fault(finding.code).kind == "course"))
+    )
+
+
+def _distinct(pairs: Sequence[Finding], null: Sequence[Finding], others: Sequence[Finding]) -> list[_Entry]:
+    """One entry for each code, or for each code and metric of a symptom.
+
+    If one source shows a cause in a few rows and another in most of the log, it is a fault of the log.
+    """
+    entries: dict[object, _Entry] = {}
+    for number, finding in enumerate((*pairs, *null, *others)):
+        row = fault(finding.code)
+        entry = _Entry(finding, row, by_null=len(pairs) <= number < len(pairs) + len(null))
+        key = (row.code, finding.metric) if row.kind == "symptom" else row.code
+        known = entries.setdefault(key, entry)
+        if is_cause(finding) and entry.wide and not known.wide:
+            entries[key] = entry
+    return list(entries.values())
+
+
+def _refute(entry: _Entry, entries: Sequence[_Entry], null: Sequence[Finding], evidence: Evidence | None) -> None:
+    """Rule a cause out, or put it under the finding that explains it instead."""
+    refuted = refutation(entry.row.code, Case(entry.finding, evidence, null, entry.by_null))
+    if refuted is None or (refuted.instead and all(e.finding.code != refuted.instead for e in entries)):
+        return
+    entry.doubted = True
+    if refuted.instead:
+        entry.finding = replace(entry.finding, follows_from=refuted.instead)
+        return
+    title, reason = f"ruled out: {entry.finding.title}", f"{refuted.reason}; {entry.finding.reason}"
+    entry.finding = replace(entry.finding, title=title, reason=reason, fix="", severity="note")
+
+
+def _explain_by_declared(entry: _Entry, entries: Sequence[_Entry]) -> None:
+    """Put a finding under the first finding that its row declares."""
+    present = [other.finding.code for other in entries if other.finding.severity != "note" and not other.doubted]
+    declared = [code for code in entry.row.explained_by if code in present]
+    if declared and entry.stands:
+        entry.finding = replace(entry.finding, follows_from=declared[0])
+
+
+def _remove(cause: _Entry, entries: Sequence[_Entry], *, everything: bool) -> None:
+    """Remove what a cause concerns: put each finding that it explains under it."""
+    code, onset = cause.finding.code, None
+    for other in entries:
+        if other is cause or other.finding.follows_from is not None:
+            continue
+        unknown = other.row.kind == "no finding" and other.finding.severity != "note"
+        lower = is_cause(other.finding) and other.row.part != "nothing" and other.score < cause.score
+        if everything and (unknown or lower or measures(other.finding)):
+            other.finding = replace(other.finding, follows_from=code)
+            if other.row.needs == "steps" and other.finding.severity != "note":
+                onset = onset or other.finding
+
+    # Weights that differ from some step on have the onset of the course that they explain.
+    if onset is not None and cause.by_null and cause.row.kind == "weights" and cause.finding.first_step is None:
+        cause.finding = replace(cause.finding, first_step=onset.first_step, steps=onset.steps)
+
+
+def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
+    """Sort key: causes, then consequences, then the unexplained, then notes; the most certain first."""
+    finding = entry.finding
+    share = finding.row_share
+    if share is None:
+        share = float(entry.wide or entry.row.part == "nothing")
+    return (
+        finding.severity == "note",
+        finding.follows_from is not None,
+        entry.row.kind == "no finding",
+        -share,
+        -(WEAK if finding.confidence is None else finding.confidence),
+    )
+
+
+def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
+    """Fold consequences under their causes, as deep as they go: warnings before notes, else in their order.
+
+    A consequence whose cause is not among the findings stands for itself, and so do those of a circle.
+    """
+    ordered = sorted(findings, key=lambda finding: finding.severity == "note")
+    below: dict[int, list[Finding]] = {}
+    roots = []
+    for finding in ordered:
+        cause = next((one for one in ordered if one.code == finding.follows_from), None)
+
+        # A warning is not hidden under a note.
+        hidden = cause is not None and cause.severity == "note" and finding.severity != "note"
+        if cause is None or cause is finding or hidden or _leads_to(finding, cause, ordered):
+            roots.append(finding)
+        else:
+            below.setdefault(id(cause), []).append(finding)
+
+    def fold(finding: Finding) -> Folded:
+        return Folded(finding, tuple(fold(consequence) for consequence in below.get(id(finding), ())))
+
+    return tuple(fold(root) for root in roots)
+
+
+def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Order findings with each consequence below its cause."""
+
+    def flat(one: Folded) -> list[Finding]:
+        return [one.finding, *(finding for below in one.consequences for finding in flat(below))]
+
+    return tuple(finding for root in folded(findings) for finding in flat(root))
+
+
+def _leads_to(finding: Finding, cause: Finding, findings: Sequence[Finding]) -> bool:
+    """Return whether the causes of a cause come back to the finding: then neither explains the other."""
+    seen, code = {finding.code}, cause.follows_from
+    while code is not None:
+        if code in seen:
+            return True
+        seen.add(code)
+        code = next((one.follows_from for one in findings if one.code == code), None)
+    return False
+
+
+def in_one_message(
+    pairs: Sequence[Finding], null: Sequence[Finding], *, judged_against: str
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Merge "matched" of the pairs, which see the settings alone, with what a null judged about the weights.
+
+    Args:
+        pairs: findings of provenance.
+        null: findings of the comparison with a null, or of the token ids.
+        judged_against: what the weights were compared with; empty without a null.
+
+    Returns:
+        The findings of the pairs, and those of the null.
+    """
+    if not null or all(finding.code != "matched" for finding in pairs):
+        return tuple(pairs), tuple(null)
+
+    # With a cause, "matched" is about the settings; without one, a single message is about both.
+    if any(is_cause(finding) for finding in null):
+        reason = "no pattern of a setting in the log-ratios"
+        about_settings = [
+            replace(finding, title=SETTINGS_AGREE, reason=reason, confirm="") if finding.code == "matched" else finding
+            for finding in pairs
+        ]
+        return tuple(about_settings), tuple(null)
+    both = f"{SETTINGS_AGREE}, and the mismatch is the ordinary noise of {judged_against}"
+    return (
+        tuple(finding for finding in pairs if finding.code != "matched"),
+        tuple(replace(finding, title=both) if finding.code == "ordinary_noise" else finding for finding in null),
+    )

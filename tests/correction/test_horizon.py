@@ -1,0 +1,155 @@
+"""Weights with a horizon: equal to a double loop, to token weights at λ = 0 and to sequence weights at λ = 1."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from implementations import IMPLEMENTATIONS, TAKES
+
+from rollcorr import PolicyLogProbs, RolloutCorrectionConfig, correct, policy_loss
+from rollcorr.core.horizon import CHUNK, horizon_log_weights
+from rollcorr.core.layout import pack
+
+DECAYS = (0.0, 1e-90, 0.02, 0.5, 0.95, 0.9999, 1.0)
+SHAPES = ((1, 1), (4, CHUNK), (3, CHUNK + 1), (2, 5 * CHUNK - 5), (200, 3))
+WITH_HORIZON = [name for name in IMPLEMENTATIONS if TAKES[name].horizon]
+
+
+def batch(B, T, scale=0.3, seed=0, dtype=torch.float64):
+    """Log-probs, and a mask with holes and empty rows."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(B, T, generator=generator, dtype=dtype) - 0.1
+    train = rollout + scale * torch.randn(B, T, generator=generator, dtype=dtype)
+    lengths = torch.randint(0, T + 1, (B,), generator=generator)
+    lengths[0] = T
+    mask = (torch.rand(B, T, generator=generator) < 0.8) & (torch.arange(T) < lengths[:, None])
+    return train, rollout, mask
+
+
+def double_loop(d, mask, decay):
+    found = torch.zeros_like(d)
+    for row, valid, of_row in zip(d.tolist(), mask, found, strict=True):
+        at = valid.nonzero().flatten().tolist()
+        for i, t in enumerate(at):
+            of_row[t] = math.fsum(decay ** abs(i - j) * row[s] for j, s in enumerate(at))
+    return found
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_log_weights_equal_a_double_loop(shape, decay, packed):
+    train, rollout, mask = batch(*shape)
+    expected = double_loop(train - rollout, mask, decay)
+    inside = torch.arange(shape[1]) <= mask.int().cumsum(1).argmax(1, keepdim=True)
+    if packed:
+        (d, cu_seqlens), (valid, _) = pack(train - rollout, inside), pack(mask, inside)
+        found = horizon_log_weights(d, valid, decay=decay, cu_seqlens=cu_seqlens)
+        expected = expected[inside]
+    else:
+        found = horizon_log_weights(train - rollout, mask, decay=decay)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize(("decay", "level"), [(0.0, "token"), (1.0, "sequence")])
+@pytest.mark.parametrize("bounds", [{}, {"rollout_is_threshold": "0.5_2.0"}, {"rollout_is_floor": 0.7}])
+def test_the_ends_are_token_and_sequence_weights(impl, decay, level, bounds):
+    tensors = batch(4, 3 * CHUNK, scale=0.1, dtype=TAKES[impl].dtypes[0])
+    tensors[0][1, 0], tensors[1][2, 0] = -math.inf, math.nan
+    found = correct(*tensors, rollout_is="horizon", rollout_is_horizon=decay, impl=impl, **bounds)
+    expected = correct(*tensors, rollout_is=level, impl=impl, **bounds)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-6 if level == "sequence" else 0, atol=0)
+
+
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+def test_weights_by_hand(impl):
+    """d = 0.4, hole, −0.2, 0.1; λ = 1/2: ℓ = 0.4 − 0.1 + 0.025, 0.2 − 0.2 + 0.05, 0.1 − 0.1 + 0.1."""
+    rollout = torch.full((1, 4), -1.0)
+    train = rollout + torch.tensor([[0.4, math.nan, -0.2, 0.1]])
+    mask = torch.tensor([[1, 0, 1, 1]])
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.5, "impl": impl}
+    expected = torch.tensor([[0.325, -math.inf, 0.05, 0.1]]).exp()
+    torch.testing.assert_close(correct(train, rollout, mask, **options).weights, expected)
+
+    # A missing log-prob adds distance: it is a response token.
+    with_missing = correct(train, rollout, torch.ones(1, 4), **options).weights
+    expected = torch.tensor([[0.4 - 0.05 + 0.0125, -math.inf, 0.1 - 0.2 + 0.05, 0.05 - 0.1 + 0.1]]).exp()
+    torch.testing.assert_close(with_missing, expected)
+
+
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+def test_probability_zero_zeroes_the_whole_sequence(impl):
+    train, rollout, _ = batch(2, 2000, dtype=torch.float32)
+    train[0, 0] = -math.inf
+    weights = correct(
+        train, rollout, torch.ones(2, 2000), rollout_is="horizon", rollout_is_horizon=0.5, impl=impl
+    ).weights
+    assert (weights[0] == 0).all()
+    assert (weights[1] > 0).all()
+
+
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+def test_sequences_do_not_reach_each_other(impl):
+    """Not even log-ratios that leave float64 no digits."""
+    train, rollout, mask = batch(3, 70, dtype=torch.float32)
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.9, "impl": impl}
+    (packed_train, cu_seqlens), (packed_rollout, _) = pack(train, mask), pack(rollout, mask)
+    before = correct(packed_train, packed_rollout, mask[mask], cu_seqlens=cu_seqlens, **options).weights
+    packed_train[cu_seqlens[1] : cu_seqlens[2]] = -1e30
+    after = correct(packed_train, packed_rollout, mask[mask], cu_seqlens=cu_seqlens, **options).weights
+    outside = torch.ones_like(before, dtype=torch.bool)
+    outside[cu_seqlens[1] : cu_seqlens[2]] = False
+    assert torch.equal(before[outside], after[outside])
+
+
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+def test_no_gradient_flows_through_the_weights(impl):
+    """The gradient is that of a loss with constant weights: −w A / n at the sampling policy."""
+    train, rollout, mask = batch(3, 8, dtype=TAKES[impl].dtypes[0])
+    policy = train.clone().requires_grad_()
+    correction = correct(policy, rollout, mask, rollout_is="horizon", rollout_is_horizon=0.7, impl=impl)
+    assert not correction.weights.requires_grad
+    advantages = torch.arange(24.0).view(3, 8)
+    policy_loss(
+        PolicyLogProbs(log_prob=policy, old_log_prob=train, rollout_log_prob=rollout),
+        advantages,
+        mask,
+        correction=correction,
+    ).loss.backward()
+    expected = -correction.weights * advantages / mask.sum()
+    torch.testing.assert_close(policy.grad, expected.masked_fill(~mask, 0.0).to(policy.grad.dtype))
+
+
+@pytest.mark.parametrize("over", ["valid", "kept"])
+def test_the_batch_mean_is_over_tokens(over):
+    tensors = batch(5, 40)
+    plain = {"rollout_is": "horizon", "rollout_is_horizon": 0.8, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.5}
+    raw = correct(*tensors, **plain)
+    units = tensors[2] if over == "valid" else raw.loss_mask
+    normalized = correct(*tensors, **plain, rollout_is_batch_normalize=True, batch_normalize_over=over)
+    torch.testing.assert_close(normalized.weights, raw.weights / raw.weights[units].mean())
+
+
+def test_the_variance_formula_holds_for_independent_tokens():
+    """Var ℓ = σ² (1 + λ²) / (1 − λ²), far from the ends of a sequence."""
+    d = 0.1 * torch.randn(1, 200_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for decay in (0.3, 0.8):
+        log_weight = horizon_log_weights(d, torch.ones_like(d, dtype=torch.bool), decay=decay)
+        expected = 0.01 * (1 + decay**2) / (1 - decay**2)
+        assert log_weight.var().item() == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("impl", sorted({"cpu", "triton"} & set(IMPLEMENTATIONS) - set(WITH_HORIZON)))
+def test_a_kernel_without_the_level_says_why(impl):
+    with pytest.raises(ValueError, match="rollout_is is 'horizon'"):
+        correct(*batch(1, 4, dtype=torch.float32), rollout_is="horizon", rollout_is_horizon=0.5, impl=impl)
+
+
+def test_summary_names_lambda():
+    config = RolloutCorrectionConfig(rollout_is="horizon", rollout_is_horizon=0.5)
+    assert "horizon 0.5 weights up to 2.0" in repr(correct(*batch(1, 4), config))
+    assert config == RolloutCorrectionConfig(**config.to_dict())
