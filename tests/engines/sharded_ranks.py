@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rollcorr.config import SamplingSpec
+from rollcorr.engines import gathered_policy
 from rollcorr.engines.base import EngineError, GenerationSettings, WeightSyncError
-from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import make_probe, score_probe
 from rollcorr.engines.transformers import TransformersEngine
 
@@ -95,12 +95,12 @@ def load_into_engines(rank, path, adapted):
             assert engine.generate([[1, 2]], seed=0).sampling.policy_version == 1
 
         # One engine on rank 0: the others take part and store nothing.
-        plain = gather_policy(model, device="cpu" if rank == 0 else "meta")
+        plain = gathered_policy.gather_policy(model, device="cpu" if rank == 0 else "meta")
         assert {parameter.device.type for parameter in plain.parameters()} == {"cpu" if rank == 0 else "meta"}
 
         # A rank that loses a part of the weights raises, and keeps its version.
         if rank == 1:
-            gather_policy.__globals__["_full_tensor"] = lose_second_half
+            gathered_policy._full_tensor = lose_second_half
         with suppress(WeightSyncError):
             engine.update_weights(model, version=2)
         assert (engine.weight_version == 1) == (rank == 1)
@@ -125,15 +125,15 @@ def share_a_folder(rank, path):
     """Give both ranks one folder, then one folder each; every rank has its own server."""
     from test_vllm_server import make_engine, server_of
 
-    with gloo(rank, path):
-        policy = make_micro_policy()
-        with server_of(policy, Path(path) / f"served-{rank}") as (url, _):
-            own = make_engine(url, policy, folder=Path(path) / f"weights-{rank}")
-            pids = [None, None]
-            dist.all_gather_object(pids, os.getpid())
-            if rank == 1:
-                with pytest.raises(EngineError, match=f"weights-0' is in use by process {pids[0]} on"):
-                    make_engine(url, policy, folder=Path(path) / "weights-0")
-            dist.barrier()
-            own.close()
-            assert not (Path(path) / f"weights-{rank}" / "run.lock").exists()
+    # The server is another program: it does not belong to the process group.
+    policy = make_micro_policy()
+    with server_of(policy, Path(path) / f"served-{rank}") as (url, _), gloo(rank, path):
+        own = make_engine(url, policy, folder=Path(path) / f"weights-{rank}")
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 1:
+            with pytest.raises(EngineError, match=f"weights-0' is in use by process {pids[0]} on"):
+                make_engine(url, policy, folder=Path(path) / "weights-0")
+        dist.barrier()
+        own.close()
+        assert not (Path(path) / f"weights-{rank}" / "run.lock").exists()

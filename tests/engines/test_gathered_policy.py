@@ -1,5 +1,6 @@
 """Sharded and adapted policies in engines: every parameter arrives, and a lost one is an error."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -86,8 +87,7 @@ class TestAdapters:
     def test_server_gets_merged_adapters(self, micro_policy, tmp_path):
         with server_of(micro_policy, tmp_path / "served") as (url, _):
             model = adapt(micro_policy.model)
-            micro_policy.model = model
-            engine = make_engine(url, micro_policy, folder=tmp_path / "weights")
+            engine = make_engine(url, replace(micro_policy, model=model), folder=tmp_path / "weights")
             assert not any("lora" in name for name in engine.export_weights())
             expected = score_probe(model.eval(), engine._probe, dtype=torch.float32)
             torch.testing.assert_close(engine.score(engine._probe), expected, atol=1e-5, rtol=0)
@@ -98,7 +98,7 @@ class TestAdapters:
         trainer = SimpleNamespace(
             model=model,
             temperature=1.0,
-            accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped),
+            accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped, num_processes=1),
             state=SimpleNamespace(global_step=3),
         )
         grow(model)
