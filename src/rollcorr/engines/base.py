@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.config.checks import names_unknown_options
+from rollcorr.config.sampling_spec import Actor
 from rollcorr.config.secrets import redact_text
 from rollcorr.core.sampling import KeptSets
 
@@ -205,10 +206,13 @@ class Engine(Protocol):
         sampling: how tokens are drawn, by which engine and which policy version.
         row_seeds: whether the draws of a row depend only on the seed and the row's index in the global batch. False
             for a library with one seed per process: several ranks refuse such an engine.
+        truncation_records: what its rollouts contain for processed log-probs of a truncated sampler, as the actor that
+            needs it (`SamplingSpec.for_actor`): "replay" for kept sets, "kept_mass" for the log of their mass.
     """
 
     sampling: SamplingSpec
     row_seeds: bool = True
+    truncation_records: tuple[Actor, ...] = ()
 
     @property
     def weight_version(self) -> int:

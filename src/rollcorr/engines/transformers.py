@@ -91,6 +91,7 @@ class TransformersEngine(Engine):
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
         self.row_seeds = continuous_batching is None
+        self.truncation_records = ("replay", "kept_mass") if continuous_batching is None else ()
 
         # Parameters only: `model.to(dtype)` would round the rotary frequencies as well.
         model = gather_policy(model)
