@@ -141,12 +141,3 @@ def test_twenty_steps_train_on_a_cpu(tmp_path, monkeypatch):
     sample = trainer.rollout_worker.samples[0]
     assert rows[0]["response_ids"] in [list(each.input_ids[2:]) for each in trainer.rollout_worker.samples[:ROWS]]
     assert sample.advantage != 0
-
-
-def test_what_an_async_trainer_lacks_is_refused(tmp_path, monkeypatch):
-    trainer = async_trainer(tmp_path, monkeypatch)
-    with pytest.raises(ValueError, match=r"bypass_mode=False needs π_old, .* Set bypass_mode=True"):
-        attach(trainer, "decoupled_token_is")
-    with pytest.raises(ValueError, match="engine and disable_trl_correction have no effect on AsyncGRPOTrainer"):
-        attach(trainer, engine=trainer.rollout_worker.engine)
-    assert type(trainer).__name__ == "AsyncGRPOTrainer"

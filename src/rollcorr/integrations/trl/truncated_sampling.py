@@ -68,7 +68,7 @@ def sets_of_rows(rollout: Rollout) -> list[KeptSets]:
     """Return the kept sets of each row, in host memory."""
     assert rollout.kept is not None
     kept, lengths = rollout.kept.to("cpu"), rollout.tokens.response_mask.sum(1).cpu()
-    return [kept.select(positions) for positions in torch.arange(len(kept)).split(lengths.tolist())]
+    return [kept.select(positions) for positions in torch.arange(len(kept), device="cpu").split(lengths.tolist())]
 
 
 def replayed_scores(
@@ -131,7 +131,7 @@ def _sets_of_tokens(rows: Sequence[KeptSets], mask: Tensor) -> KeptSets:
                 f"completion {row} has {count} tokens and {len(sets)} kept sets: a replay needs completions of one "
                 "sampling call, without tools. Use actor='kept_mass'"
             )
-    used = [KeptSets.of([]), *(sets for sets, count in zip(rows, counts, strict=True) if count)]
+    used = [KeptSets.of([], device="cpu"), *(sets for sets, count in zip(rows, counts, strict=True) if count)]
     return concatenate_kept_sets(used).to(mask.device)
 
 
