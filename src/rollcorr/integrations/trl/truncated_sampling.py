@@ -117,7 +117,7 @@ def replayed_scores(
         scored = kept_log_prob(logits, ids, kept, temperature=trainer.temperature).log_prob
         log_probs.append(zeros.masked_scatter(tokens.response_mask, scored))
         if compute_entropy:
-            entropy = kept_entropy(logits.detach(), ids, kept, temperature=trainer.temperature)
+            entropy = kept_entropy(logits, ids, kept, temperature=trainer.temperature)
             entropies.append(zeros.masked_scatter(tokens.response_mask, entropy))
     return torch.cat(log_probs), torch.cat(entropies) if entropies else None, None
 
