@@ -91,6 +91,7 @@ def test_replay_follows_rows_that_trl_shuffles(tmp_path):
     found = trainer._get_per_token_logps_and_entropies(model, ids, attention, width, compute_entropy=True)
     torch.testing.assert_close(found[0][mask], inputs["old_per_token_logps"][mask], atol=1e-5, rtol=0)
     assert (found[1][mask] >= 0).all()
+    assert found[1].requires_grad  # for the entropy bonus
 
     # The loss is TRL's with these log-probs: at equal weights its gradient is that of −A · log π.
     loss = trainer.compute_loss(model, inputs)
