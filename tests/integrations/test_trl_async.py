@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+pytest.importorskip("trl.experimental.async_grpo.packing", reason="this version of TRL packs no rows")
 from trl_async_cases import async_trainer, move  # noqa: E402
 from trl_cases import ROWS  # noqa: E402
 
