@@ -57,8 +57,9 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 601,
-    "config": 1664,
+    "cli": 639,
+    "config": 1681,
+    "conformance": 350,
     "core": 1550,
     "correction": 1238,
     "demo": 171,
@@ -71,7 +72,7 @@ BUDGETS = {
     "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3210,
+    "train": 3199,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

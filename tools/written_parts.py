@@ -18,7 +18,7 @@ LAYERS = [
     {"kernels", "rollout_log", "run_directory"},
     {"correction", "layouts"},
     {"diffusion"},
-    {"diagnostics", "engines", "simulation"},
+    {"conformance", "diagnostics", "engines", "simulation"},
     {"integrations", "monitor", "train"},
     {"cli", "demo"},
 ]
