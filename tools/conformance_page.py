@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ def _grades(peers: list[dict[str, Any]], table: Table) -> str:
         rows.append((f"{wanted.number} {wanted.title}", *(MARKS[verdict] for verdict in verdicts)))
     return f"""## Other frameworks
 
-`make conformance` installs each from the index without its dependencies, takes the functions below from its files,
-with the names that they use, and grades them. "–": not applicable, because there is no such option or output.
+`make conformance` installs those with a version from the index without dependencies; `SOURCES=DIR` takes those with a
+commit from checkouts in DIR. Each function below runs unchanged from the framework's file, with the names that it uses
+(experiments/conformance/peers.py). "–": not applicable, because there is no such option or output.
 
 {table(header, rows)}
 
@@ -49,18 +51,16 @@ with the names that they use, and grades them. "–": not applicable, because th
 
 
 def _peer(peer: dict[str, Any]) -> str:
-    """Return what was run, and the reason and the smallest counterexample of each failure."""
-    names = [f"[`{part['name']}`]({part['link']})" for part in peer["functions"]]
-    failed = [grade for grade in peer["grades"] if grade["verdict"] in ("fail", "error")]
-    blocks = "\n".join(grade["text"] for grade in failed)
-    shown = f"```text\n{blocks}\n```\n" if failed else ""
+    """Return what was run, and the smallest counterexample of each failure."""
+    failed = [grade["text"] for grade in peer["grades"] if grade["verdict"] in ("fail", "error")]
+    counterexamples = "```text\n" + "\n".join(failed) + "\n```\n\n" if failed else ""
     return f"""### {peer["framework"]} {peer["version"]}
 
-{peer["how"]} Functions: {", ".join(names)}. `{peer["file"]}`, sha256 `{peer["sha256"][:16]}`.
+[`{peer["function"]}`]({peer["link"]}), sha256 of the file `{peer["sha256"][:16]}`. {peer["how"]} The call was checked
+against an example: {peer["origin"]}.
 
 ```python no-run
-{peer["call"]}
+{textwrap.dedent(peer["call"]).rstrip()}
 ```
 
-{shown}
-"""
+{counterexamples}"""

@@ -1,7 +1,8 @@
 """The fifteen properties of a rollout correction: what each requires, and its check.
 
 A check calls the function on a batch and yields the differences in words. It expects numbers from plain Python in
-float64, which shares no code with the package. Comparisons within 1e-4 of a bound count as either answer.
+float64, which shares no code with the package. Comparisons within 1e-4 of a bound count as either answer,
+and numbers agree to 1e-3, because a standard deviation in float32 keeps few digits.
 
 Source: the failures of other implementations in docs/contributing/known_failures.md.
 """
@@ -71,12 +72,13 @@ def weights_are_bounded_ratios(subject: Subject, rows: Rows, options: Options) -
 def huge_ratios_stay_finite(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 7: weights are finite; at the ceiling far above it, near 0 far below it; no number is NaN."""
     outcome, ceiling = subject(rows, options), _ceiling(subject, options)
-    for (i, t), log_weight in _log_weights(rows, options).items():
-        weight = outcome.weights[i][t]
-        is_too_small = log_weight > HUGE and weight < 0.999 * min(ceiling, math.exp(SAFE))
-        is_too_large = log_weight < -HUGE and weight > 1e-6
+    for i, t in _places(rows):
+        # A token's clamp before the sum of level "sequence" belongs to property 2.
+        weight, d = outcome.weights[i][t], log_ratio(rows[i][t]) if options["level"] == "token" else 0.0
+        is_too_small = d > HUGE and weight < 0.999 * min(ceiling, math.exp(SAFE))
+        is_too_large = d < -HUGE and weight > 1e-6
         if is_too_small or is_too_large or not math.isfinite(weight):
-            yield f"the weight at {(i, t)} is {weight:.6g}, and the log ratio {log_weight:.6g}"
+            yield f"the weight at {(i, t)} is {weight:.6g}, with log ratio {log_ratio(rows[i][t]):.6g}"
     yield from _nan_numbers(outcome)
 
 
@@ -102,7 +104,7 @@ def filters_keep_what_lies_inside(subject: Subject, rows: Rows, options: Options
 def rejection_needs_no_weights(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 12: with level None the loss mask is the one with token weights."""
     without, with_weights = (subject(rows, {**options, "level": level}) for level in (None, "token"))
-    yield from _differences(with_weights._replace(numbers={}), without, _places(rows), "without weights")
+    yield from _differences(with_weights._replace(weights=[], numbers={}), without, _places(rows), "without weights")
 
 
 def filters_intersect(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
@@ -230,7 +232,7 @@ def _differences(before: Outcome, after: Outcome, places: list[Place], note: str
         shared = places if one_table and other_table else []
         pairs = {f"the {label} at {(i, t)}": (one_table[i][t], other_table[i][t]) for i, t in shared} | pairs
     for label, (one, other) in pairs.items():
-        if not (math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6) or (math.isnan(one) and math.isnan(other))):
+        if not (math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5) or (math.isnan(one) and math.isnan(other))):
             yield f"{note} {label} is {other:.6g}, else {one:.6g}"
 
 
