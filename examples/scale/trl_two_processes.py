@@ -49,7 +49,7 @@ def main():
     parser = argparse.ArgumentParser(description="Train a tiny model with TRL and an engine.")
     parser.add_argument("run")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--correction", default="measure")
     arguments = parser.parse_args()
 

@@ -59,7 +59,7 @@ class Peer(NamedTuple):
         "weights",
         [math.exp(0.5), math.exp(-0.5), 2.0],
     )
-    origin: str = "by hand: the framework has no test of these numbers"
+    origin: str = "by hand"
 
 
 AS_IT_IS = "Called as it is."
@@ -73,6 +73,8 @@ PEERS = (
         "verl/trainer/ppo/rollout_corr_helper.py",
         "compute_rollout_correction_and_rejection_mask",
         "Called as it is; a dictionary replaces `DataProto`, the container of the weights.",
+        ([-2.0, -2.0], [-1.0, -2.5], {"token_band": (0.5, 2.0)}, "weights", [math.exp(-1.0), math.exp(0.5)]),
+        "`test_mask_mode` of tests/trainer/ppo/test_rollout_corr.py",
     ),
     Peer(
         "TRL",
@@ -81,7 +83,8 @@ PEERS = (
         "https://github.com/huggingface/trl/blob/v{version}",
         "trl/trainer/grpo_trainer.py",
         "_generate_and_score_completions",
-        "The block of the method that computes `vllm_importance_sampling_ratio`, with the tensors as local names.",
+        "The block of the method that computes `vllm_importance_sampling_ratio`, with the tensors as local names. "
+        "TRL's logged statistics are elsewhere in the method, and not graded.",
     ),
     Peer(
         "OpenRLHF",
