@@ -19,7 +19,8 @@ def conformance(
 
     Give any framework's correction this form:
 
-        def my_function(train_log_prob, rollout_log_prob, response_mask, *, level="token", ceiling=None):
+        def my_function(train_log_prob, rollout_log_prob, response_mask,
+                        ceiling=2.0):
             ratio = (train_log_prob - rollout_log_prob).exp()
             return {"weights": ratio.clamp(max=ceiling)}
 
@@ -29,15 +30,16 @@ def conformance(
 
         level             "token", "sequence", or None for no weights
         ceiling           largest weight
-        token_band        (low, high): ratios of the tokens to keep
-        geometric_band    (low, high): geometric mean ratios of the sequences to keep
+        token_band        (low, high): ratios of kept tokens
+        geometric_band    (low, high): geometric mean ratios of kept sequences
         veto              a sequence with a ratio below it is rejected
 
     It returns a dictionary with any of these:
 
         weights      (B, T) or (B, 1)
         loss_mask    (B, T): the tokens that stay in the loss
-        ess, k3      effective sample size as a share, mean k3; any other number is a statistic too
+        ess, k3      effective sample size as a share, and mean k3;
+                     any other number is a statistic, too
 
     If it has an attribute `merge`, that takes a list of such dictionaries, of micro-batches,
     and returns the numbers of the whole batch.
