@@ -57,9 +57,10 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 646,
-    "config": 1664,
+    "cli": 684,
+    "config": 1681,
     "confirm": 233,
+    "conformance": 350,
     "core": 1556,
     "correction": 1238,
     "demo": 171,
@@ -72,7 +73,7 @@ BUDGETS = {
     "rollout_log": 2155,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3210,
+    "train": 3199,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"kernels", "rollout_log", "run_directory"},
     {"correction", "layouts"},
     {"diffusion"},
-    {"diagnostics", "engines", "monitor", "simulation"},
+    {"conformance", "diagnostics", "engines", "monitor", "simulation"},
     {"confirm", "integrations", "train"},
     {"cli", "demo"},
 ]

@@ -9,6 +9,7 @@ from types import FrameType
 
 from rollcorr.cli import (
     configuration,
+    conformance,
     diagnosis,
     explanation,
     monitoring,
@@ -46,6 +47,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train, simulate, convert": {
         "train": training.train,
         "simulate": simulation.simulate,
+        "conformance": conformance.conformance,
         "convert-config": configuration.convert_config,
     },
 }
