@@ -19,6 +19,7 @@ REMOVED, NOISE, SMALL_PART = 0.9, 3.0, 0.1
 """Share of the excess that a named variant removes; limit of a gap in multiples of rounding noise; and the share of the
 mismatch below which a side is the model's own."""
 
+NOISE_OF = "rounding"
 SIDES = {"sampler": "rollout_log_prob", "trainer": "old_log_prob"}
 
 
@@ -28,7 +29,7 @@ class SideResult:
 
     Attributes:
         gaps: mean gap of the side to each variant, nats per token, by the variant's name; smallest first.
-        removed: share of the excess over rounding noise that each variant removes, at most 1; largest first. Empty if
+        removed: share of the excess over rounding noise that each variant removes, at most 1. Empty if
             the side agrees with the model.
     """
 
@@ -73,7 +74,8 @@ def confirm(
     """Score the rows with the largest mismatch again, under every variant.
 
     The gap of two log-probs is e^−|d| − 1 + |d|, with d their difference: k3 of the smaller ratio. A variant removes
-    1 − (gap(side, variant) − noise) / (gap(side, plain) − noise) of a side's excess. The best one is named if it
+    1 − (gap(side, variant) − 3 noise(variant)) / (gap(side, plain) − 3 noise(plain)) of a side's excess, at most 1.
+    Noise is the gap of the variant in bfloat16 to itself in float32. The variant with the smallest gap is named if it
     removes at least 0.9.
 
     Args:
@@ -105,7 +107,7 @@ def confirm(
         )
     model.eval()
     template = _template_toggle(tokenizer)
-    totals: dict[str, dict[str, list[float]]] = {side: {} for side in (*SIDES, PLAIN)}
+    totals: dict[str, dict[str, list[float]]] = {side: {} for side in (*SIDES, NOISE_OF)}
     mismatch: list[float] = []
     complete = True
     try:
@@ -125,13 +127,13 @@ def confirm(
 
 
 def _measure_row(model: Any, row: LoggedRow, template: Callable[..., Any]) -> dict[str, dict[str, float]]:  # noqa: ANN401
-    """Return the mean gap of each side to each variant of a row; under `PLAIN`, of the plain scores."""
-    found: dict[str, dict[str, float]] = {side: {} for side in (*SIDES, PLAIN)}
-    plain: Tensor | None = None
-    for name, scores in score_row(model, row, template):
-        plain = scores if plain is None else plain
-        for side, logged in {**row.log_probs, PLAIN: plain}.items():
+    """Return the mean gap of each side to each variant of a row; under `NOISE_OF`, what rounding does to each."""
+    found: dict[str, dict[str, float]] = {side: {} for side in (*SIDES, NOISE_OF)}
+    for name, scores, rounded in score_row(model, row, template):
+        for side, logged in row.log_probs.items():
             found[side][name] = _mean_gap(scores, logged, row.sampled)
+        if rounded is not None:
+            found[NOISE_OF][name] = _mean_gap(scores, rounded, row.sampled)
     return found
 
 
@@ -146,7 +148,7 @@ def _mean_gap(first: Tensor, second: Tensor, sampled: Tensor) -> float:
 
 
 def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float], *, complete: bool) -> Confirmation:
-    """Return the verdict from the gaps of each row: side → variant → values, where `PLAIN` is the model's own side."""
+    """Return the verdict from the gaps of each row: side → variant → values."""
     # A variant that not all rows have, such as BOS, counts as the plain scores on the others.
     means = {
         side: {
@@ -155,15 +157,20 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
         }
         for side, found in totals.items()
     }
-    total, noise = _mean(mismatch), means[PLAIN]["bfloat16 weights"]
+    total, noise_of = _mean(mismatch), means[NOISE_OF]
+    noise = noise_of[PLAIN]
     sides, causes, faulty = {}, [], []
     for side in SIDES:
         gaps = dict(sorted(means[side].items(), key=lambda item: item[1]))
-        excess = gaps[PLAIN] - noise
+        excess = gaps[PLAIN] - NOISE * noise
         removed: dict[str, float] = {}
         if gaps[PLAIN] > NOISE * noise and gaps[PLAIN] > SMALL_PART * total:
             faulty.append(side)
-            removed = {name: min(1.0, 1 - (value - noise) / excess) for name, value in gaps.items() if name != PLAIN}
+            removed = {
+                name: min(1.0, 1 - (gap - NOISE * noise_of.get(name, noise)) / excess)
+                for name, gap in gaps.items()
+                if name != PLAIN
+            }
             name, share = next(iter(removed.items()))
             if share >= REMOVED:
                 causes.append(f"{side}: {name}")

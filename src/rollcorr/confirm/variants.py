@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcorr.core.sampling import Filter, top_k_support, top_p_support
+from rollcorr.core.sampling import Filter, top_k_support, top_p_support, with_sampled
 
 TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0)
 REPETITION_PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
@@ -46,8 +46,9 @@ class LoggedRow:
 
 Template = Callable[[tuple[int, ...]], "tuple[int, ...] | None"]
 
-Scores = tuple[str, Tensor]
-"""Name of a variant, and (T,) log-probs in nats; NaN where the variant has no value."""
+Scores = tuple[str, Tensor, "Tensor | None"]
+"""Name of a variant; its (T,) log-probs in nats, NaN where it has no value; and the same from a pass in bfloat16, which
+shows what rounding does to it. None for a changed context, where it does as much as to the plain scores."""
 
 
 def score_row(model: Any, row: LoggedRow, template: Template) -> Iterator[Scores]:  # noqa: ANN401
@@ -59,8 +60,9 @@ def score_row(model: Any, row: LoggedRow, template: Template) -> Iterator[Scores
         template: function that adds a chat template to a prompt, or removes it; None where it does neither.
     """
     logits = _logits(model, row.prompt, row.response)
-    yield PLAIN, _gathered(logits, row.response)
-    yield from _of_logits(logits, row)
+    rounded = _logits(model, row.prompt, row.response, dtype=torch.bfloat16)
+    for (name, scores), (_, of_rounded) in zip(_of_logits(logits, row), _of_logits(rounded, row), strict=True):
+        yield name, scores, of_rounded
 
     # A changed context needs a pass of its own.
     contexts: dict[str, tuple[int, ...] | None] = {
@@ -70,12 +72,12 @@ def score_row(model: Any, row: LoggedRow, template: Template) -> Iterator[Scores
     contexts |= {f"prompt of another row ({n})": other for n, other in enumerate(row.others, 1)}
     for name, prompt in contexts.items():
         if prompt and prompt != row.prompt:
-            yield name, _gathered(_logits(model, prompt, row.response), row.response)
-    yield "bfloat16 weights", _gathered(_logits(model, row.prompt, row.response, dtype=torch.bfloat16), row.response)
+            yield name, _gathered(_logits(model, prompt, row.response), row.response), None
 
 
-def _of_logits(logits: Tensor, row: LoggedRow) -> Iterator[Scores]:
-    """Yield the variants that follow from the logits (T, V) of the logged context."""
+def _of_logits(logits: Tensor, row: LoggedRow) -> Iterator[tuple[str, Tensor]]:
+    """Yield the variants that follow from the logits (T, V) of the logged context; the plain scores are first."""
+    yield PLAIN, _gathered(logits, row.response)
     rounded = logits.to(torch.bfloat16)
     yield "bfloat16 log-softmax", _gathered(rounded.log_softmax(-1), row.response, normalized=True)
     yield "bfloat16 logits", _gathered(rounded.float(), row.response)
@@ -101,7 +103,9 @@ def _of_logits(logits: Tensor, row: LoggedRow) -> Iterator[Scores]:
     filters: dict[str, Filter] = {f"top-p {p:g}": partial(top_p_support, top_p=p) for p in TOP_P}
     filters |= {f"top-k {k}": partial(top_k_support, top_k=k) for k in TOP_K if k < logits.shape[-1]}
     for name, keep in filters.items():
-        yield name, _gathered(logits.masked_fill(~keep(logits), -torch.inf), row.response)
+        # The sampler's rounding may keep a token at the edge that float32 removes: a sampled token is in the set.
+        support, _ = with_sampled(keep(logits), row.response)
+        yield name, _gathered(logits.masked_fill(~support, -torch.inf), row.response)
 
 
 @torch.no_grad()
