@@ -19,12 +19,17 @@ FIGURES = HERE / "trained"
 COLUMN_TITLES = {
     "clean": "clean",
     "stale_quantized": "stale and quantized",
+    "stale": "stale",
+    "quantized": "4 bit",
     "truncated": "temperature 0.7, top-p 0.8, top-k 20",
 }
 CORRECTION_TITLES = {
     "none": "no correction",
     "token_tis": "Token-TIS 2.0",
+    "token_tis_20": "Token-TIS 20",
     "seq_tis": "Seq-TIS 4.0",
+    "horizon": "horizon 0.9",
+    "geo_rs": "Geo-RS",
     "geo_rs_token_tis": "Geo-RS + Token-TIS",
     "seq_mis": "Seq-MIS",
     "replay": "replayed kept sets",
@@ -32,7 +37,10 @@ CORRECTION_TITLES = {
 COLORS = {
     "none": "#444444",
     "token_tis": "#1f77b4",
+    "token_tis_20": "#17becf",
     "seq_tis": "#d62728",
+    "horizon": "#8c564b",
+    "geo_rs": "#bcbd22",
     "geo_rs_token_tis": "#2ca02c",
     "seq_mis": "#ff7f0e",
     "replay": "#9467bd",
