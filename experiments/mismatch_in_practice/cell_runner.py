@@ -6,6 +6,7 @@ import argparse
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -57,15 +58,18 @@ def run_side_by_side(left: Sequence[Cell], console: Console, options: argparse.N
 
     Ctrl-C reaches every process: each saves its run, and no other cell starts. A cell that fails stops no other.
     """
-    for seed in dict.fromkeys(cell.seed for cell in left):
-        make_warm_up(seed, console)
     started = time.monotonic()
     codes: dict[str, int] = {}
+    warming_up = threading.Lock()
 
     def run(cell: Cell) -> None:
         over = options.minutes is not None and time.monotonic() - started > 60 * options.minutes
         if over or any(code in STOP_CODES for code in codes.values()):
             return
+
+        # Two cells of a seed may start together: the first makes the policy that both begin with.
+        with warming_up:
+            make_warm_up(cell.seed, console)
         command = [sys.executable, str(script), cell.name, "--no-page", "--cells", str(options.folder)]
         with (RUNS / f"{cell.name}.log").open("w", encoding="utf-8") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
