@@ -14,8 +14,8 @@ from measured_rows import Rows, read_table
 
 HERE = Path(__file__).resolve().parent
 LABORATORY = HERE.parent / "laboratory"
-CELLS = (HERE.parent / "bench" / "cells", HERE / "trained" / "cells")
-"""Trainings of the bench and of the study."""
+CELLS = (HERE / "trained" / "cells", HERE.parent / "bench" / "cells")
+"""Trainings of the study and of the bench; a cell of the bench wins."""
 
 REPEATS = "repeats"
 FAILS = "does not repeat"

@@ -7,11 +7,14 @@ Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 LEVEL = 0.05
 """An interval covers 1 − LEVEL, and a difference counts where its corrected p value is below LEVEL."""
+
+
+Test = TypeVar("Test", bound=Hashable)
 
 
 class Interval(NamedTuple):
@@ -47,6 +50,12 @@ def from_error(mean: float, error: float, n: int) -> Interval:
     return Interval(mean, t_quantile(n - 1) * error, t_tails(mean / error, n - 1), n)
 
 
+def prediction_half(values: Sequence[float]) -> float:
+    """Return t(n − 1) s √(1 + 1/n): half of the 95 % t interval of one further value; NaN for fewer than two."""
+    n = len(values)
+    return t_quantile(n - 1) * deviation(values) * math.sqrt(1 + 1 / n) if n > 1 else math.nan
+
+
 def deviation(values: Sequence[float]) -> float:
     """Return the standard deviation s, with n − 1 in the denominator."""
     mean = sum(values) / len(values)
@@ -78,9 +87,9 @@ def t_quantile(df: int, level: float = LEVEL) -> float:
     return high
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm's adjusted p values by the names of the tests; each is at least that of the test before it."""
-    adjusted: dict[str, float] = {}
+def holm(p_values: Mapping[Test, float]) -> dict[Test, float]:
+    """Return Holm's adjusted p values; each is at least that of the test before it."""
+    adjusted: dict[Test, float] = {}
     largest = 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

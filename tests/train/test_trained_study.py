@@ -93,6 +93,10 @@ def test_a_tiny_cell_runs_and_goes_on_and_is_written(tiny_study, tmp_path):
     assert result["metrics"]["reward"][:1] == first["metrics"]["reward"]
     assert result["held_out"][:2] == first["held_out"]
 
+    # A checkpoint between the regular ones, as a stopped run saves it, adds no point.
+    later = tiny_study.run_cell(cell, quiet(), *TINY, "checkpoint.every=2", problems=4)
+    assert [point["step"] for point in later["held_out"]] == [0, 2]
+
     kept = json.loads(cell.path(tmp_path).read_text(encoding="utf-8"))
     assert kept == json.loads(json.dumps(result))
     assert [point["step"] for point in kept["held_out"]] == [0, 1, 2]
@@ -106,12 +110,16 @@ def test_the_committed_page_is_that_of_the_committed_cells(study, page, monkeypa
     monkeypatch.setattr(page, "PAGE", tmp_path / "trained.md")
     monkeypatch.setattr(page, "FIGURES", tmp_path)
     monkeypatch.setattr(page, "_curves", lambda *_, **__: None)
-    page.write_page(study.read_cells(study.cells(), study.CELLS), [cell.name for cell in study.cells()], study.facts())
+    page.write_page(
+        study.read_cells(study.cells(), study.CELLS_OF_BENCH, study.CELLS),
+        [cell.name for cell in study.cells()],
+        study.facts(),
+    )
     assert (tmp_path / "trained.md").read_text(encoding="utf-8") == (STUDY / "trained.md").read_text(encoding="utf-8")
 
 
 def test_committed_cells_are_those_of_the_settings(study):
-    for result in study.read_cells(study.cells(), study.CELLS):
+    for result in study.read_cells(study.cells(), study.CELLS_OF_BENCH, study.CELLS):
         config = study.Cell(result["column"], result["correction"], result["seed"]).config()
         assert (result["steps"], result["responses"]) == (config.steps, config.steps * config.rollout.rows)
         assert all(len(values) == config.steps for values in result["metrics"].values())
