@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "mismatch_in_practice"))
 
 from bench_page import write_page  # noqa: E402
-from cell_runner import STOPPED, make_parser, train_cells  # noqa: E402
+from cell_runner import STOPPED, make_parser, pick_cells, train_cells  # noqa: E402
 from intervals import interval, prediction_half  # noqa: E402
 from trained_cell import Cell, read_cells, run_cell  # noqa: E402
 from trained_page import select  # noqa: E402
@@ -84,13 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     done = [options.folder, CELLS]
-    every = cells(max(STAGES) if options.names or options.quick else options.stage)
+    chosen = pick_cells(cells(max(STAGES)), options.names) if options.names else cells(options.stage)
     if options.quick:
-        by_name = {cell.name: cell for cell in every}
-        chosen = [by_name[name] for name in options.names] or [QUICK]
-        return max(train_again(cell, read_cells(every, *done), Console()) for cell in chosen)
+        found = read_cells(cells(max(STAGES)), *done)
+        return max(train_again(cell, found, Console()) for cell in (chosen if options.names else [QUICK]))
 
-    code = train_cells(every, done, options, Path(__file__).resolve())
+    code = train_cells(chosen, done, options, Path(__file__).resolve())
     if code or options.list or options.no_page:
         return code
     write_page(cells(options.stage), read_cells(cells(options.stage), *done))

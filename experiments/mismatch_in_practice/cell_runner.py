@@ -60,11 +60,11 @@ def run_side_by_side(left: Sequence[Cell], console: Console, options: argparse.N
     """
     started = time.monotonic()
     codes: dict[str, int] = {}
-    warming_up = threading.Lock()
+    warming_up, stop = threading.Lock(), threading.Event()
 
     def run(cell: Cell) -> None:
         over = options.minutes is not None and time.monotonic() - started > 60 * options.minutes
-        if over or any(code in STOP_CODES for code in codes.values()):
+        if over or stop.is_set():
             return
 
         # Two cells of a seed may start together: the first makes the policy that both begin with.
@@ -74,6 +74,8 @@ def run_side_by_side(left: Sequence[Cell], console: Console, options: argparse.N
         with (RUNS / f"{cell.name}.log").open("w", encoding="utf-8") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
         codes[cell.name] = code
+        if code in STOP_CODES:
+            stop.set()
         console.print(f"{cell.name}: exit code {code}", highlight=False)
 
     with Progress(console=console) as progress, ThreadPoolExecutor(options.jobs) as pool:
@@ -84,8 +86,8 @@ def run_side_by_side(left: Sequence[Cell], console: Console, options: argparse.N
                 done.result()
                 progress.advance(bar, CORE_MINUTES[running[done].column])
         except KeyboardInterrupt:
-            codes["this process"] = STOPPED
-    if any(code in STOP_CODES for code in codes.values()):
+            stop.set()
+    if stop.is_set():
         console.print("stopped; the same command goes on with the cells that are left", highlight=False)
         return STOPPED
     return int(any(codes.values()))
@@ -104,16 +106,22 @@ def make_parser(description: str | None, folder: Path) -> argparse.ArgumentParse
     return parser
 
 
-def train_cells(every: Sequence[Cell], done: Sequence[Path], options: argparse.Namespace, script: Path) -> int:
-    """Train the cells that the options name and that no folder of `done` has; returns the exit code."""
-    console = Console()
-    by_name = {cell.name: cell for cell in every}
-    unknown = [name for name in options.names if name not in by_name]
-    if unknown:
-        console.print(f"no cell is called {', '.join(unknown)}; --list shows all")
-        return 2
+def pick_cells(every: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
+    """Return the named cells, or all without names.
 
-    chosen = [by_name[name] for name in options.names] or list(every)
+    Raises:
+        SystemExit: no cell has such a name.
+    """
+    by_name = {cell.name: cell for cell in every}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise SystemExit(f"no cell is called {', '.join(unknown)}; --list shows all")
+    return [by_name[name] for name in names] or list(every)
+
+
+def train_cells(chosen: Sequence[Cell], done: Sequence[Path], options: argparse.Namespace, script: Path) -> int:
+    """Train the cells that no folder of `done` has; returns the exit code."""
+    console = Console()
     left = [cell for cell in chosen if not any(cell.path(folder).exists() for folder in done)]
     if options.list:
         for cell in chosen:

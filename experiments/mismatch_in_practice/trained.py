@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cell_runner import make_parser, train_cells
+from cell_runner import make_parser, pick_cells, train_cells
 from trained_cell import HELD_OUT_PROBLEMS, Cell, read_cells
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +59,8 @@ def facts() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cells that the arguments name, and write the page."""
     options = make_parser(__doc__, CELLS).parse_args(arguments)
-    code = train_cells(cells(), [CELLS_OF_BENCH, options.folder], options, Path(__file__).resolve())
+    chosen = pick_cells(cells(), options.names)
+    code = train_cells(chosen, [CELLS_OF_BENCH, options.folder], options, Path(__file__).resolve())
     if code or options.list or options.no_page:
         return code
 
