@@ -166,9 +166,9 @@ CLAIMS = (
         "VERL, Prime-RL, SkyRL, TRL, OAT and SLIME scale by the temperature in the actor, and none of them cuts "
         "there; vLLM reports raw log-probs by default.",
         read(
-            "verl 0.6.1 (`workers/actor/dp_actor.py`) and TRL 0.25.1 (`trainer/grpo_trainer.py`), the newest releases on "
-            "2 December 2025, divide the logits by the temperature before they score; top-p and top-k reach the sampler "
-            "alone.",
+            "verl 0.6.1 (`workers/actor/dp_actor.py`) and TRL 0.25.1 (`trainer/grpo_trainer.py`), the newest releases "
+            "on 2 December 2025, divide the logits by the temperature before they score; top-p and top-k reach the "
+            "sampler alone.",
             in_part="VERL and TRL; the other four projects and vLLM's default were not read",
         ),
     ),

@@ -131,3 +131,8 @@ def test_committed_tables_are_those_of_committed_cells(bench, page, tmp_path):
         assert (tmp_path / name).read_bytes() == (BENCH / name).read_bytes()
     with (BENCH / "results.csv").open(encoding="utf-8", newline="") as file:
         assert sum(int(row["seeds"]) for row in csv.DictReader(file)) == len(found)
+
+    config = cells[0].config()
+    for one in found:
+        assert (one["steps"], one["responses"]) == (config.steps, config.steps * config.rollout.rows)
+        assert [point["step"] for point in one["held_out"]] == [0, 10, 20, 30, 40]
