@@ -2,7 +2,8 @@
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
 .PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
-.PHONY: laboratory conformance diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained clean
+.PHONY: laboratory conformance diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained
+.PHONY: training-bench training-bench-quick clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -261,3 +262,9 @@ study-measured-quick: $(STAMP) ## A subset of that in two minutes, with asserted
 
 study-trained: $(STAMP) ## Train the cells of the published study that are left, two at a time, then write the page (hours; goes on)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/mismatch_in_practice/trained.py --jobs 2 $(ARGS)
+
+training-bench: $(STAMP) ## Train each correction on each sampler over eight seeds, two cells at a time, then write the page (4 core-hours; goes on)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/bench/bench.py --jobs 2 $(ARGS)
+
+training-bench-quick: $(STAMP) ## Train one finished cell of it again, and compare its accuracy (4 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/bench/bench.py --quick $(ARGS)

@@ -8,7 +8,7 @@ import laboratory_claims as laboratory
 import measured_claims as measured
 import measured_weight_claims as weights
 import trained_claims as trained
-from claims_verdicts import CANNOT, Evidence, Judge, Verdict
+from claims_verdicts import CANNOT, PARTLY, REPEATS, Evidence, Judge, Verdict
 
 SECTIONS = {
     "1": "The mismatch problem",
@@ -36,6 +36,11 @@ class Claim(NamedTuple):
 def cannot(because: str) -> dict[str, Judge]:
     """No study here can test it."""
     return {"": lambda evidence: Verdict(CANNOT, "", because)}
+
+
+def read(seen: str, in_part: str = "") -> dict[str, Judge]:
+    """The code of the releases of that day shows it, or a part of it."""
+    return {"releases": lambda evidence: Verdict(PARTLY if in_part else REPEATS, seen, in_part)}
 
 
 def extreme_weights(evidence: Evidence) -> Verdict:
@@ -160,7 +165,12 @@ CLAIMS = (
         "2",
         "VERL, Prime-RL, SkyRL, TRL, OAT and SLIME scale by the temperature in the actor, and none of them cuts "
         "there; vLLM reports raw log-probs by default.",
-        cannot("the code of these projects on 2 December 2025 was not checked"),
+        read(
+            "verl 0.6.1 (`workers/actor/dp_actor.py`) and TRL 0.25.1 (`trainer/grpo_trainer.py`), the newest releases "
+            "on 2 December 2025, divide the logits by the temperature before they score; top-p and top-k reach the "
+            "sampler alone.",
+            in_part="VERL and TRL; the other four projects and vLLM's default were not read",
+        ),
     ),
     Claim(
         "3",
@@ -378,7 +388,10 @@ CLAIMS = (
     Claim(
         "5.4",
         "VERL has no lower-bound truncation of weights.",
-        cannot("VERL's code of that time was not checked"),
+        read(
+            "verl 0.6.1, the newest release on 2 December 2025, truncates with `clamp(max=rollout_is_threshold)` "
+            "(`trainer/ppo/rollout_corr_helper.py`). Its lower thresholds reject, or count low weights."
+        ),
     ),
     Claim(
         "5.4",

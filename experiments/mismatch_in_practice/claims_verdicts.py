@@ -14,13 +14,16 @@ from measured_rows import Rows, read_table
 
 HERE = Path(__file__).resolve().parent
 LABORATORY = HERE.parent / "laboratory"
+CELLS = (HERE / "trained" / "cells", HERE.parent / "bench" / "cells")
+"""Trainings of the study and of the bench; a cell of the bench wins."""
 
 REPEATS = "repeats"
 FAILS = "does not repeat"
 PARTLY = "repeats in part"
+NOT_SEEN = "not seen"
 UNDECIDED = "undecided"
 CANNOT = "cannot be tested here"
-WORDS = (REPEATS, PARTLY, FAILS, UNDECIDED, CANNOT)
+WORDS = (REPEATS, PARTLY, FAILS, NOT_SEEN, UNDECIDED, CANNOT)
 
 MARGIN = 2.0
 """Standard errors that make a difference."""
@@ -63,8 +66,8 @@ Judge = Callable[[Evidence], Verdict | None]
 
 def committed_evidence() -> Evidence:
     """The tables and cells that lie in the repository."""
-    folder = HERE / "trained" / "cells"
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    paths = {path.stem: path for folder in CELLS for path in folder.glob("*.json")}
+    cells = [json.loads(paths[name].read_text(encoding="utf-8")) for name in sorted(paths)]
     names = ("orders", "regimes", "threshold", "growth", "clamp")
     tables: dict[str, Rows] = {name: _laboratory_table(name) for name in names}
 
@@ -108,6 +111,11 @@ def by_cases(holds: int, cases: int, seen: str) -> Verdict:
     if holds <= HARDLY_ANY * cases:
         return Verdict(FAILS, seen)
     return Verdict(PARTLY, seen, f"in {holds} of {cases} cases")
+
+
+def misses_rare(sequences: int) -> str:
+    """Return why a small χ²_seq of so many sequences refutes nothing."""
+    return f"{sequences} sequences do not hold the rare ones that make χ²_seq large"
 
 
 def overall(found: Sequence[tuple[str, Verdict | None]]) -> Verdict:

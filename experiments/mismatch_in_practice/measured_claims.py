@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from claims_verdicts import (
     CANNOT,
     FAILS,
+    NOT_SEEN,
     PARTLY,
+    REPEATS,
     Evidence,
     Verdict,
     by_cases,
@@ -82,7 +84,9 @@ def contradictory(evidence: Evidence) -> Verdict | None:
     seen = f"With equal weights the largest difference of a probability over {tokens:,} tokens is {_gaps(equal)}."
     if rounded:
         seen += f" Rounded weights are other weights; they come to {_gaps(rounded)}."
-    return said(any(row["largest_probability_gap"] > NEAR_ZERO_AND_ONE for row in equal), seen)
+    if any(row["largest_probability_gap"] > NEAR_ZERO_AND_ONE for row in equal):
+        return Verdict(REPEATS, seen)
+    return Verdict(NOT_SEEN, seen, f"a rare token may be missing among {tokens:,}")
 
 
 def _gaps(rows: Rows) -> str:
@@ -333,9 +337,7 @@ def very_hot(evidence: Evidence) -> Verdict | None:
     verdict = by_direction(min(_change(rows[t], rows[1.0], "kl") for rows in knobs.values() for t in (2.0, 10.0)), seen)
     if verdict.word != FAILS:
         return verdict
-
-    # Both softmaxes are computed in float64 here, so the document's example of tail noise cannot occur.
-    return verdict._replace(why="where logits differ; an engine whose tail underflows was not run above temperature 1")
+    return Verdict(CANNOT, seen, "both softmaxes are computed in float64 here, which leaves no noise in the tail")
 
 
 def any_temperature(evidence: Evidence) -> Verdict | None:

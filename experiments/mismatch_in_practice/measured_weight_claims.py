@@ -18,6 +18,7 @@ from claims_verdicts import (
     by_cases,
     by_direction,
     direction,
+    misses_rare,
     said,
 )
 from measured_claims import EXACT, at_the_end, beyond, kl_text, nothing, same_case
@@ -209,7 +210,7 @@ def chi2_exceeds(evidence: Evidence) -> Verdict | None:
             UNDECIDED, seen, "it is above 10³ in some samples, and a sample of this size misses the rare ones"
         )
     streams = min(row["windows"] for row in rows)
-    return Verdict(CANNOT, seen, f"{streams} sequences do not hold the rare ones that make χ²_seq large")
+    return Verdict(CANNOT, seen, misses_rare(streams))
 
 
 def token_ess(evidence: Evidence) -> Verdict | None:
@@ -367,16 +368,16 @@ def beyond_t_max(evidence: Evidence) -> Verdict | None:
 
 def dilemma(evidence: Evidence) -> Verdict | None:
     """A two-sided clip: is there a C that leaves weights free, and the ESS high?"""
-    rows = [row for row in select(evidence.grid, mode="processed", T=512) if _between(row) and row["clip_ess"]]
+    rows = [row for row in select(evidence.grid, mode="processed") if _between(row) and row["clip_ess"]]
     if not rows:
-        return nothing(evidence, "no case here has a T × KL of 2 to 20 at T = 512")
+        return nothing(evidence, "no case here has a T × KL of 2 to 20")
     stuck = 0
     for row in rows:
         found = zip(*(clip_values(row, name) for name in ("at_lower", "at_upper", "ess")), strict=True)
         stuck += not any(low + high < 0.5 and size > 0.5 for low, high, size in found)
     seen = (
         "We clipped weights to [1/C, C]. A good C leaves most weights unclipped and keeps the ESS above 0.5. "
-        f"In {stuck} of {len(rows)} cases of all samplings with T × KL of 2 to 20 and T = 512, no tested C does both."
+        f"In {stuck} of {len(rows)} cases of all samplings and lengths with T × KL of 2 to 20, no tested C does both."
     )
     return by_cases(stuck, len(rows), seen)
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from claims_verdicts import (
     CANNOT,
+    FAILS,
     PARTLY,
     REPEATS,
+    UNDECIDED,
     Evidence,
     Judge,
     Verdict,
     by_cases,
     by_direction,
-    direction,
+    misses_rare,
     said,
 )
+from intervals import LEVEL, Interval, holm, interval
 from trained_page import (
     COLUMN_TITLES,
     CORRECTION_TITLES,
-    Estimate,
     at_the_end,
     finite,
     gain,
@@ -29,7 +33,6 @@ from trained_page import (
     mean,
     overall,
     select,
-    spread,
 )
 
 MISMATCHED = "stale_quantized"
@@ -42,26 +45,65 @@ NEEDED = 2.0
 """T × KL, nats, from which sequence weights differ enough to fail."""
 
 
-def _sign(value: Estimate | None) -> int | None:
-    return None if value is None else direction(value.mean, value.error)
+SEEDS = 8
+"""Pairs of trainings from which on their difference decides a claim."""
+
+
+class Lead(NamedTuple):
+    """The difference of two corrections in final held-out accuracy, its sign where that is decided, and else why not.
+
+    The sign is that of the mean if all `SEEDS` pairs are trained and p < 0.05, Holm-corrected over all pairs of
+    corrections that are trained on this sampler; else 0.
+    """
+
+    difference: Interval
+    sign: int
+    why: str
+
+    def __str__(self) -> str:
+        return gap_text(self.difference)
+
+
+def _lead(evidence: Evidence, column: str, correction: str, other: str) -> Lead | None:
+    found = {name: select(evidence.cells, column, name) for name in CORRECTION_TITLES}
+    difference = gap(found[correction], found[other])
+    if difference is None:
+        return None
+    if difference.n < SEEDS:
+        return Lead(difference, 0, f"{difference.n} of {SEEDS} pairs of seeds are trained")
+
+    # Each pair of corrections is one test: a claim and its reverse share it.
+    whole = {name: cells for name, cells in found.items() if len(cells) >= SEEDS}
+    tests = {frozenset(pair): gap(*(whole[name] for name in pair)) for pair in itertools.combinations(whole, 2)}
+    corrected = holm({test: value.p for test, value in tests.items() if value is not None and value.n >= SEEDS})
+    p = corrected[frozenset((correction, other))]
+    sign = _sign(difference) if p < LEVEL else 0
+    return Lead(difference, sign, "" if sign else f"p = {p:.2f} after Holm's correction over {len(corrected)} tests")
+
+
+def _sign(value: Interval) -> int:
+    """Return 1 if the 95 % t interval is above 0, −1 if it is below, else 0; 0 for a single seed."""
+    return (value.mean > value.half) - (value.mean < -value.half)
 
 
 def token_outperforms(evidence: Evidence) -> Verdict | None:
     """Token-TIS against no correction."""
     leads = {column: _lead(evidence, column, "token_tis", "none") for column in WHOLE}
-    if None in leads.values():
+    found = {COLUMN_TITLES[column]: lead for column, lead in leads.items() if lead}
+    if len(found) < len(leads):
         return None
-    shown = "; ".join(f"{COLUMN_TITLES[column]} {gap_text(lead)}" for column, lead in leads.items() if lead)
+    shown = "; ".join(f"{title} {lead}" for title, lead in found.items())
     seen = f"Final held-out accuracy of Token-TIS minus that of no correction: {shown}."
-    signs = {column: _sign(lead) for column, lead in leads.items()}
-    ahead = [COLUMN_TITLES[column] for column, sign in signs.items() if sign == 1]
-    if ahead and len(ahead) < len(signs) and -1 not in signs.values():
+    ahead = [title for title, lead in found.items() if lead.sign == 1]
+    signs = [lead.sign for lead in found.values()]
+    if ahead and len(ahead) < len(signs) and -1 not in signs:
         return Verdict(PARTLY, seen, f"where the sampler is {' and '.join(ahead)}; elsewhere no difference was found")
-    return by_direction(min(sign or 0 for sign in signs.values()), seen)
+    return by_direction(min(signs), seen, why=_why(found.values()))
 
 
-def _lead(evidence: Evidence, column: str, correction: str, other: str) -> Estimate | None:
-    return gap(select(evidence.cells, column, correction), select(evidence.cells, column, other))
+def _why(leads: Iterable[Lead]) -> str:
+    """Return why differences are not decided."""
+    return "; ".join(dict.fromkeys(lead.why for lead in leads if lead.why))
 
 
 def back_at(cell: dict[str, Any]) -> float:
@@ -87,10 +129,12 @@ def token_recovers(evidence: Evidence) -> Verdict | None:
     )
     seen = (
         "We looked for the step at which held-out accuracy is back at its start, stale and quantized; "
-        f"{shown}. At the end they differ by {gap_text(lead)}."
+        f"{shown}. At the end they differ by {lead}."
     )
+    if len(seeds) < SEEDS:
+        return Verdict(UNDECIDED, seen, lead.why)
     sooner = sum(token[seed] < none[seed] for seed in seeds)
-    comparable = direction(lead.mean, lead.error) == 0
+    comparable = lead.sign == 0
     if sooner == len(seeds) and comparable:
         return Verdict(REPEATS, seen)
     if not sooner and not comparable:
@@ -108,23 +152,19 @@ def _back(step: float) -> str:
 def sequence_is_worst(evidence: Evidence) -> Verdict | None:
     """Seq-TIS against the other two, where the sampler differs."""
     leads = {other: _lead(evidence, MISMATCHED, "seq_tis", other) for other in ("token_tis", "none")}
-    if None in leads.values():
+    found = {CORRECTION_TITLES[other]: lead for other, lead in leads.items() if lead}
+    if len(found) < len(leads):
         return None
-    shown = "; ".join(
-        f"Seq-TIS minus {CORRECTION_TITLES[other]} {gap_text(lead)}" for other, lead in leads.items() if lead
-    )
+    shown = "; ".join(f"Seq-TIS minus {title} {lead}" for title, lead in found.items())
     distance = overall(select(evidence.cells, MISMATCHED, "seq_tis"), "t_times_kl")
     assert distance is not None
     seen = (
         f"Stale and quantized, which is no setting of the document: final held-out accuracy, {shown}. "
         f"T × KL is {distance.mean:.1f}. {SIZE}"
     )
-    signs = [_sign(lead) or 0 for lead in leads.values()]
-    if max(signs) == -1:
-        return Verdict(REPEATS, seen)
-    if 1 in signs:
-        return by_direction(-1, seen)
-    return by_direction(0, seen)
+    signs = {lead.sign for lead in found.values()}
+    sign = -1 if 1 in signs else int(signs == {-1})
+    return _too_near(evidence, seen, MISMATCHED) or by_direction(sign, seen, why=_why(found.values()))
 
 
 def sequence_may_win(evidence: Evidence) -> Verdict | None:
@@ -132,8 +172,8 @@ def sequence_may_win(evidence: Evidence) -> Verdict | None:
     lead = _lead(evidence, MISMATCHED, "seq_tis", "token_tis")
     if lead is None:
         return None
-    seen = f"Seq-TIS minus Token-TIS, stale and quantized: {gap_text(lead)}. {SIZE}"
-    return by_direction(_sign(lead) or 0, seen)
+    seen = f"Seq-TIS minus Token-TIS, stale and quantized: {lead}. {SIZE}"
+    return by_direction(lead.sign, seen, why=lead.why)
 
 
 def metric(
@@ -147,23 +187,21 @@ def metric(
             return None
         seen = f"Stale and quantized, mean over steps: {sentence} {value} ({_seeds(value)})."
         if above is not None:
-            return _beyond(value.mean - above, value, above, seen)
+            return _beyond(value, above, 1, seen)
         assert below is not None
-        return _beyond(below - value.mean, value, below, seen)
+        return _beyond(value, below, -1, seen)
 
     return judge
 
 
-def _beyond(difference: float, value: Estimate, level: float, seen: str) -> Verdict:
-    """Whether a value is beyond a level by two standard errors."""
-    why = f"it is within two standard errors of {level}"
-    if math.isnan(value.error):
-        why = "one seed has no error"
-    return by_direction(direction(difference, value.error), seen, why=why)
+def _beyond(value: Interval, level: float, side: int, seen: str) -> Verdict:
+    """Judge whether a t interval is on one side of a level: 1 above it, −1 below it."""
+    why = "one seed has no interval" if value.n < 2 else f"its t interval contains {level}"
+    return by_direction(side * _sign(value._replace(mean=value.mean - level)), seen, why=why)
 
 
-def _seeds(value: Estimate) -> str:
-    return f"{value.seeds} seed{'' if value.seeds == 1 else 's'}"
+def _seeds(value: Interval) -> str:
+    return f"{value.n} seed{'' if value.n == 1 else 's'}"
 
 
 def low_weights(evidence: Evidence) -> Verdict | None:
@@ -183,6 +221,8 @@ def chi2_exceeds(evidence: Evidence) -> Verdict | None:
         f"{max(values):,.0f}. {SIZE}"
     )
     verdict = by_cases(above, len(values), seen)
+    if verdict.word == FAILS:
+        return Verdict(CANNOT, seen, misses_rare(min(cell["responses"] // cell["steps"] for cell in cells)))
     return verdict._replace(why=f"in {above} of {len(values)} steps") if verdict.why else verdict
 
 
@@ -201,18 +241,13 @@ def clamping(evidence: Evidence) -> Verdict | None:
     return verdict._replace(why=f"in {steps} of {len(values)} steps") if verdict.why else verdict
 
 
-def cut_distance(evidence: Evidence) -> Estimate | None:
-    """T × KL of the trainings under cut sampling."""
-    return overall(select(evidence.cells, CUT, "seq_tis"), "t_times_kl")
-
-
-def _too_near(evidence: Evidence, seen: str) -> Verdict | None:
-    """Cut sampling that removes too little to fail."""
-    distance = cut_distance(evidence)
+def _too_near(evidence: Evidence, seen: str, column: str = CUT) -> Verdict | None:
+    """Return the verdict of a sampler that differs too little for a correction to fail; None if it differs enough."""
+    distance = overall(select(evidence.cells, column, "seq_tis"), "t_times_kl")
     if distance is None or distance.mean >= NEEDED:
         return None
-    why = f"the cut removes too little from this policy: T × KL is {distance.mean:.2g}, and it was 20 and more there"
-    return Verdict(CANNOT, seen, why)
+    cause = "the cut removes too little from this policy" if column == CUT else "this sampler differs too little"
+    return Verdict(CANNOT, seen, f"{cause}: T × KL is {distance.mean:.2g}, and it was 20 and more there")
 
 
 def all_fail(evidence: Evidence) -> Verdict | None:
@@ -224,9 +259,11 @@ def all_fail(evidence: Evidence) -> Verdict | None:
         if gained is None or reward is None:
             return None
         shown.append(f"{CORRECTION_TITLES[correction]} {reward} and {gap_text(gained)}")
-        signs.append(_sign(gained) or 0)
+        signs.append(_sign(gained))
     seen = f"Cut sampling, training reward over the last steps, and gain in held-out accuracy: {'; '.join(shown)}."
-    return _too_near(evidence, seen) or by_cases(sum(sign <= 0 for sign in signs), len(signs), seen)
+    if 0 in signs:
+        return _too_near(evidence, seen) or Verdict(UNDECIDED, seen, "the t interval of a gain contains 0")
+    return _too_near(evidence, seen) or by_cases(signs.count(-1), len(signs), seen)
 
 
 def cut_is_low(evidence: Evidence) -> Verdict | None:
@@ -249,7 +286,7 @@ def _cut_metric(evidence: Evidence, name: str, sentence: str, above: float) -> V
     if value is None:
         return None
     seen = f"Cut sampling, Seq-TIS, mean over steps: {sentence} {value} ({_seeds(value)})."
-    return _too_near(evidence, seen) or _beyond(value.mean - above, value, above, seen)
+    return _too_near(evidence, seen) or _beyond(value, above, 1, seen)
 
 
 def kl_of_cut(evidence: Evidence) -> Verdict | None:
@@ -268,13 +305,14 @@ def kl_rises(evidence: Evidence) -> Verdict | None:
     if len(changes) < 2:
         return None
     first = mean([mean(finite(cell["metrics"]["kl"][:5])) for cell in cells])
-    last = first + mean(changes)
-    rising = sum(change > 0 for change in changes)
+    change = interval(changes)
+    last = first + change.mean
+    rising = sum(value > 0 for value in changes)
     seen = (
         f"Cut sampling: the mean of −log ρ goes from {first:.2g} in the first 5 steps to {last:.2g} in the last 10; it "
-        f"rises in {rising} of {len(changes)} trainings (mean change {mean(changes):+.2g} ± {spread(changes):.1g})."
+        f"rises in {rising} of {len(changes)} trainings (mean change {change.mean:+.2g} ± {change.half:.1g})."
     )
-    return by_direction(direction(mean(changes), spread(changes)), seen)
+    return by_direction(_sign(change), seen, why="the t interval of the change contains 0")
 
 
 def replay_shares_support(evidence: Evidence) -> Verdict | None:
@@ -293,10 +331,10 @@ def replay_helps(evidence: Evidence) -> Verdict | None:
     if lead is None or gained is None:
         return None
     seen = (
-        f"Cut sampling: final held-out accuracy with replayed kept sets minus that without is {gap_text(lead)}. "
+        f"Cut sampling: final held-out accuracy with replayed kept sets minus that without is {lead}. "
         f"Without them training changes the accuracy by {gap_text(gained)}."
     )
-    return by_direction(_sign(lead) or 0, seen)
+    return by_direction(lead.sign, seen, why=lead.why)
 
 
 def mask_variance(evidence: Evidence) -> Verdict | None:
@@ -304,13 +342,12 @@ def mask_variance(evidence: Evidence) -> Verdict | None:
     cells = select(evidence.cells, MISMATCHED, "seq_mis")
     ess, rejected = (overall(cells, name) for name in ("ess", "rejected"))
     lead = _lead(evidence, MISMATCHED, "seq_mis", "token_tis")
-    if ess is None or rejected is None or lead is None:
+    if ess is None or rejected is None:
         return None
-    seen = (
-        f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the tokens are rejected. Its "
-        f"final held-out accuracy minus that of Token-TIS is {gap_text(lead)}."
-    )
-    return _beyond(0.5 - ess.mean, ess, 0.5, seen)
+    seen = f"Stale and quantized: the ESS of Seq-MIS is {ess}, and {rejected.mean:.0%} of the tokens are rejected."
+    if lead is not None:
+        seen += f" Its final held-out accuracy minus that of Token-TIS is {lead}."
+    return _beyond(ess, 0.5, -1, seen)
 
 
 def geometric(evidence: Evidence) -> Verdict | None:
@@ -339,26 +376,21 @@ def geometric(evidence: Evidence) -> Verdict | None:
 
 def token_is_robust(evidence: Evidence) -> Verdict | None:
     """Token-TIS against whatever else was tried, in the columns that sample the whole distribution."""
-    shown, ahead, behind = [], [], []
-    for column in WHOLE:
-        for name, title in CORRECTION_TITLES.items():
-            lead = None if name == "token_tis" else _lead(evidence, column, name, "token_tis")
-            if lead is None:
-                if name in ("none", "seq_tis"):
-                    return None
-                continue
-            shown.append(f"{COLUMN_TITLES[column]}, {title} {gap_text(lead)}")
-            sign = _sign(lead)
-            if sign == 1:
-                ahead.append(title)
-            if sign == -1:
-                behind.append(title)
+    others = [name for name in CORRECTION_TITLES if name != "token_tis"]
+    pairs = [(column, name) for column in WHOLE for name in others]
+    found = {pair: lead for pair in pairs if (lead := _lead(evidence, *pair, "token_tis"))}
+    if any((column, name) not in found for column in WHOLE for name in ("none", "seq_tis")):
+        return None
+    shown = [f"{COLUMN_TITLES[column]}, {CORRECTION_TITLES[name]} {lead}" for (column, name), lead in found.items()]
+    ahead, behind = (
+        [CORRECTION_TITLES[name] for (_, name), lead in found.items() if lead.sign == sign] for sign in (1, -1)
+    )
     seen = f"Final held-out accuracy minus that of Token-TIS: {'; '.join(shown)}."
     if ahead:
-        return by_direction(-1, f"{seen} Ahead of it by two standard errors: {_names(ahead)}.")
+        return by_direction(-1, f"{seen} Ahead of it: {_names(ahead)}.")
     if not behind or len(behind) == len(shown):
-        return by_direction(int(bool(behind)), seen)
-    return Verdict(PARTLY, seen, f"nothing is ahead of it by two standard errors; behind it is only {_names(behind)}")
+        return by_direction(int(bool(behind)), seen, why=_why(found.values()))
+    return Verdict(PARTLY, seen, f"nothing is ahead of it; behind it is only {_names(behind)}")
 
 
 def _names(titles: list[str]) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from intervals import Interval, interval
+
 HERE = Path(__file__).resolve().parent
 FRAME = HERE / "trained_frame.md"
 PAGE = HERE / "trained.md"
@@ -19,12 +21,17 @@ FIGURES = HERE / "trained"
 COLUMN_TITLES = {
     "clean": "clean",
     "stale_quantized": "stale and quantized",
+    "stale": "stale",
+    "quantized": "4 bit",
     "truncated": "temperature 0.7, top-p 0.8, top-k 20",
 }
 CORRECTION_TITLES = {
     "none": "no correction",
     "token_tis": "Token-TIS 2.0",
+    "token_tis_20": "Token-TIS 20",
     "seq_tis": "Seq-TIS 4.0",
+    "horizon": "horizon 0.9",
+    "geo_rs": "Geo-RS",
     "geo_rs_token_tis": "Geo-RS + Token-TIS",
     "seq_mis": "Seq-MIS",
     "replay": "replayed kept sets",
@@ -32,7 +39,10 @@ CORRECTION_TITLES = {
 COLORS = {
     "none": "#444444",
     "token_tis": "#1f77b4",
+    "token_tis_20": "#17becf",
     "seq_tis": "#d62728",
+    "horizon": "#8c564b",
+    "geo_rs": "#bcbd22",
     "geo_rs_token_tis": "#2ca02c",
     "seq_mis": "#ff7f0e",
     "replay": "#9467bd",
@@ -44,17 +54,6 @@ SMOOTH = 5
 """Steps over which a curve is averaged."""
 
 Cells = list[dict[str, Any]]
-
-
-class Estimate(NamedTuple):
-    """A mean over seeds and its standard error; NaN where a single seed has none."""
-
-    mean: float
-    error: float
-    seeds: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" if math.isnan(self.error) else f"{self.mean:.3f} ± {self.error:.3f}"
 
 
 def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> None:
@@ -75,6 +74,7 @@ def write_page(found: Cells, names: Sequence[str], facts: Mapping[str, str]) -> 
         "done": f"{len(found)} of {len(names)}",
         "missing": ", ".join(f"`{name}`" for name in missing) or "none",
         "summary": _summary(found),
+        "starts": start_notes(found),
         "results": _results(found),
         "mismatch": _mismatch(found),
         "warnings": _warnings(found),
@@ -97,53 +97,56 @@ def select(found: Sequence[dict[str, Any]], column: str, correction: str) -> Cel
     return [cell for cell in found if (cell["column"], cell["correction"]) == (column, correction)]
 
 
-def accuracy(found: Cells, *, at: int = -1) -> Estimate | None:
-    """Held-out accuracy over seeds, of the last checkpoint or another.
-
-    The error is the larger of two: that of the problems drawn, and that of the seeds' spread where there are several.
-    """
-    if not found:
-        return None
-    values = [cell["held_out"][at]["accuracy"] for cell in found]
-    of_problems = math.hypot(*(cell["held_out"][at]["standard_error"] for cell in found)) / len(found)
-    return Estimate(mean(values), _larger(of_problems, spread(values)), len(found))
+def accuracy(found: Cells, *, at: int = -1) -> Interval | None:
+    """Return the held-out accuracy over seeds, of the last checkpoint or another."""
+    return interval([cell["held_out"][at]["accuracy"] for cell in found]) if found else None
 
 
-def at_the_end(found: Cells, metric: str) -> Estimate | None:
-    """A metric over the last steps, over seeds; None where it is not measured."""
+def at_the_end(found: Cells, metric: str) -> Interval | None:
+    """Return a metric's mean over the last steps, over seeds; None where it is not measured."""
     values = [mean(finite(cell["metrics"][metric][-LAST:])) for cell in found if metric in cell["metrics"]]
-    return Estimate(mean(values), spread(values), len(values)) if values else None
+    return interval(values) if values else None
 
 
-def overall(found: Cells, metric: str) -> Estimate | None:
-    """A metric over all steps, over seeds."""
+def overall(found: Cells, metric: str) -> Interval | None:
+    """Return a metric's mean over all steps, over seeds; None where it is not measured."""
     values = [mean(finite(cell["metrics"][metric])) for cell in found if metric in cell["metrics"]]
-    return Estimate(mean(values), spread(values), len(values)) if values else None
+    return interval(values) if values else None
 
 
-def gap(a: Cells, b: Cells) -> Estimate | None:
-    """Final accuracy of `a` minus that of `b`, over the seeds that both have: such a pair answers the same problems.
-
-    The error is the larger of two: that of the problems drawn, as if the two were independent, and that of the spread
-    of the pairs.
-    """
-    others = {cell["seed"]: cell["held_out"][-1] for cell in b}
-    pairs = [(cell["held_out"][-1], others[cell["seed"]]) for cell in a if cell["seed"] in others]
-    if not pairs:
-        return None
-    gaps = [mine["accuracy"] - theirs["accuracy"] for mine, theirs in pairs]
-    errors = [point["standard_error"] for pair in pairs for point in pair]
-    return Estimate(mean(gaps), _larger(math.hypot(*errors) / len(pairs), spread(gaps)), len(pairs))
+def gap(a: Cells, b: Cells) -> Interval | None:
+    """Return final accuracy of `a` minus that of `b` over pairs: cells of one seed that start from the same policy."""
+    others = {(cell["seed"], start(cell)): cell["held_out"][-1]["accuracy"] for cell in b}
+    pairs = [(cell, others.get((cell["seed"], start(cell)))) for cell in a]
+    gaps = [cell["held_out"][-1]["accuracy"] - other for cell, other in pairs if other is not None]
+    return interval(gaps) if gaps else None
 
 
-def gain(cells: Cells) -> Estimate | None:
-    """Final accuracy minus that of the warm-up policy, with errors as in `gap`."""
+def start(cell: Mapping[str, Any]) -> float:
+    """Return the accuracy before training: equal in all cells of a seed, if they share the warm-up policy."""
+    return float(cell["held_out"][0]["accuracy"])
+
+
+def start_notes(found: Cells) -> str:
+    """Return a sentence for each seed whose cells start from several policies."""
+    starts = {seed: sorted({start(cell) for cell in found if cell["seed"] == seed}) for seed in range(8)}
+    notes = [
+        f"Cells of seed {seed} start at {' and at '.join(f'{value:.3f}' for value in values)}: they come from "
+        "different versions of the program. Only cells with one start are paired."
+        for seed, values in starts.items()
+        if len(values) > 1
+    ]
+    return "\n".join(notes)
+
+
+def gain(cells: Cells) -> Interval | None:
+    """Return final accuracy minus that of the warm-up policy, over seeds."""
     return gap(cells, [cell | {"held_out": cell["held_out"][:1]} for cell in cells])
 
 
-def gap_text(value: Estimate) -> str:
-    """A difference with its sign, its error and its seeds."""
-    return f"{value.mean:+.3f} ± {value.error:.3f} ({value.seeds} {'seed' if value.seeds == 1 else 'seeds'})"
+def gap_text(value: Interval) -> str:
+    """Return a difference with its sign, its interval and its number of seeds."""
+    return f"{'+' if value.mean >= 0 else ''}{value} ({value.n} {'seed' if value.n == 1 else 'seeds'})"
 
 
 def _summary(found: Cells) -> str:
@@ -180,7 +183,7 @@ def _results(found: Cells) -> str:
                 len(seeds),
                 before,
                 after,
-                f"{gained.mean:+.3f} ± {gained.error:.3f}",
+                gap_text(gained).partition(" (")[0],
                 reward,
                 " · ".join(f"{cell['held_out'][-1]['accuracy']:.2f}" for cell in seeds),
             )
@@ -316,18 +319,6 @@ def finite(values: Sequence[float | None]) -> list[float]:
 def mean(values: Sequence[float]) -> float:
     """Their mean; NaN without values."""
     return sum(values) / len(values) if values else math.nan
-
-
-def spread(values: Sequence[float]) -> float:
-    """The standard error of a mean over seeds; NaN for a single one."""
-    if len(values) < 2:
-        return math.nan
-    center = mean(values)
-    return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))
-
-
-def _larger(error: float, other: float) -> float:
-    return error if math.isnan(other) else max(error, other)
 
 
 def _curves(found: Cells, what: str, path: Path, *, logarithmic: bool = False) -> None:
