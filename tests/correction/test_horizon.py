@@ -143,10 +143,35 @@ def test_the_variance_formula_holds_for_independent_tokens():
         assert log_weight.var().item() == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("impl", sorted({"cpu", "triton"} & set(IMPLEMENTATIONS) - set(WITH_HORIZON)))
-def test_a_kernel_without_the_level_says_why(impl):
+@pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="Triton runs on a GPU, or in make test-triton")
+def test_triton_says_that_it_lacks_the_level():
     with pytest.raises(ValueError, match="rollout_is is 'horizon'"):
-        correct(*batch(1, 4, dtype=torch.float32), rollout_is="horizon", rollout_is_horizon=0.5, impl=impl)
+        correct(*batch(1, 4, dtype=torch.float32), rollout_is="horizon", rollout_is_horizon=0.5, impl="triton")
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("decay", [0.02, 0.9, 0.98, 0.999, 1.0])
+@pytest.mark.parametrize("scale", [0.01, 0.2])
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_equal_a_double_loop(impl, decay, scale, holes, packed):
+    """Within 1e-6, relative, also over several tiles of the compiled kernel."""
+    train, rollout, mask = batch(3, 1100, scale=scale, seed=3, dtype=torch.float32)
+    train, rollout = train.clamp(max=-0.01), rollout.clamp(max=-0.01)
+    inside = torch.arange(1100) < torch.tensor([1100, 700, 17])[:, None]
+    mask = mask & inside if holes else inside
+    expected = torch.zeros(3, 1100, dtype=torch.float64)
+    for d, valid, of_row in zip(train.double() - rollout.double(), mask, expected, strict=True):
+        places = torch.arange(int(valid.sum()), dtype=torch.float64)
+        of_row[valid] = (decay ** (places - places[:, None]).abs() @ d[valid]).clamp(-20, 20).exp()
+    options = {"rollout_is": "horizon", "rollout_is_horizon": decay, "rollout_is_threshold": None, "impl": impl}
+    if packed:
+        (train, cu_seqlens), (rollout, _), (mask, _) = (pack(x, inside) for x in (train, rollout, mask))
+        found, expected = correct(train, rollout, mask, cu_seqlens=cu_seqlens, **options).weights, expected[inside]
+    else:
+        found = correct(train, rollout, mask, **options).weights
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_summary_names_lambda():

@@ -1,0 +1,307 @@
+/* Weights with a horizon: ℓ_t = Σ_s λ^|t−s| d_s over the valid tokens of a sequence, a twin of core/horizon.py.
+
+   The tokens of a sequence are measured first, as for weights of sequences; then they are read again, while they are in
+   cache. Two recurrences, over earlier and over later tokens, would each wait for the token before. So a tile of tokens
+   is cut into one segment for each lane, and turned: a vector has token k of every segment. First each segment is summed
+   as if it were alone. The sums of the segments behind it then start the recurrence inside. All sums are float64, and a
+   weight is the exponential of a float64, in float32. */
+
+#ifndef ROLLCORR_HORIZON_H
+#define ROLLCORR_HORIZON_H
+
+#include "turning.h"
+
+#define STEP (HALF > 4 ? HALF : 4) /* lengths of segments are multiples */
+#define FARTHEST 1e30              /* nats; |ℓ| beyond it counts as that, and has a weight at the safety bound */
+
+typedef struct { /* the valid tokens of one sequence, next to each other */
+    const float *train, *rollout;
+    const uint8_t *counted; /* NULL: all are */
+    float *weights;
+    int64_t tokens;
+} Run;
+
+typedef struct { /* a thread's memory, with room for the longest sequence */
+    double powers[BLOCK / LANES + 1]; /* of λ */
+    double *turned;   /* d, tile by tile */
+    double *earlier;  /* of each segment: Σ λ^(distance to its end) d */
+    double *later;    /* of each segment: Σ λ^(distance to its start) d, then ℓ's part from the segments after it */
+    float *train, *rollout, *weights; /* of sequences that are not one run of float32 tokens */
+    uint8_t *counted;
+} Workspace;
+
+static int64_t turned_room(int64_t tokens) { return (tokens + LANES * STEP + 7) / 8 * 8; }
+static int64_t segment_room(int64_t tokens) { return (tokens / BLOCK + 1) * LANES; }
+
+/* Bytes of a workspace for sequences of up to so many tokens: a multiple of 64. */
+static int64_t workspace_size(int64_t tokens) {
+    int64_t doubles = turned_room(tokens) + 2 * segment_room(tokens), floats = 3 * tokens;
+    return (doubles * (int64_t)sizeof(double) + floats * (int64_t)sizeof(float) + tokens + 63) / 64 * 64;
+}
+
+static void set_up(Workspace *space, char *memory, int64_t tokens, double decay) {
+    space->turned = (double *)(void *)memory;
+    space->earlier = space->turned + turned_room(tokens);
+    space->later = space->earlier + segment_room(tokens);
+    space->train = (float *)(space->later + segment_room(tokens));
+    space->rollout = space->train + tokens;
+    space->weights = space->rollout + tokens;
+    space->counted = (uint8_t *)(space->weights + tokens);
+    space->powers[0] = 1;
+    for (int k = 0; k < BLOCK / LANES; k++) space->powers[k + 1] = space->powers[k] * decay;
+}
+
+/* Tokens of a segment in the tile with so many tokens left: short sequences have short segments. */
+static int steps_of(int64_t left) {
+    if (left >= BLOCK) return BLOCK / LANES;
+    return (int)((left + LANES * STEP - 1) / (LANES * STEP)) * STEP;
+}
+
+/* The tokens of a tile, in place if it is full, else copied: d is 0 after the last one. */
+static const float *read_tile(const float *tokens, int64_t left, int slots, float *copy) {
+    if (left >= slots) return tokens;
+    memcpy(copy, tokens, (size_t)left * sizeof(float));
+    memset(copy + left, 0, (size_t)(slots - left) * sizeof(float));
+    return copy;
+}
+
+/* Turn d of a tile, and sum each segment as if it were alone. */
+static void turn_tile(const double *powers, const float *train, const float *rollout, int steps, double *turned,
+                      double *earlier, double *later) {
+    const vd decay = splat_double(powers[1]);
+    for (int half = 0; half < LANES; half += HALF) {
+        vd before = {0}, after = {0};
+        for (int k = 0; k < steps; k += HALF) {
+            vd d[HALF];
+            for (int i = 0; i < HALF; i++) {
+                int at = (half + i) * steps + k;
+                d[i] = doubles(train + at) - doubles(rollout + at);
+            }
+            turn_doubles(d);
+            for (int i = 0; i < HALF; i++) {
+                before = decay * before + d[i];
+                after += powers[k + i] * d[i];
+                store_doubles(turned + (k + i) * LANES + half, d[i]);
+            }
+        }
+        store_doubles(earlier + half, before);
+        store_doubles(later + half, after);
+    }
+}
+
+/* Pass sums on from segment to segment of a tile, in order: each gets that of the segments before it. Returns the sum that
+   leaves the tile. */
+static double pass_forward(double *sums, double power, double carry) {
+    for (int i = 0; i < LANES; i++) {
+        double own = sums[i];
+        sums[i] = carry;
+        carry = power * carry + own;
+    }
+    return carry;
+}
+
+static double pass_backward(double *sums, double power, double carry) {
+    for (int i = LANES - 1; i >= 0; i--) {
+        double own = sums[i];
+        sums[i] = carry;
+        carry = power * carry + own;
+    }
+    return carry;
+}
+
+typedef struct {
+    float min, max, sum_expm1;
+} Exponents;
+
+/* ℓ of a tile: to `log_weights`, and as float32 to the block, with its exponentials where none is beyond QUIET_REACH. */
+static Exponents sum_both_ways(Block *block, double lambda, const double *turned, const double *earlier,
+                               const double *later, double *log_weights) {
+    const vd decay = splat_double(lambda);
+    vd low = load_doubles(later), high = load_doubles(later + HALF);
+    for (int k = block->vectors - 1; k >= 0; k--) { /* over later tokens, without the own one */
+        store_doubles(log_weights + k * LANES, low);
+        store_doubles(log_weights + k * LANES + HALF, high);
+        low = decay * low + load_doubles(turned + k * LANES);
+        high = decay * high + load_doubles(turned + k * LANES + HALF);
+    }
+    low = load_doubles(earlier), high = load_doubles(earlier + HALF);
+    vf least = splat(INFINITY), most = -least, sum_expm1 = {0};
+    EACH_VECTOR(k, block) { /* over earlier tokens and the own one */
+        double *at = log_weights + k * LANES;
+        low = decay * low + load_doubles(turned + k * LANES);
+        high = decay * high + load_doubles(turned + k * LANES + HALF);
+        vd low_sum = decay * load_doubles(at) + low, high_sum = decay * load_doubles(at + HALF) + high;
+        store_doubles(at, low_sum);
+        store_doubles(at + HALF, high_sum);
+        vf rounded = floats(low_sum, high_sum);
+        Exponential e = exponential_quiet(rounded);
+        block->d[k] = rounded;
+        block->rho[k] = e.exp;
+        block->expm1[k] = e.expm1;
+        sum_expm1 += e.expm1;
+        least = smaller(least, rounded);
+        most = larger(most, rounded);
+    }
+    return (Exponents){(float)smallest(least), (float)largest(most), (float)total(sum_expm1)};
+}
+
+/* The exponentials of any ℓ: what float32 takes from it is put right. Slots that are not counted do not count here. */
+static Exponents exponentiate_far(Block *block, const double *log_weights) {
+    const vf inf = splat(INFINITY);
+    vf least = inf, most = -inf, sum_expm1 = {0};
+    EACH_VECTOR(k, block) {
+        const double *at = log_weights + k * LANES;
+        vd low = limit(load_doubles(at), FARTHEST), high = limit(load_doubles(at + HALF), FARTHEST);
+        vf rounded = floats(low, high), inside = smaller(larger(rounded, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
+        vf part = floats(low - low_doubles(rounded), high - high_doubles(rounded));
+        Exponential e = exponential(inside);
+        part = where(magnitude(rounded) < EXP_DOMAIN, part);
+        block->d[k] = rounded;
+        block->rho[k] = e.exp + part * e.exp;
+        block->expm1[k] = e.expm1 + part * e.exp;
+        sum_expm1 += where(block->counted[k], block->expm1[k]);
+        least = smaller(least, choose(block->counted[k], rounded, inf));
+        most = larger(most, choose(block->counted[k], rounded, -inf));
+    }
+    return (Exponents){(float)smallest(least), (float)largest(most), (float)total(sum_expm1)};
+}
+
+/* Which slots of a turned tile are counted. `weigh_tokens` reads ℓ where a block has d. */
+static void sort_tile(Block *block, const uint8_t *counted, int64_t left) {
+    int steps = block->vectors, found = 0;
+    set_plain(block);
+    block->train = (const float *)block->d;
+    block->rollout = (const float *)NONE;
+    if (left >= block->tokens && !counted) return;
+    int32_t *slots = (int32_t *)block->classes[0];
+    for (int lane = 0; lane < LANES; lane++)
+        for (int k = 0; k < steps; k++) {
+            int64_t at = lane * steps + k;
+            int is_counted = at < left && (!counted || counted[at]);
+            slots[k * LANES + lane] = -is_counted;
+            found += is_counted;
+        }
+    block->plain = 0;
+    block->measured = block->counted = block->classes[0];
+    block->n_measured = block->n_counted = found;
+}
+
+/* Weigh the tokens of a run, tile by tile. */
+static void weigh_run(Block *block, const Workspace *space, const Run *run, Sequence *s, Rows *rows) {
+    const double *powers = space->powers;
+    double *turned = space->turned, *earlier = space->earlier, *later = space->later, before = 0, after = 0;
+    int64_t start = 0;
+    for (; start < run->tokens; start += BLOCK, earlier += LANES, later += LANES) {
+        int64_t left = run->tokens - start;
+        int steps = steps_of(left), slots = steps * LANES;
+        const float *train = read_tile(run->train + start, left, slots, block->train_copy);
+        const float *rollout = read_tile(run->rollout + start, left, slots, block->rollout_copy);
+        turn_tile(powers, train, rollout, steps, turned + start, earlier, later);
+        before = pass_forward(earlier, powers[steps], before);
+    }
+    while (start > 0) { /* what later tiles pass on is known from the end */
+        start -= BLOCK;
+        later -= LANES;
+        after = pass_backward(later, powers[steps_of(run->tokens - start)], after);
+    }
+    for (earlier = space->earlier; start < run->tokens; start += BLOCK, earlier += LANES, later += LANES) {
+        int64_t left = run->tokens - start;
+        double log_weights[BLOCK] __attribute__((aligned(64)));
+        block->vectors = steps_of(left);
+        block->tokens = block->vectors * LANES;
+        sort_tile(block, run->counted ? run->counted + start : 0, left);
+        Exponents found = sum_both_ways(block, powers[1], turned + start, earlier, later, log_weights);
+        if (!block->plain || found.min < -(float)QUIET_REACH || !(found.max <= (float)QUIET_REACH))
+            found = exponentiate_far(block, log_weights);
+        add_extremes(&rows->extremes[EXTREMES_log_weight], (double)found.min, (double)found.max);
+
+        Mismatch sums = {.expm1 = (double)found.sum_expm1, .log_ratio = {(double)found.min, (double)found.max}};
+        const vf *weights = weigh_tokens(block, &sums, s, rows);
+        turn_back(weights, block->vectors, (float *)block->k2);
+        if (left < block->tokens) block->tokens = (int)left;
+        block->vectors = (block->tokens + LANES - 1) / LANES;
+        write_weights(block, block->k2, run->weights + start);
+    }
+}
+
+/* Copy the valid tokens of a sequence next to each other; d of a missing one is 0. */
+static Run collect_tokens(Block *block, const Row *data, const Workspace *space) {
+    const Job *job = block->job;
+    int64_t found = 0;
+    for (int64_t start = 0; start < data->length; start += BLOCK) {
+        set_tokens(block, data->length - start, BLOCK);
+        read_mask(data->mask, job->mask_type, start, block);
+        const int32_t *valid = (const int32_t *)block->valid;
+        for (int t = 0; t < block->tokens; t++) {
+            if (!valid[t]) continue;
+            int has_ratio = is_compared(job, data, start + t);
+            uint32_t train = has_ratio ? bits_of(data->train, job->train_type, start + t) : 0;
+            uint32_t rollout = has_ratio ? bits_of(data->rollout, job->rollout_type, start + t) : 0;
+            memcpy(space->train + found, &train, sizeof train);
+            memcpy(space->rollout + found, &rollout, sizeof rollout);
+            space->counted[found++] = (uint8_t)(has_ratio || job->nonfinite == NEUTRAL);
+        }
+    }
+    return (Run){space->train, space->rollout, space->counted, space->weights, found};
+}
+
+static void spread_weights(Block *block, const Row *data, const Run *run) {
+    int64_t found = 0;
+    for (int64_t start = 0; start < data->length; start += BLOCK) {
+        set_tokens(block, data->length - start, BLOCK);
+        read_mask(data->mask, block->job->mask_type, start, block);
+        const int32_t *valid = (const int32_t *)block->valid;
+        for (int t = 0; t < block->tokens; t++) data->weights[start + t] = valid[t] ? run->weights[found++] : 0.0f;
+    }
+}
+
+/* A token of probability zero gives its whole sequence weight 0. */
+static void weigh_impossible(const Job *job, const Row *data, const Derived *derived, Rows *rows) {
+    double n = derived->counted;
+    memset(data->weights, 0, (size_t)data->length * sizeof(float));
+    add_moments(&rows->moments[MOMENTS_weight_raw], n, 0, 0);
+    add_moments(&rows->moments[MOMENTS_weight], n, 0, 0);
+    if (job->banded_below) rows->sums[SUM_is_low] += n;
+    if (job->mode != ICEPOP) return;
+    rows->sums[SUM_is_outside] += n;
+    add_extremes(&rows->extremes[EXTREMES_weight], 0, 0);
+}
+
+/* Where the valid tokens of a sequence begin, if they are one run of float32 without a missing one; else −1. */
+static int64_t start_of_run(const Job *job, const Row *data, const Sequence *s, const Derived *derived) {
+    const uint8_t *mask = (const uint8_t *)data->mask;
+    if (job->mask_type != MASK_BYTE || job->train_type != FLOAT32 || job->rollout_type != FLOAT32) return -1;
+    if (derived->missing > 0) return -1;
+    int64_t start = 0, run = (int64_t)s->valid;
+    while (start < data->length && mask[start] == 0) start++;
+    return start + run <= data->length && leading_run(mask + start, (int)run) == run ? start : -1;
+}
+
+/* The weights of a sequence whose tokens have been measured, and their rows. */
+static void weigh_with_horizon(Block *block, const Row *data, const Workspace *space, const Derived *derived, Sequence *s,
+                               Rows *rows) {
+    const Job *job = block->job;
+    const int32_t *of = job->token_criterion;
+    if (data->length == 0) return;
+    if (s->zero > 0) {
+        weigh_impossible(job, data, derived, rows);
+        return;
+    }
+    int64_t start = s->valid > 0 ? start_of_run(job, data, s, derived) : 0, end = start + (int64_t)s->valid;
+    if (start >= 0) {
+        float *weights = data->weights + start;
+        Run run = {(const float *)data->train + start, (const float *)data->rollout + start, 0, weights, end - start};
+        memset(data->weights, 0, (size_t)start * sizeof(float));
+        weigh_run(block, space, &run, s, rows);
+        memset(data->weights + end, 0, (size_t)(data->length - end) * sizeof(float));
+    } else {
+        Run run = collect_tokens(block, data, space);
+        weigh_run(block, space, &run, s, rows);
+        for (int64_t t = 0; t < run.tokens; t++) run.weights[t] = run.counted[t] ? run.weights[t] : 0.0f;
+        spread_weights(block, data, &run);
+    }
+    if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) return; /* all that are counted are kept */
+    for (int64_t t = 0; t < data->length; t++) s->kept_weight += data->loss_mask[t] ? (double)data->weights[t] : 0;
+}
+
+#endif
