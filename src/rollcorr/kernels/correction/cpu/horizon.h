@@ -19,6 +19,7 @@ typedef struct { /* the valid tokens of one sequence, next to each other */
     const uint8_t *counted; /* NULL: all are */
     float *weights;
     int64_t tokens;
+    int64_t next_train, next_rollout; /* tokens to the next sequence, which comes from memory during this one's arithmetic */
 } Run;
 
 typedef struct { /* a thread's memory, with room for the longest sequence */
@@ -73,11 +74,13 @@ static void turn_tile(const double *powers, const float *train, const float *rol
         vd before = {0}, after = {0};
         for (int k = 0; k < steps; k += HALF) {
             vd d[HALF];
+#pragma GCC unroll 8
             for (int i = 0; i < HALF; i++) {
                 int at = (half + i) * steps + k;
                 d[i] = doubles(train + at) - doubles(rollout + at);
             }
             turn_doubles(d);
+#pragma GCC unroll 8
             for (int i = 0; i < HALF; i++) {
                 before = decay * before + d[i];
                 after += powers[k + i] * d[i];
@@ -109,64 +112,90 @@ static double pass_backward(double *sums, double power, double carry) {
     return carry;
 }
 
-typedef struct {
-    float min, max, sum_expm1;
-} Exponents;
-
-/* ℓ of a tile: to `log_weights`, and as float32 to the block, with its exponentials where none is beyond QUIET_REACH. */
-static Exponents sum_both_ways(Block *block, double lambda, const double *turned, const double *earlier,
-                               const double *later, double *log_weights) {
-    const vd decay = splat_double(lambda);
+/* Of each slot of a tile: the sum over later tokens, without the own one. */
+static void sum_backward(int steps, const double *powers, const double *turned, const double *later, const float *ahead[2],
+                         double *sums) {
+    const vd decay = splat_double(powers[1]);
     vd low = load_doubles(later), high = load_doubles(later + HALF);
-    for (int k = block->vectors - 1; k >= 0; k--) { /* over later tokens, without the own one */
-        store_doubles(log_weights + k * LANES, low);
-        store_doubles(log_weights + k * LANES + HALF, high);
+    for (int k = steps - 1; k >= 0; k--) {
+        for (int i = 0; i < 2; i++) __builtin_prefetch((const void *)((uintptr_t)ahead[i] + (uintptr_t)k * sizeof(vf)), 0, 2);
+        store_doubles(sums + k * LANES, low);
+        store_doubles(sums + k * LANES + HALF, high);
         low = decay * low + load_doubles(turned + k * LANES);
         high = decay * high + load_doubles(turned + k * LANES + HALF);
     }
-    low = load_doubles(earlier), high = load_doubles(earlier + HALF);
-    vf least = splat(INFINITY), most = -least, sum_expm1 = {0};
-    EACH_VECTOR(k, block) { /* over earlier tokens and the own one */
-        double *at = log_weights + k * LANES;
-        low = decay * low + load_doubles(turned + k * LANES);
-        high = decay * high + load_doubles(turned + k * LANES + HALF);
-        vd low_sum = decay * load_doubles(at) + low, high_sum = decay * load_doubles(at + HALF) + high;
-        store_doubles(at, low_sum);
-        store_doubles(at + HALF, high_sum);
-        vf rounded = floats(low_sum, high_sum);
-        Exponential e = exponential_quiet(rounded);
-        block->d[k] = rounded;
-        block->rho[k] = e.exp;
-        block->expm1[k] = e.expm1;
-        sum_expm1 += e.expm1;
-        least = smaller(least, rounded);
-        most = larger(most, rounded);
-    }
-    return (Exponents){(float)smallest(least), (float)largest(most), (float)total(sum_expm1)};
 }
 
-/* The exponentials of any ℓ: what float32 takes from it is put right. Slots that are not counted do not count here. */
-static Exponents exponentiate_far(Block *block, const double *log_weights) {
-    const vf inf = splat(INFINITY);
-    vf least = inf, most = -inf, sum_expm1 = {0};
+typedef struct { /* a recurrence over earlier tokens, and where it is */
+    vd decay, low, high;
+} Forward;
+
+static inline Forward start_forward(const double *powers, const double *earlier) {
+    return (Forward){splat_double(powers[1]), load_doubles(earlier), load_doubles(earlier + HALF)};
+}
+
+/* The next ℓ of each segment, from d and the sum over later tokens. */
+INLINE void step_forward(Forward *sum, const double *turned, const double *later, vd *low, vd *high) {
+    sum->low = sum->decay * sum->low + load_doubles(turned);
+    sum->high = sum->decay * sum->high + load_doubles(turned + HALF);
+    *low = sum->decay * load_doubles(later) + sum->low;
+    *high = sum->decay * load_doubles(later + HALF) + sum->high;
+}
+
+/* Weights where no bound acts, to `block->rho`, and what they add to the statistics. Returns 0, and adds nothing, where
+   |ℓ| exceeds QUIET_REACH or a bound, or where sums of squares do not tell the spread of the weights. */
+static int weigh_calm_tile(Block *block, Forward sum, const double *turned, const double *later, Sequence *s, Rows *rows) {
+    const Job *job = block->job;
+    vf least = splat(INFINITY), most = -least, less_one = {0}, squares = {0};
     EACH_VECTOR(k, block) {
-        const double *at = log_weights + k * LANES;
-        vd low = limit(load_doubles(at), FARTHEST), high = limit(load_doubles(at + HALF), FARTHEST);
-        vf rounded = floats(low, high), inside = smaller(larger(rounded, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
-        vf part = floats(low - low_doubles(rounded), high - high_doubles(rounded));
+        vd low, high;
+        step_forward(&sum, turned + k * LANES, later + k * LANES, &low, &high);
+        vf log_weight = floats(low, high);
+        Exponential e = exponential_quiet(log_weight);
+        block->rho[k] = e.exp;
+        less_one += e.expm1;
+        squares += e.expm1 * e.expm1;
+        least = smaller(least, log_weight);
+        most = larger(most, log_weight);
+    }
+    double low = smallest(least), high = largest(most), n = block->tokens, of_one = total(less_one), m2 = total(squares);
+    if (!(low >= -QUIET_REACH && high <= QUIET_REACH && 10 * of_one * of_one <= 9 * n * m2)) return 0;
+    if (low < job->untouched.lower || high > job->untouched.upper) return 0;
+    m2 = spread(n, of_one, m2);
+    add_extremes(&rows->extremes[EXTREMES_log_weight], low, high);
+    add_sample(&rows->moments[MOMENTS_weight_raw], n, n + of_one, m2);
+    add_sample(&rows->moments[MOMENTS_weight], n, n + of_one, m2);
+    s->raw_weight += n + of_one;
+    s->weight += n + of_one;
+    return 1;
+}
+
+/* Weights of any tile; returns where they are. `weigh_tokens` reads ℓ where it has d in other blocks. What float32 takes
+   from ℓ is put right in its exponential. */
+static const vf *weigh_tile(Block *block, Forward sum, const double *turned, const double *later, Sequence *s, Rows *rows) {
+    const vf inf = splat(INFINITY);
+    vf least = inf, most = -inf, less_one = {0};
+    EACH_VECTOR(k, block) {
+        vd low, high;
+        step_forward(&sum, turned + k * LANES, later + k * LANES, &low, &high);
+        low = limit(low, FARTHEST), high = limit(high, FARTHEST);
+        vf log_weight = floats(low, high), inside = smaller(larger(log_weight, splat(-EXP_DOMAIN)), splat(EXP_DOMAIN));
+        vf part = floats(low - low_doubles(log_weight), high - high_doubles(log_weight));
         Exponential e = exponential(inside);
-        part = where(magnitude(rounded) < EXP_DOMAIN, part);
-        block->d[k] = rounded;
+        part = where(magnitude(log_weight) < EXP_DOMAIN, part);
+        block->d[k] = log_weight;
         block->rho[k] = e.exp + part * e.exp;
         block->expm1[k] = e.expm1 + part * e.exp;
-        sum_expm1 += where(block->counted[k], block->expm1[k]);
-        least = smaller(least, choose(block->counted[k], rounded, inf));
-        most = larger(most, choose(block->counted[k], rounded, -inf));
+        less_one += where(block->counted[k], block->expm1[k]);
+        least = smaller(least, choose(block->counted[k], log_weight, inf));
+        most = larger(most, choose(block->counted[k], log_weight, -inf));
     }
-    return (Exponents){(float)smallest(least), (float)largest(most), (float)total(sum_expm1)};
+    Mismatch sums = {.expm1 = total(less_one), .log_ratio = {smallest(least), largest(most)}};
+    add_extremes(&rows->extremes[EXTREMES_log_weight], sums.log_ratio.min, sums.log_ratio.max);
+    return weigh_tokens(block, &sums, s, rows);
 }
 
-/* Which slots of a turned tile are counted. `weigh_tokens` reads ℓ where a block has d. */
+/* Which slots of a turned tile are counted. */
 static void sort_tile(Block *block, const uint8_t *counted, int64_t left) {
     int steps = block->vectors, found = 0;
     set_plain(block);
@@ -206,17 +235,18 @@ static void weigh_run(Block *block, const Workspace *space, const Run *run, Sequ
     }
     for (earlier = space->earlier; start < run->tokens; start += BLOCK, earlier += LANES, later += LANES) {
         int64_t left = run->tokens - start;
-        double log_weights[BLOCK] __attribute__((aligned(64)));
+        double sums[BLOCK] __attribute__((aligned(64)));
         block->vectors = steps_of(left);
         block->tokens = block->vectors * LANES;
         sort_tile(block, run->counted ? run->counted + start : 0, left);
-        Exponents found = sum_both_ways(block, powers[1], turned + start, earlier, later, log_weights);
-        if (!block->plain || found.min < -(float)QUIET_REACH || !(found.max <= (float)QUIET_REACH))
-            found = exponentiate_far(block, log_weights);
-        add_extremes(&rows->extremes[EXTREMES_log_weight], (double)found.min, (double)found.max);
+        const float *ahead[] = {run->train + start + run->next_train, run->rollout + start + run->next_rollout};
+        sum_backward(block->vectors, powers, turned + start, later, ahead, sums);
+        Forward forward = start_forward(powers, earlier);
+        int may_be_calm = block->plain && block->job->mode != ICEPOP;
+        int is_calm = may_be_calm && weigh_calm_tile(block, forward, turned + start, sums, s, rows);
+        const vf *weights = block->rho;
+        if (!is_calm) weights = weigh_tile(block, forward, turned + start, sums, s, rows);
 
-        Mismatch sums = {.expm1 = (double)found.sum_expm1, .log_ratio = {(double)found.min, (double)found.max}};
-        const vf *weights = weigh_tokens(block, &sums, s, rows);
         turn_back(weights, block->vectors, (float *)block->k2);
         if (left < block->tokens) block->tokens = (int)left;
         block->vectors = (block->tokens + LANES - 1) / LANES;
@@ -242,7 +272,7 @@ static Run collect_tokens(Block *block, const Row *data, const Workspace *space)
             space->counted[found++] = (uint8_t)(has_ratio || job->nonfinite == NEUTRAL);
         }
     }
-    return (Run){space->train, space->rollout, space->counted, space->weights, found};
+    return (Run){space->train, space->rollout, space->counted, space->weights, found, 0, 0};
 }
 
 static void spread_weights(Block *block, const Row *data, const Run *run) {
@@ -290,7 +320,10 @@ static void weigh_with_horizon(Block *block, const Row *data, const Workspace *s
     int64_t start = s->valid > 0 ? start_of_run(job, data, s, derived) : 0, end = start + (int64_t)s->valid;
     if (start >= 0) {
         float *weights = data->weights + start;
-        Run run = {(const float *)data->train + start, (const float *)data->rollout + start, 0, weights, end - start};
+        int64_t next_train = job->offsets ? data->length : job->train_stride;
+        int64_t next_rollout = job->offsets ? data->length : job->rollout_stride;
+        Run run = {(const float *)data->train + start, (const float *)data->rollout + start, 0, weights, end - start,
+                   next_train, next_rollout};
         memset(data->weights, 0, (size_t)start * sizeof(float));
         weigh_run(block, space, &run, s, rows);
         memset(data->weights + end, 0, (size_t)(data->length - end) * sizeof(float));

@@ -73,25 +73,31 @@ static inline vf floats(vd low, vd high) {
 static inline void turn_doubles(vd row[HALF]) {
 #if defined(__AVX512F__)
     __m512d pair[8], four[8];
+#pragma GCC unroll 8 /* -O2 keeps arrays in memory that a loop indexes */
     for (int i = 0; i < 8; i += 2) {
         pair[i] = _mm512_unpacklo_pd((__m512d)row[i], (__m512d)row[i + 1]);
         pair[i + 1] = _mm512_unpackhi_pd((__m512d)row[i], (__m512d)row[i + 1]);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 8
         for (int j = 0; j < 2; j++) {
             four[i + j] = _mm512_shuffle_f64x2(pair[i + j], pair[i + j + 2], 0x88);     /* columns j, j + 4 */
             four[i + j + 2] = _mm512_shuffle_f64x2(pair[i + j], pair[i + j + 2], 0xdd); /* columns j + 2, j + 6 */
         }
+#pragma GCC unroll 8
     for (int i = 0; i < 4; i++) {
         row[i] = (vd)_mm512_shuffle_f64x2(four[i], four[i + 4], 0x88);
         row[i + 4] = (vd)_mm512_shuffle_f64x2(four[i], four[i + 4], 0xdd);
     }
 #elif defined(__AVX2__)
     __m256d pair[4];
+#pragma GCC unroll 8
     for (int i = 0; i < 4; i += 2) {
         pair[i] = _mm256_unpacklo_pd((__m256d)row[i], (__m256d)row[i + 1]);
         pair[i + 1] = _mm256_unpackhi_pd((__m256d)row[i], (__m256d)row[i + 1]);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < 2; i++) {
         row[i] = (vd)_mm256_permute2f128_pd(pair[i], pair[i + 2], 0x20);
         row[i + 2] = (vd)_mm256_permute2f128_pd(pair[i], pair[i + 2], 0x31);
@@ -111,8 +117,10 @@ static void turn_back(const vf *turned, int steps, float *out) {
     for (int k = 0; k < steps; k += 4)
         for (int lane = 0; lane < LANES; lane += 4) {
             v4f row[4];
+#pragma GCC unroll 8
             for (int i = 0; i < 4; i++) memcpy(&row[i], (const float *)&turned[k + i] + lane, sizeof row[i]);
             transpose(row);
+#pragma GCC unroll 8
             for (int i = 0; i < 4; i++) memcpy(out + (lane + i) * steps + k, &row[i], sizeof row[i]);
         }
 }
