@@ -58,9 +58,9 @@ def is_method_call(node: ast.AST) -> bool:
 
 BUDGETS = {
     "cli": 601,
-    "config": 1664,
-    "core": 1550,
-    "correction": 1238,
+    "config": 1669,
+    "core": 1559,
+    "correction": 1268,
     "demo": 171,
     "diffusion": 490,
     "engines": 1877,

@@ -86,7 +86,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
     least = config.rollout_is_floor or 0.0
     low, high = log_band(*exceedance_band(config))
-    level = "token" if config.rollout_is == "horizon" and not config.rollout_is_horizon else config.rollout_is
+    level = "token" if config.rollout_is == "horizon" and not config.horizon_decay else config.rollout_is
     untouched = max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap))
     zeroing, vetoed, accepted = zeroing_band(config), log_band(veto, None), EVERYTHING
     job = Job(
@@ -104,7 +104,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         floor=math.exp(-bound),
         ceiling=math.exp(bound),
         bound=bound,
-        decay=config.rollout_is_horizon or 0.0,
+        decay=config.horizon_decay if config.rollout_is == "horizon" else 0.0,
         band=_round_to_float32((low, high)),
         weighted=_round_to_float32(zeroing),
         wide_band=(low, high),
