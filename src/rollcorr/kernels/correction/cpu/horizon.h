@@ -12,6 +12,9 @@
 #include "turning.h"
 
 #define STEP (HALF > 4 ? HALF : 4) /* lengths of segments are multiples */
+#define LONGEST_NEAR 0.95          /* λ; float32 sums over more tokens are not good to 1e-6 */
+#define NEAR 1.0f                  /* nats; largest |d| and |sum| of a segment in a near tile */
+#define NEAR_SUM 2.0f              /* nats; largest |sum| inside of one */
 #define FARTHEST 1e30              /* nats; |ℓ| beyond it counts as that, and has a weight at the safety bound */
 
 typedef struct { /* the valid tokens of one sequence, next to each other */
@@ -24,11 +27,12 @@ typedef struct { /* the valid tokens of one sequence, next to each other */
 
 typedef struct { /* a thread's memory, with room for the longest sequence */
     double powers[BLOCK / LANES + 1]; /* of λ */
+    float near_powers[BLOCK / LANES + 1];
     double *turned;   /* d, tile by tile */
     double *earlier;  /* of each segment: Σ λ^(distance to its end) d */
     double *later;    /* of each segment: Σ λ^(distance to its start) d, then ℓ's part from the segments after it */
     float *train, *rollout, *weights; /* of sequences that are not one run of float32 tokens */
-    uint8_t *counted;
+    uint8_t *counted, *near; /* of a token; of a tile, if its d are turned in float32 */
 } Workspace;
 
 static int64_t turned_room(int64_t tokens) { return (tokens + LANES * STEP + 7) / 8 * 8; }
@@ -37,7 +41,8 @@ static int64_t segment_room(int64_t tokens) { return (tokens / BLOCK + 1) * LANE
 /* Bytes of a workspace for sequences of up to so many tokens: a multiple of 64. */
 static int64_t workspace_size(int64_t tokens) {
     int64_t doubles = turned_room(tokens) + 2 * segment_room(tokens), floats = 3 * tokens;
-    return (doubles * (int64_t)sizeof(double) + floats * (int64_t)sizeof(float) + tokens + 63) / 64 * 64;
+    int64_t bytes = tokens + tokens / BLOCK + 1;
+    return (doubles * (int64_t)sizeof(double) + floats * (int64_t)sizeof(float) + bytes + 63) / 64 * 64;
 }
 
 static void set_up(Workspace *space, char *memory, int64_t tokens, double decay) {
@@ -48,8 +53,12 @@ static void set_up(Workspace *space, char *memory, int64_t tokens, double decay)
     space->rollout = space->train + tokens;
     space->weights = space->rollout + tokens;
     space->counted = (uint8_t *)(space->weights + tokens);
-    space->powers[0] = 1;
-    for (int k = 0; k < BLOCK / LANES; k++) space->powers[k + 1] = space->powers[k] * decay;
+    space->near = space->counted + tokens;
+    space->powers[0] = space->near_powers[0] = 1;
+    for (int k = 0; k < BLOCK / LANES; k++) {
+        space->powers[k + 1] = space->powers[k] * decay;
+        space->near_powers[k + 1] = (float)space->powers[k + 1];
+    }
 }
 
 /* Tokens of a segment in the tile with so many tokens left: short sequences have short segments. */
@@ -90,6 +99,33 @@ static void turn_tile(const double *powers, const float *train, const float *rol
         store_doubles(earlier + half, before);
         store_doubles(later + half, after);
     }
+}
+
+/* The same for a full tile in float32, where log-ratios are small; returns 0 where they are not. */
+static int turn_near_tile(const float *powers, const float *train, const float *rollout, float *turned, double *earlier,
+                          double *later) {
+    const int steps = BLOCK / LANES;
+    const vf decay = splat(powers[1]);
+    vf before = {0}, after = {0}, most = {0};
+    for (int k = 0; k < steps; k += LANES) {
+        vf d[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) d[i] = load(train + i * steps + k) - load(rollout + i * steps + k);
+        turn_floats(d);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            before = decay * before + d[i];
+            after += powers[k + i] * d[i];
+            most = farther(most, d[i]);
+            store(turned + (k + i) * LANES, d[i]);
+        }
+    }
+    if (!(largest(farther(farther(most, before), after)) <= (double)NEAR)) return 0;
+    store_doubles(earlier, low_doubles(before));
+    store_doubles(earlier + HALF, high_doubles(before));
+    store_doubles(later, low_doubles(after));
+    store_doubles(later + HALF, high_doubles(after));
+    return 1;
 }
 
 /* Pass sums on from segment to segment of a tile, in order: each gets that of the segments before it. Returns the sum that
@@ -142,10 +178,52 @@ INLINE void step_forward(Forward *sum, const double *turned, const double *later
     *high = sum->decay * load_doubles(later + HALF) + sum->high;
 }
 
-/* Weights where no bound acts, to `block->rho`, and what they add to the statistics. Returns 0, and adds nothing, where
-   |ℓ| exceeds QUIET_REACH or a bound, or where sums of squares do not tell the spread of the weights. */
-static int weigh_calm_tile(Block *block, Forward sum, const double *turned, const double *later, Sequence *s, Rows *rows) {
+/* What the weights of a tile add to the statistics where no bound acts: from the range of ℓ, Σ (w − 1) and Σ (w − 1)².
+   Returns 0, and adds nothing, where |ℓ| exceeds QUIET_REACH or a bound, or where the sums do not tell the spread. */
+INLINE int add_calm(Block *block, vf least, vf most, vf less_one, vf squares, Sequence *s, Rows *rows) {
     const Job *job = block->job;
+    double low = smallest(least), high = largest(most), n = block->tokens, of_one = total(less_one), m2 = total(squares);
+    if (!(low >= -QUIET_REACH && high <= QUIET_REACH && 10 * of_one * of_one <= 9 * n * m2)) return 0;
+    if (low < job->untouched.lower || high > job->untouched.upper) return 0;
+    m2 = spread(n, of_one, m2);
+    add_extremes(&rows->extremes[EXTREMES_log_weight], low, high);
+    add_sample(&rows->moments[MOMENTS_weight_raw], n, n + of_one, m2);
+    add_sample(&rows->moments[MOMENTS_weight], n, n + of_one, m2);
+    s->raw_weight += n + of_one;
+    s->weight += n + of_one;
+    return 1;
+}
+
+/* Weights of a near tile, to `block->rho`; returns 0 where `add_calm` does, or where float32 sums are not good enough. */
+static int weigh_near_tile(Block *block, const Workspace *space, const float *turned, const double *earlier,
+                           const double *later, const float *ahead[2], Sequence *s, Rows *rows) {
+    const int steps = BLOCK / LANES;
+    const vf decay = splat(space->near_powers[1]);
+    vf after[BLOCK / LANES], sum = floats(load_doubles(later), load_doubles(later + HALF)), most_sum = {0};
+    for (int k = steps - 1; k >= 0; k--) {
+        for (int i = 0; i < 2; i++) __builtin_prefetch((const void *)((uintptr_t)ahead[i] + (uintptr_t)k * sizeof(vf)), 0, 2);
+        after[k] = sum;
+        most_sum = farther(most_sum, sum);
+        sum = decay * sum + load(turned + k * LANES);
+    }
+    sum = floats(load_doubles(earlier), load_doubles(earlier + HALF));
+    vf least = splat(INFINITY), most = -least, less_one = {0}, squares = {0};
+    for (int k = 0; k < steps; k++) {
+        sum = decay * sum + load(turned + k * LANES);
+        most_sum = farther(most_sum, sum);
+        vf log_weight = decay * after[k] + sum;
+        Exponential e = exponential_quiet(log_weight);
+        block->rho[k] = e.exp;
+        less_one += e.expm1;
+        squares += e.expm1 * e.expm1;
+        least = smaller(least, log_weight);
+        most = larger(most, log_weight);
+    }
+    return largest(most_sum) <= (double)NEAR_SUM && add_calm(block, least, most, less_one, squares, s, rows);
+}
+
+/* Weights where no bound acts, to `block->rho`; returns 0 where `add_calm` does. */
+static int weigh_calm_tile(Block *block, Forward sum, const double *turned, const double *later, Sequence *s, Rows *rows) {
     vf least = splat(INFINITY), most = -least, less_one = {0}, squares = {0};
     EACH_VECTOR(k, block) {
         vd low, high;
@@ -158,16 +236,7 @@ static int weigh_calm_tile(Block *block, Forward sum, const double *turned, cons
         least = smaller(least, log_weight);
         most = larger(most, log_weight);
     }
-    double low = smallest(least), high = largest(most), n = block->tokens, of_one = total(less_one), m2 = total(squares);
-    if (!(low >= -QUIET_REACH && high <= QUIET_REACH && 10 * of_one * of_one <= 9 * n * m2)) return 0;
-    if (low < job->untouched.lower || high > job->untouched.upper) return 0;
-    m2 = spread(n, of_one, m2);
-    add_extremes(&rows->extremes[EXTREMES_log_weight], low, high);
-    add_sample(&rows->moments[MOMENTS_weight_raw], n, n + of_one, m2);
-    add_sample(&rows->moments[MOMENTS_weight], n, n + of_one, m2);
-    s->raw_weight += n + of_one;
-    s->weight += n + of_one;
-    return 1;
+    return add_calm(block, least, most, less_one, squares, s, rows);
 }
 
 /* Weights of any tile; returns where they are. `weigh_tokens` reads ℓ where it has d in other blocks. What float32 takes
@@ -219,13 +288,17 @@ static void sort_tile(Block *block, const uint8_t *counted, int64_t left) {
 static void weigh_run(Block *block, const Workspace *space, const Run *run, Sequence *s, Rows *rows) {
     const double *powers = space->powers;
     double *turned = space->turned, *earlier = space->earlier, *later = space->later, before = 0, after = 0;
+    int near_run = powers[1] <= LONGEST_NEAR && !run->counted && block->job->mode != ICEPOP;
     int64_t start = 0;
     for (; start < run->tokens; start += BLOCK, earlier += LANES, later += LANES) {
         int64_t left = run->tokens - start;
         int steps = steps_of(left), slots = steps * LANES;
         const float *train = read_tile(run->train + start, left, slots, block->train_copy);
         const float *rollout = read_tile(run->rollout + start, left, slots, block->rollout_copy);
-        turn_tile(powers, train, rollout, steps, turned + start, earlier, later);
+        int is_near = left >= BLOCK && near_run &&
+                      turn_near_tile(space->near_powers, train, rollout, (float *)(turned + start), earlier, later);
+        if (!is_near) turn_tile(powers, train, rollout, steps, turned + start, earlier, later);
+        space->near[start / BLOCK] = (uint8_t)is_near;
         before = pass_forward(earlier, powers[steps], before);
     }
     while (start > 0) { /* what later tiles pass on is known from the end */
@@ -240,12 +313,21 @@ static void weigh_run(Block *block, const Workspace *space, const Run *run, Sequ
         block->tokens = block->vectors * LANES;
         sort_tile(block, run->counted ? run->counted + start : 0, left);
         const float *ahead[] = {run->train + start + run->next_train, run->rollout + start + run->next_rollout};
-        sum_backward(block->vectors, powers, turned + start, later, ahead, sums);
-        Forward forward = start_forward(powers, earlier);
-        int may_be_calm = block->plain && block->job->mode != ICEPOP;
-        int is_calm = may_be_calm && weigh_calm_tile(block, forward, turned + start, sums, s, rows);
+        int is_near = space->near[start / BLOCK];
+        if (is_near && !weigh_near_tile(block, space, (const float *)(turned + start), earlier, later, ahead, s, rows)) {
+            double unused[2][LANES] __attribute__((aligned(64))); /* what the segments pass on is known */
+            const float *train = run->train + start, *rollout = run->rollout + start;
+            turn_tile(powers, train, rollout, block->vectors, turned + start, unused[0], unused[1]);
+            is_near = 0;
+        }
         const vf *weights = block->rho;
-        if (!is_calm) weights = weigh_tile(block, forward, turned + start, sums, s, rows);
+        if (!is_near) {
+            sum_backward(block->vectors, powers, turned + start, later, ahead, sums);
+            Forward forward = start_forward(powers, earlier);
+            int may_be_calm = block->plain && block->job->mode != ICEPOP;
+            int is_calm = may_be_calm && weigh_calm_tile(block, forward, turned + start, sums, s, rows);
+            if (!is_calm) weights = weigh_tile(block, forward, turned + start, sums, s, rows);
+        }
 
         turn_back(weights, block->vectors, (float *)block->k2);
         if (left < block->tokens) block->tokens = (int)left;

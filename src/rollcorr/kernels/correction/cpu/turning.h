@@ -112,17 +112,76 @@ static inline void turn_doubles(vd row[HALF]) {
 #endif
 }
 
+/* Turn a square of floats, as many as lanes. */
+static inline void turn_floats(vf row[LANES]) {
+#if defined(__AVX512F__)
+    __m512 pair[16], four[16], eight[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) { /* of two rows: columns 0, 1 and 2, 3 of every quarter */
+        pair[i] = _mm512_unpacklo_ps((__m512)row[i], (__m512)row[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_ps((__m512)row[i], (__m512)row[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) { /* of four rows: column j of every quarter */
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            __m512d low = (__m512d)pair[i + j], high = (__m512d)pair[i + j + 2];
+            four[i + 2 * j] = (__m512)_mm512_unpacklo_pd(low, high);
+            four[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(low, high);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 8) { /* of eight rows: quarters 0, 2 and 1, 3 */
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            eight[i + j] = _mm512_shuffle_f32x4(four[i + j], four[i + j + 4], 0x88);
+            eight[i + j + 4] = _mm512_shuffle_f32x4(four[i + j], four[i + j + 4], 0xdd);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        row[i] = (vf)_mm512_shuffle_f32x4(eight[i], eight[i + 8], 0x88);
+        row[i + 8] = (vf)_mm512_shuffle_f32x4(eight[i], eight[i + 8], 0xdd);
+    }
+#elif defined(__AVX2__)
+    __m256 pair[8], four[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm256_unpacklo_ps((__m256)row[i], (__m256)row[i + 1]);
+        pair[i + 1] = _mm256_unpackhi_ps((__m256)row[i], (__m256)row[i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            __m256d low = (__m256d)pair[i + j], high = (__m256d)pair[i + j + 2];
+            four[i + 2 * j] = (__m256)_mm256_unpacklo_pd(low, high);
+            four[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd(low, high);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        row[i] = (vf)_mm256_permute2f128_ps(four[i], four[i + 4], 0x20);
+        row[i + 4] = (vf)_mm256_permute2f128_ps(four[i], four[i + 4], 0x31);
+    }
+#else
+    transpose((v4f *)row);
+#endif
+}
+
 /* Turn vectors of a tile back: lane i of vector k becomes number i · steps + k. */
 static void turn_back(const vf *turned, int steps, float *out) {
-    for (int k = 0; k < steps; k += 4)
-        for (int lane = 0; lane < LANES; lane += 4) {
-            v4f row[4];
-#pragma GCC unroll 8
-            for (int i = 0; i < 4; i++) memcpy(&row[i], (const float *)&turned[k + i] + lane, sizeof row[i]);
-            transpose(row);
-#pragma GCC unroll 8
-            for (int i = 0; i < 4; i++) memcpy(out + (lane + i) * steps + k, &row[i], sizeof row[i]);
-        }
+    int k = 0;
+    for (; k + LANES <= steps; k += LANES) {
+        vf row[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) row[i] = turned[k + i];
+        turn_floats(row);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) store(out + i * steps + k, row[i]);
+    }
+    for (; k < steps; k++)
+        for (int i = 0; i < LANES; i++) out[i * steps + k] = turned[k][i];
 }
 
 #endif
