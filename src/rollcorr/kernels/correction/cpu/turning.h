@@ -169,16 +169,18 @@ static inline void turn_floats(vf row[LANES]) {
 #endif
 }
 
-/* Turn vectors of a tile back: lane i of vector k becomes number i · steps + k. */
+/* Turn vectors of a tile back: lane i of vector k becomes number i · steps + k. Rows of whole cache lines go past it. */
 static void turn_back(const vf *turned, int steps, float *out) {
-    int k = 0;
+    int k = 0, past_cache = steps % LANES == 0 && can_pass_cache(out);
     for (; k + LANES <= steps; k += LANES) {
         vf row[LANES];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) row[i] = turned[k + i];
         turn_floats(row);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) store(out + i * steps + k, row[i]);
+        if (past_cache)
+            for (int i = 0; i < LANES; i++) store_past_cache(out + i * steps + k, row[i]);
+        else
+            for (int i = 0; i < LANES; i++) store(out + i * steps + k, row[i]);
     }
     for (; k < steps; k++)
         for (int i = 0; i < LANES; i++) out[i * steps + k] = turned[k][i];
