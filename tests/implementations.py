@@ -61,7 +61,7 @@ class Takes:
 TAKES = {
     "reference": Takes(),
     "torch": Takes(),
-    "cpu": Takes(dtypes=(torch.float32, torch.bfloat16), largest_bound=40.0, adds_in_float32=True, horizon=False),
+    "cpu": Takes(dtypes=(torch.float32, torch.bfloat16), largest_bound=40.0, adds_in_float32=True),
     "triton": Takes(
         largest_bound=40.0, largest_log_ratio=1e16, adds_in_float32=True, every_weight_bound=False, horizon=False
     ),

@@ -458,6 +458,8 @@ def weight_metrics(sequences: list[Response], settings: Settings) -> dict[str, f
         "saturated_low_fraction": share([-INF < x < -settings.safety_bound for x in unit_logs]),
         "saturated_high_fraction": share([x > settings.safety_bound for x in unit_logs]),
     }
+    if settings.level == "horizon":
+        metrics["rollout_is_horizon"] = settings.horizon
     if settings.level not in PER_TOKEN:
         finite = [x for x in unit_logs if x > -INF]
         metrics["rollout_is_log_min"] = min(finite, default=0.0)

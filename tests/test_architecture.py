@@ -58,11 +58,11 @@ def is_method_call(node: ast.AST) -> bool:
 
 BUDGETS = {
     "cli": 684,
-    "config": 1681,
+    "config": 1686,
     "confirm": 237,
     "conformance": 350,
-    "core": 1556,
-    "correction": 1238,
+    "core": 1565,
+    "correction": 1268,
     "demo": 171,
     "diffusion": 490,
     "engines": 2003,

@@ -15,7 +15,7 @@ ONLY_OF_CONFIGURATIONS = ("impl",)
 
 def option_types_stub() -> str:
     """The stub: names of presets, options as keyword arguments, and the constructors of the presets."""
-    types = {field.name: str(field.type) for field in fields(RolloutCorrectionConfig)}
+    types = {field.name: str(field.type).replace("'", '"') for field in fields(RolloutCorrectionConfig)}
     names = "\n".join(f"    {_quoted(name)}," for name in PRESETS)
     options = "\n".join(f"    {name}: {of}" for name, of in types.items() if name not in ONLY_OF_CONFIGURATIONS)
     others = "\n".join(f"    {name}: {types[name]}" for name in ONLY_OF_CONFIGURATIONS)

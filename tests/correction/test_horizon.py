@@ -9,8 +9,10 @@ import torch
 from implementations import IMPLEMENTATIONS, TAKES
 
 from rollcorr import PolicyLogProbs, RolloutCorrectionConfig, correct, policy_loss
-from rollcorr.core.horizon import CHUNK, horizon_log_weights
+from rollcorr.core.horizon import CHUNK, EFFECTIVE_SEQUENCES, chosen_decay, horizon_log_weights
 from rollcorr.core.layout import pack
+from rollcorr.correction import rollout_correction
+from rollcorr.kernels.correction.call import Batch
 
 DECAYS = (0.0, 1e-90, 0.02, 0.5, 0.95, 0.9999, 1.0)
 SHAPES = ((1, 1), (4, CHUNK), (3, CHUNK + 1), (2, 5 * CHUNK - 5), (200, 3))
@@ -143,13 +145,104 @@ def test_the_variance_formula_holds_for_independent_tokens():
         assert log_weight.var().item() == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("impl", sorted({"cpu", "triton"} & set(IMPLEMENTATIONS) - set(WITH_HORIZON)))
-def test_a_kernel_without_the_level_says_why(impl):
+@pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="Triton runs on a GPU, or in make test-triton")
+def test_triton_says_that_it_lacks_the_level():
     with pytest.raises(ValueError, match="rollout_is is 'horizon'"):
-        correct(*batch(1, 4, dtype=torch.float32), rollout_is="horizon", rollout_is_horizon=0.5, impl=impl)
+        correct(*batch(1, 4, dtype=torch.float32), rollout_is="horizon", rollout_is_horizon=0.5, impl="triton")
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("decay", [0.02, 0.9, 0.98, 0.999, 1.0])
+@pytest.mark.parametrize("scale", [0.01, 0.2])
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_equal_a_double_loop(impl, decay, scale, holes, packed):
+    """Within 1e-6, relative, also over several tiles of the compiled kernel."""
+    train, rollout, mask = batch(3, 1100, scale=scale, seed=3, dtype=torch.float32)
+    train, rollout = train.clamp(max=-0.01), rollout.clamp(max=-0.01)
+    inside = torch.arange(1100) < torch.tensor([1100, 700, 17])[:, None]
+    mask = mask & inside if holes else inside
+    expected = torch.zeros(3, 1100, dtype=torch.float64)
+    for d, valid, of_row in zip(train.double() - rollout.double(), mask, expected, strict=True):
+        places = torch.arange(int(valid.sum()), dtype=torch.float64)
+        of_row[valid] = (decay ** (places - places[:, None]).abs() @ d[valid]).clamp(-20, 20).exp()
+    options = {"rollout_is": "horizon", "rollout_is_horizon": decay, "rollout_is_threshold": None, "impl": impl}
+    if packed:
+        (train, cu_seqlens), (rollout, _), (mask, _) = (pack(x, inside) for x in (train, rollout, mask))
+        found, expected = correct(train, rollout, mask, cu_seqlens=cu_seqlens, **options).weights, expected[inside]
+    else:
+        found = correct(train, rollout, mask, **options).weights
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_summary_names_lambda():
     config = RolloutCorrectionConfig(rollout_is="horizon", rollout_is_horizon=0.5)
     assert "horizon 0.5 weights up to 2.0" in repr(correct(*batch(1, 4), config))
     assert config == RolloutCorrectionConfig(**config.to_dict())
+
+
+def test_chosen_lambda_by_hand():
+    """B = 256 e, so V = 1: sqrt((1 − 0.1) / (1 + 0.1)) = 0.905; a variance of 1 leaves nothing."""
+    B = EFFECTIVE_SEQUENCES * math.e
+    assert chosen_decay(0.1, B) == 0.9
+    assert chosen_decay(1.01, B) == chosen_decay(0.1, EFFECTIVE_SEQUENCES) == chosen_decay(0.1, 0.0) == 0.0
+    assert chosen_decay(0.0, B) == 1.0
+
+
+@pytest.mark.parametrize("impl", WITH_HORIZON)
+def test_auto_chooses_lambda_from_the_batch(impl):
+    train, rollout, mask = batch(1024, 40, scale=0.2, dtype=torch.float32)
+    options = {"rollout_is": "horizon", "rollout_is_threshold": None, "impl": impl}
+    correction = correct(train, rollout, mask, rollout_is_horizon="auto", **options)
+    metrics = correction.metrics(prefix="")
+    decay = chosen_decay(metrics["log_ratio_std"] ** 2, mask.any(1).sum().item())
+    assert 0.9 < decay < 1
+    assert correction.config.rollout_is_horizon == metrics["rollout_is_horizon"] == decay
+    expected = correct(train, rollout, mask, rollout_is_horizon=decay, **options)
+    assert torch.equal(correction.weights, expected.weights)
+
+    # A batch of at most 256 sequences gets token weights.
+    few = train[:256], rollout[:256], mask[:256]
+    found = correct(*few, rollout_is_horizon="auto", **options)
+    expected = correct(*few, rollout_is="token", rollout_is_threshold=None, impl=impl)
+    assert torch.equal(found.weights, expected.weights)
+
+
+def test_chosen_lambda_reaches_the_sample_size():
+    """Independent tokens far from the ends: B sequences are worth 256, within sampling error."""
+    generator = torch.Generator().manual_seed(2)
+    d = 0.3 * torch.randn(512, 400, generator=generator, dtype=torch.float64)
+    decay = chosen_decay(0.09, 512)
+    weights = horizon_log_weights(d, torch.ones_like(d, dtype=torch.bool), decay=decay)[:, 150:250].exp()
+    size = (weights.sum(0) ** 2 / (weights**2).sum(0)).mean().item()
+    assert size == pytest.approx(EFFECTIVE_SEQUENCES, rel=0.1)
+
+
+def test_auto_has_no_number_before_a_batch():
+    config = RolloutCorrectionConfig(rollout_is="horizon", rollout_is_horizon="auto")
+    with pytest.raises(ValueError, match="has no value before a batch is read"):
+        config.horizon_decay  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "mixed"),
+    [
+        ([0, 1, 6, 7], [2, 5], True),  # zig-zag
+        ([4, 5, 6, 7], [0, 3], True),  # not in the order of the ranks
+        ([0, 1, 2, 3], [4, 7], False),
+        ([0, 1, 2, 3], [math.inf, -math.inf], False),  # the other slice is empty
+    ],
+)
+def test_position_ids_reveal_slices_out_of_order(own, other, mixed, monkeypatch):
+    """`other` has the first and last position of the other rank's slice, which is the second of two."""
+    first, last = other
+    theirs = torch.tensor([[-first], [last]], dtype=torch.float64)
+    monkeypatch.setattr(rollout_correction, "gather", lambda ends, group: torch.stack([ends, theirs]))
+    x, positions = torch.zeros(1, 4), torch.tensor([own])
+    found = None
+    try:
+        rollout_correction._check_slice_order(Batch(x, x, torch.ones(1, 4)), positions, None)
+    except ValueError as error:
+        found = str(error)
+    assert (found is not None and "of sequence 0 overlap" in found) == mixed

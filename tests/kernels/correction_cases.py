@@ -86,7 +86,7 @@ def batches(draw):
 def everything(**fields) -> RolloutCorrectionConfig:
     """Token weights, all eleven criteria and the veto, bounded so that some tokens and sequences go and some stay."""
     thresholds = ",".join("0.6_1.5" if name.endswith("k1") else "0.3" for name in CRITERIA)
-    fields = {"rollout_is": "token", "rollout_token_veto_threshold": 1e-2} | fields
+    fields = {"rollout_is": "token", "rollout_is_horizon": 0.9, "rollout_token_veto_threshold": 1e-2} | fields
     return configuration(rollout_rs=",".join(CRITERIA), rollout_rs_threshold=thresholds, **fields)
 
 

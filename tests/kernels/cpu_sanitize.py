@@ -48,13 +48,15 @@ def configs() -> list[RolloutCorrectionConfig]:
     """Return configurations that differ in level, bounds, criteria and missing values, in every combination."""
     criteria = {"rollout_rs": ",".join(CRITERIA), "rollout_rs_threshold": 2.0, "rollout_token_veto_threshold": 1e-2}
     options = product(
-        (None, "token", "sequence", "geometric"),
+        (None, "token", "sequence", "geometric", "horizon"),
         (None, 2.0, "0.5_2.0"),
         ("reject_token", "reject_sequence", "neutral"),
         ({}, {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.5"}, criteria),
     )
     return [
-        configuration(rollout_is=level, rollout_is_threshold=bound, nonfinite=nonfinite, **rejection)
+        configuration(
+            rollout_is=level, rollout_is_horizon=0.9, rollout_is_threshold=bound, nonfinite=nonfinite, **rejection
+        )
         for level, bound, nonfinite, rejection in options
     ]
 

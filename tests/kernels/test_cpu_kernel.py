@@ -9,6 +9,7 @@ import pytest
 import torch
 from correction_cases import (
     SPECIAL,
+    WITH_HORIZON,
     assert_same,
     batches,
     configuration,
@@ -52,7 +53,7 @@ def numbers(output) -> dict[str, float]:
 
 
 @levels
-@given(batch=batches(), config=configurations())
+@given(batch=batches(), config=configurations(levels=WITH_HORIZON))
 def test_every_configuration_gives_the_reference(level, batch, config):
     assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
@@ -85,7 +86,11 @@ def test_a_negative_zero_in_a_mask_is_a_zero(level):
 
 
 @levels
-@given(batch=batches(), config=configurations(), lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6))
+@given(
+    batch=batches(),
+    config=configurations(levels=WITH_HORIZON),
+    lengths=st.lists(st.integers(0, 17), min_size=6, max_size=6),
+)
 def test_packed_equals_padded(level, batch, config, lengths):
     train, rollout, mask = batch
     B, T = mask.shape
@@ -101,7 +106,7 @@ def test_packed_equals_padded(level, batch, config, lengths):
 @pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("T", [0, 1, 3, 15, 16, 17, 31, 511, 512, 513, 1025])
-@pytest.mark.parametrize("rollout_is", ["token", "sequence", None])
+@pytest.mark.parametrize("rollout_is", ["token", "sequence", "horizon", None])
 def test_any_length_gives_the_reference(level, T, rollout_is):
     """Lengths around the width of a vector and of a block: the last vector of a row is filled up with padding."""
     batch = noisy(3, T, 0.3)
@@ -112,7 +117,7 @@ def test_any_length_gives_the_reference(level, T, rollout_is):
 @pytest.mark.covering(2)
 @levels
 @pytest.mark.parametrize("spread", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
-@pytest.mark.parametrize("rollout_is", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("rollout_is", ["token", "sequence", "geometric", "horizon"])
 def test_metrics_agree_with_float64_at_every_mismatch(level, spread, rollout_is):
     """Within 1e-5, relative: float32 as such would give a standard deviation of 0, chi² of 0 and a negative k3."""
     batch = noisy(16, 3000, spread)
@@ -136,7 +141,15 @@ def test_a_small_spread_around_a_large_mean_survives(level, offset):
 
 
 @levels
-@pytest.mark.parametrize("config", [everything(), everything(rollout_is="sequence", nonfinite="neutral")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        everything(),
+        everything(rollout_is="sequence", nonfinite="neutral"),
+        everything(rollout_is="horizon"),
+        everything(rollout_is="horizon", nonfinite="neutral", rollout_is_threshold="0.5_2.0"),
+    ],
+)
 @pytest.mark.parametrize("where", ["train", "rollout", "both"])
 def test_values_that_are_not_finite_may_stand_anywhere(level, config, where):
     """One in three, on valid and masked tokens, in rows of every kind."""
@@ -160,7 +173,7 @@ def test_extreme_values_overflow_nothing(level, train, rollout):
     """Sentinels, densities and garbage among common values; float64 represents all of them."""
     batch = noisy(3, 600, 0.2)
     batch[0][1, 3:550], batch[1][1, 3:590] = train, rollout
-    for config in (everything(), configuration(rollout_is="geometric")):
+    for config in (everything(), everything(rollout_is="horizon"), configuration(rollout_is="geometric")):
         actual, expected = cpu_correction(*batch, config, level=level), reference_correction(*batch, config)
         assert_same(actual, expected, rel=1e-5, abs=1e-5)
         assert actual.weights.isfinite().all()
@@ -234,7 +247,7 @@ def test_half_precision_is_widened_before_anything_is_subtracted(level, train_ty
     train, rollout, mask = noisy(3, 530, 0.2)
     train[0, 5], rollout[0, 9] = -math.inf, math.nan
     batch = train.to(train_type), rollout.to(rollout_type), mask
-    for config in (everything(), everything(rollout_is="sequence")):
+    for config in (everything(), everything(rollout_is="sequence"), everything(rollout_is="horizon")):
         assert_same(cpu_correction(*batch, config, level=level), reference_correction(*batch, config), **CLOSE)
 
 
@@ -243,14 +256,17 @@ def test_rows_may_lie_apart(level):
     """A slice of columns, like `log_prob[:, -response_length:]`; a transposed mask is copied."""
     train, rollout, mask = noisy(4, 700, 0.2)
     sliced = train[:, 37:], rollout[:, 37:], mask.T.contiguous().T[:, 37:]
-    expected = reference_correction(*sliced, everything())
-    assert_same(cpu_correction(*sliced, everything(), level=level), expected, **CLOSE)
+    for config in (everything(), everything(rollout_is="horizon")):
+        expected = reference_correction(*sliced, config)
+        assert_same(cpu_correction(*sliced, config, level=level), expected, **CLOSE)
 
 
 @levels
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("config", "spread"), [(everything(), 0.3), (STANDARD, 0.02)], ids=["every criterion", "close"]
+    ("config", "spread"),
+    [(everything(), 0.3), (STANDARD, 0.02), (everything(rollout_is="horizon"), 0.3)],
+    ids=["every criterion", "close", "horizon"],
 )
 def test_the_number_of_threads_changes_no_bit(level, packed, config, spread, threads):
     """Enough tokens for several tasks."""

@@ -97,7 +97,7 @@ class RolloutCorrectionConfig(NamedPresets):
         rollout_is_floor: the smallest weight: max(w, floor), with or without a ceiling. A ratio of exactly 0 keeps the
             weight 0. Optional; no floor by default.
         rollout_is_horizon: λ of "horizon", 0 to 1: 0 gives token weights, 1 sequence weights; 1/(1 − λ) is the horizon
-            in tokens.
+            in tokens. "auto" chooses it for each batch, from its size and its mismatch.
         impl: kernel to use: "auto" selects the fastest one proven on the device. It does not change the computation, so
             configurations that differ only in it are equal.
 
@@ -125,7 +125,7 @@ class RolloutCorrectionConfig(NamedPresets):
     normalizer: Normalizer = "kept"
     batch_normalize_over: NormalizedUnits = "valid"
     rollout_is_floor: float | None = None
-    rollout_is_horizon: float | None = None
+    rollout_is_horizon: float | Literal["auto"] | None = None
     impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
@@ -228,6 +228,19 @@ class RolloutCorrectionConfig(NamedPresets):
         """True iff each token has a weight of its own: at levels "token" and "horizon"."""
         return self.rollout_is in ("token", "horizon")
 
+    @property
+    def horizon_decay(self) -> float:
+        """The number λ of level "horizon"; 0 without one.
+
+        Raises:
+            ValueError: λ is "auto", which only `correct` replaces by a number.
+        """
+        if self.rollout_is_horizon == "auto":
+            raise ValueError(
+                "rollout_is_horizon='auto' has no value before a batch is read; call correct, or set a number"
+            )
+        return self.rollout_is_horizon or 0.0
+
     @cached_property
     def only_measures(self) -> bool:
         """True iff it has neither weights nor rejection: an adapter then keeps the trainer's mask, counts and loss.
@@ -277,12 +290,12 @@ class RolloutCorrectionConfig(NamedPresets):
     def _check_horizon(self) -> None:
         """Check λ: level "horizon" needs it, and no other level reads it (`_inert_options`)."""
         decay = self.rollout_is_horizon
-        if decay is not None:
+        if decay is not None and decay != "auto":
             self._set_frozen("rollout_is_horizon", check_number("rollout_is_horizon", decay, at_least=0, at_most=1))
-        elif self.rollout_is == "horizon":
+        elif decay is None and self.rollout_is == "horizon":
             raise ValueError(
                 "rollout_is='horizon' needs rollout_is_horizon, got None; set a number from 0 (token weights) to 1 "
-                "(sequence weights), such as 0.5"
+                "(sequence weights), such as 0.5, or 'auto'"
             )
 
     def _inert_options(self) -> list[tuple[str, str]]:

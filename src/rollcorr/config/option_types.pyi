@@ -60,7 +60,7 @@ class CorrectionOptions(TypedDict, total=False):
     normalizer: Normalizer
     batch_normalize_over: NormalizedUnits
     rollout_is_floor: float | None
-    rollout_is_horizon: float | None
+    rollout_is_horizon: float | Literal["auto"] | None
 
 class ConfigOptions(CorrectionOptions, total=False):
     impl: Implementation

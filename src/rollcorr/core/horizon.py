@@ -10,6 +10,7 @@ then the sums that chunks pass on. The cost is O(tokens), and every power of λ 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,9 @@ NEGLIGIBLE = 1e-40
 
 LARGEST = 1e300
 """Nats: limit of |d|, so that no sum overflows. The safety bound of the weights lies far below."""
+
+EFFECTIVE_SEQUENCES = 256
+"""Number of sequences that weights with a chosen λ should be worth: smaller batches get token weights."""
 
 Gather = Callable[[Tensor], tuple[Tensor, int]]
 """Collects a tensor of every slice, in the order of the tokens: returns (slices, ...) and the index of the own slice.
@@ -83,6 +87,27 @@ def horizon_log_weights(
     # λ^k (−inf) is −inf at any distance, also where the power is too small for a float.
     impossible = zero if decay == 0 else mask & expand(zeros > 0, mask, cu_seqlens=cu_seqlens)
     return log_weight.masked_fill(~mask, 0.0).masked_fill(impossible, -torch.inf)
+
+
+def chosen_decay(variance: float, sequences: float) -> float:
+    """Choose λ = sqrt((V − σ²) / (V + σ²)), with V = log(B / 256); 0 if V ≤ σ².
+
+    ℓ of independent tokens has the variance σ² (1 + λ²) / (1 − λ²), and weights with a normal ℓ of variance V are worth
+    a share exp(−V) of the sample. So this is the longest horizon at which B sequences are worth 256.
+
+    Args:
+        variance: σ² of d, nats².
+        sequences: B.
+
+    Returns:
+        λ, rounded to two digits, so that few different values occur.
+
+    Source: this library; docs/background/correction.md has the derivation.
+    """
+    affordable = math.log(max(sequences, 1.0) / EFFECTIVE_SEQUENCES)
+    if affordable <= variance:
+        return 0.0
+    return round(math.sqrt((affordable - variance) / (affordable + variance)), 2)
 
 
 def _chunk_sums(tokens: Tensor, owner: Tensor, decay: float) -> Tensor:

@@ -121,6 +121,7 @@ METRICS: dict[str, Metric] = metric_table(
         effective_sample_size("unit_weight"),
         "Kish (1965)",
     ),
+    ("rollout_is_horizon", "1", "batch", "λ of level horizon", highest("horizon"), OWN),
     ("rollout_is_seq_mean", "ratio", R, "mean_R(q_i), q_i = mean_i(w)", mean("sequence_weight"), IS_GUIDE),
     ("rollout_is_seq_std", "ratio", R, "std_R(q_i)", std("sequence_weight"), IS_GUIDE),
     ("rollout_is_seq_min", "ratio", R, "min_R(q_i)", lowest("sequence_weight"), IS_GUIDE),

@@ -21,14 +21,16 @@ from rollcorr.core.boundary import (
     plain,
     truth,
 )
-from rollcorr.core.layout import check_layout, check_shapes, sequence_count
-from rollcorr.core.mergeable_statistics import Statistics
+from rollcorr.core.horizon import chosen_decay
+from rollcorr.core.layout import check_layout, check_shapes, sequence_count, sequence_max
+from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.ratios import classify_tokens
 from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import count_denominators
 from rollcorr.correction.process_groups import (
     check_groups,
     context_reduction,
+    gather,
     gather_slices,
     gather_statistics,
     members,
@@ -68,7 +70,7 @@ def correct(
     """Compute weights w(π/μ), a loss mask and mergeable statistics for one batch of rollouts.
 
     Without a configuration this only measures the mismatch, and the weights that a token-level correction would have.
-    It does not synchronize with the device, except under `nonfinite="raise"`.
+    It does not synchronize with the device, except under `nonfinite="raise"` and `rollout_is_horizon="auto"`.
 
     Args:
         train_log_prob: log π of the sampled tokens, nats: π_old when decoupled, π_θ in bypass mode. (B, T), or (N,)
@@ -149,6 +151,8 @@ def correct(
         None if cu_seqlens is None else bounded_offsets(cu_seqlens, response_mask.numel()),
     )
     counts, statistics, fingerprint = StepCounts(), None, None
+    if resolved is not None and resolved.rollout_is == "horizon" and resolved.rollout_is_horizon == "auto":
+        resolved = _with_chosen_horizon(inputs, resolved, peers, context_group, impl)
     if resolved is None:
         # Without statistics, count from the mask. Every response token stays.
         weights, loss_mask = None, truth(inputs.mask, "response_mask")
@@ -244,12 +248,20 @@ def _run_correction(
 ) -> CorrectionOutput:
     """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
+        position_ids = detail.position_ids if isinstance(detail, Detail) else None
+        if config.rollout_is == "horizon" and context_group is not None and position_ids is not None:
+            _check_slice_order(inputs, position_ids, context_group)
+
         # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
         output = _run_kernel(inputs, config, context_group, out, impl)
         statistics = output.statistics
         if detail:
             names = detail if isinstance(detail, Detail) else Detail()
             statistics = statistics | _compute_detail(inputs, output.weights, config, context_group, names, impl)
+
+        if config.rollout_is == "horizon":
+            ends = torch.full((2,), config.horizon_decay, dtype=STATISTICS_DTYPE, device=inputs.mask.device)
+            statistics = statistics | Statistics.of(extremes={"horizon": ends})
 
         # Merge the statistics of other sequences afterwards. They change only the mean of the weights, no decision.
         if group is not None:
@@ -268,6 +280,40 @@ def _run_correction(
         if weights is not None and config.rollout_is_batch_normalize:
             weights = weights.div_(mean_weight(statistics).to(weights.dtype))
     return CorrectionOutput(weights, output.loss_mask, output.sequence_kept, statistics, output.policy_sums)
+
+
+def _with_chosen_horizon(
+    inputs: Batch,
+    config: RolloutCorrectionConfig,
+    group: ProcessGroup | None,
+    context_group: ProcessGroup | None,
+    impl: Implementation,
+) -> RolloutCorrectionConfig:
+    """Return the configuration with λ for the group's batch: one more read of the tokens, and a wait for the device."""
+    with torch.set_grad_enabled(False):
+        measuring = RolloutCorrectionConfig(impl=config.impl)
+        statistics = _run_kernel(inputs, measuring, context_group, None, impl).statistics
+        if group is not None:
+            statistics = gather_statistics(statistics, group)
+    numbers = statistics.read()
+    count, _, deviations = numbers.moments["log_ratio"]
+    decay = chosen_decay(deviations / max(count, 1.0), numbers.sums["sequences_measured"])
+    return config.with_options(rollout_is_horizon=decay)
+
+
+def _check_slice_order(inputs: Batch, position_ids: Tensor, context_group: ProcessGroup) -> None:
+    """Raise `ValueError` on every rank if a slice does not lie behind those of earlier ranks: a wait for the device."""
+    check_layout(train_log_prob=inputs.train, position_ids=position_ids, cu_seqlens=inputs.cu_seqlens)
+    valid, positions = truth(inputs.mask, "response_mask"), position_ids.double()
+    ends = [sequence_max(sign * positions, valid, cu_seqlens=inputs.cu_seqlens) for sign in (-1, 1)]
+    firsts, lasts = gather(torch.stack(ends), context_group).unbind(1)
+    mixed = -firsts[1:] <= lasts.cummax(0).values[:-1]
+    if mixed.any():
+        sequence = int(mixed.any(0).nonzero()[0])
+        raise ValueError(
+            f"rollout_is='horizon' needs slices in the order of the ranks, and those of sequence {sequence} overlap "
+            "(zig-zag?): gather whole sequences (rollcorr.layouts.whole_tokens), or choose another level"
+        )
 
 
 def _run_kernel(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ class RolloutCorrectionConfig(RawConfig):
         safety_bound: clamp log weights to ± this value, nats.
         batch_normalize_over: compute the batch mean over all "valid" units, or over the "kept" ones.
         rollout_is_floor: optional; the smallest weight.
-        rollout_is_horizon: λ of level "horizon".
+        rollout_is_horizon: λ of level "horizon", or "auto".
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
@@ -135,7 +135,7 @@ class RolloutCorrectionConfig(RawConfig):
     safety_bound: float = SAFETY_BOUND
     batch_normalize_over: str = "valid"
     rollout_is_floor: float | None = None
-    rollout_is_horizon: float | None = None
+    rollout_is_horizon: float | Literal["auto"] | None = None
     verl_parity: bool = False
     impl: str = "auto"
 

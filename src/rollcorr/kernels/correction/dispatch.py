@@ -138,6 +138,8 @@ def warm(
     settings = resolve(config)
     if settings is None:
         raise ValueError(f"config={config!r} means no correction at all, so there is nothing to make ready")
+    if settings.rollout_is_horizon == "auto":
+        settings = settings.with_options(rollout_is_horizon=0.5)
     device = torch.empty(0, device=device).device  # "cuda" becomes the current GPU
     sequences, T = shape
     size = (sequences * T,) if packed else shape

@@ -109,7 +109,7 @@ def _compute_weights(batch: _TokenInputs, config: RolloutCorrectionConfig, loss_
     if token_level:
         log_weight, units = batch.log_ratio, batch.counted
         if config.rollout_is == "horizon":
-            decay = config.rollout_is_horizon or 0.0
+            decay = config.horizon_decay
             log_weight = horizon_log_weights(log_weight, batch.valid, decay=decay, cu_seqlens=batch.cu_seqlens)
     else:
         log_weight = log_product if config.rollout_is == "sequence" else log_product / count.clamp(min=1)

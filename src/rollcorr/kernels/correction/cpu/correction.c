@@ -177,7 +177,9 @@ static void spread_weight(Block *block, const Row *data, const Derived *derived,
     }
 }
 
-static void pass_sequence(Block *block, int64_t i, Rows *rows) {
+#include "horizon.h"
+
+static void pass_sequence(Block *block, const Workspace *space, int64_t i, Rows *rows) {
     const Job *job = block->job;
     Row data = row_of(job, i);
     Sequence s = {.range = {INFINITY, -INFINITY}};
@@ -189,6 +191,7 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
     }
     add_quiet(block, job->level == TOKEN_WEIGHTS, &s, rows);
     Derived derived = derive(job, &s);
+    if (job->level == HORIZON_WEIGHTS) weigh_with_horizon(block, &data, space, &derived, &s, rows);
     const int32_t *of = job->token_criterion;
     if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) { /* nothing but missing tokens is rejected one by one */
         s.rejected_once = job->nonfinite == REJECT_TOKEN ? derived.missing : 0;
@@ -209,29 +212,36 @@ static void pass_sequence(Block *block, int64_t i, Rows *rows) {
 /* --- All of them ---------------------------------------------------------------------------------------------------- */
 
 /* Returns whether a value of the mask was negative or not finite. */
-static int pass_task(const Job *job, int64_t task, Rows *rows) {
+static int pass_task(const Job *job, const Workspace *space, int64_t task, Rows *rows) {
     Block block;
     block.job = job;
     block.bad_mask = 0;
     clear_rows(rows);
     int64_t first = task * job->sequences_per_task, last = first + job->sequences_per_task;
-    for (int64_t i = first; i < last && i < job->sequences; i++) pass_sequence(&block, i, rows);
+    for (int64_t i = first; i < last && i < job->sequences; i++) pass_sequence(&block, space, i, rows);
     return block.bad_mask;
 }
 
 typedef struct {
     const Job *job;
     Rows *rows; /* of each task */
-    int64_t next;
+    char *memory; /* NULL, or room for the workspaces of all threads */
+    int64_t longest; /* tokens of a sequence */
+    int64_t next, threads;
     int bad_mask;
 } Tasks;
 
 static void take_tasks(void *argument) {
     Tasks *tasks = argument;
+    Workspace space;
+    if (tasks->memory) {
+        int64_t thread = __atomic_fetch_add(&tasks->threads, 1, __ATOMIC_RELAXED);
+        set_up(&space, tasks->memory + thread * workspace_size(tasks->longest), tasks->longest, tasks->job->decay);
+    }
     for (;;) {
         int64_t task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
         if (task >= tasks->job->tasks) break;
-        if (pass_task(tasks->job, task, &tasks->rows[task])) __atomic_store_n(&tasks->bad_mask, 1, __ATOMIC_RELAXED);
+        if (pass_task(tasks->job, &space, task, &tasks->rows[task])) __atomic_store_n(&tasks->bad_mask, 1, __ATOMIC_RELAXED);
     }
 #if LANES == 16
     _mm_sfence(); /* stores past the cache are seen by whoever waits for this thread */
@@ -249,17 +259,34 @@ static int64_t threads_of(const Job *job) { return job->threads < job->tasks ? j
 
 enum { NO_MEMORY, DONE, BAD_MASK };
 
+/* Memory for the workspaces, at the level that has them; returns 0 if there is none. */
+static int have_workspaces(Tasks *tasks) {
+    const Job *job = tasks->job;
+    if (job->level != HORIZON_WEIGHTS) return 1;
+    for (int64_t i = 0; i < job->sequences; i++) {
+        int64_t length = row_of(job, i).length;
+        if (length > tasks->longest) tasks->longest = length;
+    }
+    size_t bytes = (size_t)(threads_of(job) * workspace_size(tasks->longest));
+    return posix_memalign((void **)&tasks->memory, 64, bytes) == 0;
+}
+
 /* Tasks go to whichever thread is free, so a core that somebody else uses holds up nobody. Without memory for their rows
    nothing is computed; with a negative or non-finite value in the mask the numbers mean nothing. */
 PUBLIC int rollcorr_correct(const Job *job) {
     Rows *rows = malloc((size_t)job->tasks * sizeof *rows);
-    if (!rows) return NO_MEMORY;
-    Tasks tasks = {job, rows, 0, 0};
+    Tasks tasks = {.job = job, .rows = rows};
+    int has_memory = rows && have_workspaces(&tasks);
+    if (!has_memory) {
+        free(rows);
+        return NO_MEMORY;
+    }
     work_together(take_tasks, &tasks, threads_of(job));
     for (int64_t task = 1; task < job->tasks; task++) merge_rows(rows, &rows[task], job->criteria_count);
     finish_rows(job, rows);
     for (int64_t i = 0; i < job->number_count; i++) job->numbers[i] = ((const double *)rows)[job->places[i]];
     free(rows);
+    free(tasks.memory);
     return tasks.bad_mask ? BAD_MASK : DONE;
 }
 

@@ -9,7 +9,7 @@
 
 #include "token_sums.h"
 
-#define ABI 9 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 10 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.SAFETY_BOUND */
 
@@ -60,7 +60,7 @@ typedef struct {
 
 enum { FLOAT32, BFLOAT16 };                               /* type of log-probs */
 enum { MASK_BYTE, MASK_INT32, MASK_INT64, MASK_FLOAT32 }; /* type of the mask */
-enum { NO_WEIGHTS, TOKEN_WEIGHTS, SEQUENCE_WEIGHTS, GEOMETRIC_WEIGHTS };
+enum { NO_WEIGHTS, TOKEN_WEIGHTS, SEQUENCE_WEIGHTS, GEOMETRIC_WEIGHTS, HORIZON_WEIGHTS };
 enum { UNBOUNDED, TRUNCATE, ICEPOP };
 enum { REJECT_TOKEN, REJECT_SEQUENCE, NEUTRAL };          /* what becomes of missing log-probs */
 enum { NO_NORMALIZATION, OVER_VALID, OVER_KEPT };
@@ -103,6 +103,7 @@ typedef struct {
     Band quiet;               /* inside, nothing at all is decided about single tokens; empty where that is always done */
     WideBand wide_band, wide_weighted, low_weight;
     double bound; /* the safety bound, nats */
+    double decay; /* λ of HORIZON_WEIGHTS */
 } Job;
 
 /* --- Small sums ----------------------------------------------------------------------------------------------------- */

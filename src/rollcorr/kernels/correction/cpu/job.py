@@ -21,7 +21,7 @@ MASK_TYPES = {torch.bool: 0, torch.uint8: 0, torch.int32: 1, torch.int64: 2, tor
 
 SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
 KINDS = ("k1", "k2", "k3")
-_LEVELS = (None, "token", "sequence", "geometric")
+_LEVELS = (None, "token", "sequence", "geometric", "horizon")
 _MODES = ("none", "truncate", "icepop")
 _NONFINITE = {"reject_token": 0, "raise": 0, "reject_sequence": 1, "neutral": 2}
 _NORMALIZATION = {"valid": 1, "kept": 2}
@@ -70,7 +70,7 @@ class Job(ctypes.Structure):
         *_struct_fields(ctypes.c_float, "cap least floor ceiling"),
         *_struct_fields(Band, "band veto ten_percent weighted untouched accepted quiet"),
         *_struct_fields(WideBand, "wide_band wide_weighted low_weight"),
-        *_struct_fields(ctypes.c_double, "bound"),
+        *_struct_fields(ctypes.c_double, "bound decay"),
     ]
 
 
@@ -84,10 +84,11 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     cap = config.is_upper if config.is_mode == "truncate" and config.is_upper is not None else math.inf
     least = config.rollout_is_floor or 0.0
     low, high = log_band(*exceedance_band(config))
+    level = "token" if config.rollout_is == "horizon" and not config.horizon_decay else config.rollout_is
     untouched = max(low, -bound, math.log(least) if least else -math.inf), min(high, bound, math.log(cap))
     zeroing, vetoed, accepted = zeroing_band(config), log_band(veto, None), EVERYTHING
     job = Job(
-        level=_LEVELS.index(config.rollout_is),
+        level=_LEVELS.index(level),
         mode=_MODES.index(config.is_mode),
         nonfinite=_NONFINITE[config.nonfinite],
         normalization=_NORMALIZATION[config.batch_normalize_over],
@@ -101,6 +102,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
         floor=math.exp(-bound),
         ceiling=math.exp(bound),
         bound=bound,
+        decay=config.horizon_decay if config.rollout_is == "horizon" else 0.0,
         band=_round_to_float32((low, high)),
         weighted=_round_to_float32(zeroing),
         wide_band=(low, high),
@@ -123,7 +125,7 @@ def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
 
     # At token level a divergence also has moments and extremes of its own, which need the value of every token.
     described = any(criterion.scope == "token" and criterion.kind != "k1" for criterion in config.criteria)
-    weighed = _intersect_bands(untouched, zeroing) if config.rollout_is == "token" else EVERYTHING
+    weighed = _intersect_bands(untouched, zeroing) if level == "token" else EVERYTHING
     job.quiet = _round_to_float32(
         NOTHING if described else _intersect_bands(_intersect_bands(accepted, vetoed), weighed)
     )

@@ -42,8 +42,6 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
             return f"{name} is {tensor.dtype}, and it reads float32 and bfloat16"
         if not _rows_are_contiguous(tensor):
             return f"the tokens of {name} do not lie next to each other (strides {tensor.stride()})"
-    if config.rollout_is == "horizon":
-        return "rollout_is is 'horizon', and it weighs tokens and sequences"
     if config.safety_bound > KERNEL_SAFETY_BOUND:
         limit = f"the squares of weights up to e^{KERNEL_SAFETY_BOUND:g}"
         return f"safety_bound is {config.safety_bound:g}, and it sums {limit}"

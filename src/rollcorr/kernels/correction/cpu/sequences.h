@@ -164,10 +164,13 @@ static double weigh_sequence(const Job *job, double level, const Derived *derive
     return weight;
 }
 
+/* Whether each token has a weight of its own. */
+static inline int weighs_tokens(const Job *job) { return job->level == TOKEN_WEIGHTS || job->level == HORIZON_WEIGHTS; }
+
 /* The rows of weights at every level; returns the weight of a sequence-level configuration. */
 static double weigh(const Job *job, const Sequence *s, const Derived *derived, int kept, Rows *rows) {
     double *sums = rows->sums, weight = 0, mean_weight, kept_weight, level, counted = at_least_one(derived->counted);
-    if (job->level == TOKEN_WEIGHTS) {
+    if (weighs_tokens(job)) {
         sums[SUM_units] += derived->counted;
         mean_weight = s->weight / counted;
         level = log(s->raw_weight / counted);
@@ -188,16 +191,17 @@ static double weigh(const Job *job, const Sequence *s, const Derived *derived, i
     return weight;
 }
 
-/* Extremes of token-level weights from those of d, as exp is monotone; zero and neutral tokens join with 0 and 1. */
+/* Extremes of token-level weights from those of ℓ, as exp is monotone; zero and neutral tokens join with 0 and 1. */
 static void finish_weight_extremes(const Job *job, Rows *rows) {
     const double *sums = rows->sums;
-    Extremes raw = {INFINITY, -INFINITY}, *range = &rows->extremes[EXTREMES_log_ratio];
-    if (sums[SUM_tokens_measured] > 0) {
+    int is_token = job->level == TOKEN_WEIGHTS;
+    Extremes raw = {INFINITY, -INFINITY}, *range = &rows->extremes[is_token ? EXTREMES_log_ratio : EXTREMES_log_weight];
+    if (range->min <= range->max) {
         double bound = job->bound;
         add_extremes(&raw, exp(clamp(range->min, bound)), exp(clamp(range->max, bound)));
     }
     if (sums[SUM_zero_probability] > 0) add_extremes(&raw, 0, 0);
-    if (sums[SUM_units] > sums[SUM_tokens_compared]) add_extremes(&raw, 1, 1);
+    if (is_token && sums[SUM_units] > sums[SUM_tokens_compared]) add_extremes(&raw, 1, 1);
     rows->extremes[EXTREMES_weight_raw] = raw;
     if (job->mode == ICEPOP) return;
     if (sums[SUM_units] == 0) rows->extremes[EXTREMES_weight] = raw;
@@ -207,12 +211,12 @@ static void finish_weight_extremes(const Job *job, Rows *rows) {
 /* Rows of the batch that follow from others. */
 static void finish_rows(const Job *job, Rows *rows) {
     double *sums = rows->sums;
-    int token_level = job->level == TOKEN_WEIGHTS, k1 = job->token_criterion[K1];
+    int token_level = weighs_tokens(job), k1 = job->token_criterion[K1];
     rows->extremes[EXTREMES_safety_bound] = (Extremes){job->bound, job->bound};
     if (sums[SUM_tokens_compared] == 0) rows->extremes[EXTREMES_prob_diff_abs] = (Extremes){INFINITY, -INFINITY};
     if (token_level) {
         finish_weight_extremes(job, rows);
-        if (job->banded_below) sums[SUM_is_low] += sums[SUM_zero_probability];
+        if (job->banded_below && job->level == TOKEN_WEIGHTS) sums[SUM_is_low] += sums[SUM_zero_probability];
     }
     Moments *unit = &rows->moments[token_level ? MOMENTS_weight : MOMENTS_sequence_weight];
     rows->moments[MOMENTS_unit_weight] = *unit;

@@ -83,8 +83,7 @@ def _horizon_log_weights(batch: Batch, config: RolloutCorrectionConfig, gather: 
     classes = classify_tokens(train, rollout, mask)
     d = token_log_ratio(train.double(), rollout.double(), classes.measured)
     d = d.masked_fill(classes.zero_probability, -torch.inf)
-    decay = config.rollout_is_horizon or 0.0
-    return horizon_log_weights(d, mask, decay=decay, cu_seqlens=cu_seqlens, gather=gather)
+    return horizon_log_weights(d, mask, decay=config.horizon_decay, cu_seqlens=cu_seqlens, gather=gather)
 
 
 def read_blocks(
