@@ -23,7 +23,7 @@ ON_THIS_MACHINE = {
     "model.config": TINY_QWEN3,
     "task.path": str(ROOT / "tests" / "data" / "gsm8k_12.jsonl"),
     "rollout.engine": "transformers",
-    "rollout.max_new_tokens": "64",
+    "rollout.max_new_tokens": "16",
     "rollout.batch_size": "64",
     "optim.micro_batch_size": "64",
     "device": "cpu",
