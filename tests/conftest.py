@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -76,6 +77,13 @@ def nothing_hidden(monkeypatch) -> None:
     monkeypatch.setattr(secrets, "_hidden_values", {})
 
 
+@pytest.fixture
+def blank_figures(monkeypatch) -> None:
+    """Leave the figures of pages empty: to render all of a page takes two seconds, and other tests look at them."""
+    pytest.importorskip("matplotlib", reason="the extra report is not installed")
+    monkeypatch.setattr("rollcorr.diagnostics.report.html_page.to_png", lambda _: b"PNG")
+
+
 @pytest.fixture(scope="session")
 def golden() -> dict:
     """Numbers from verl 0.9.1 and two older versions; tests/golden/README.md has their provenance."""
@@ -104,6 +112,34 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Choose the cases of tests with the mark `covering`."""
     parametrize_covering(metafunc)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give a worker whole files, or whole groups: a file's fixtures are made once, and its imports are paid once.
+
+    xdist hands out tests without a group one by one. Ten thousand of them keep a third process busy.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+
+    from xdist.scheduler import LoadGroupScheduling
+
+    class FileScheduling(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> object:
+    """Spare the garbage collector what lives until the end: ten thousand tests, and the modules that they import."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def pytest_configure(config: pytest.Config) -> None:
