@@ -12,6 +12,10 @@ from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; 0 runs its kernels on a GPU
 
+# Before anything imports numpy or torch, here and in the programs that tests start: on cores that are taken already,
+# the threads of a matrix product spend most of their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch

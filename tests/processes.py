@@ -30,8 +30,7 @@ def start_ranks(run, path, size, *rest):
 @functools.cache
 def _forking_server():
     command = [sys.executable, Path(__file__).with_name("forking_server.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(server.kill)
     return server
 
