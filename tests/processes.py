@@ -31,8 +31,13 @@ def start_ranks(run, path, size, *rest):
 def _forking_server():
     command = [sys.executable, Path(__file__).with_name("forking_server.py")]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.kill)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server):
+    server.kill()
+    server.communicate()
 
 
 def run_python(program, *arguments, cwd=".", env=None, strict=False, timeout=600):
