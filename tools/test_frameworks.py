@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 LANES = {
     "verl": (("test_verl*.py",), ("trainer/ppo/rollout_corr_helper.py", "trainer/ppo/core_algos.py")),
     "trl": (
-        ("test_trl.py", "test_trl_monitor.py", "test_trl_real.py"),
+        ("test_trl.py", "test_trl_monitor.py", "test_trl_real.py", "test_trl_truncated.py", "test_trl_async.py"),
         ("trainer/grpo_trainer.py", "trainer/rloo_trainer.py"),
     ),
 }
