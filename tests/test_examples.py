@@ -1,5 +1,8 @@
 """Every standalone script of examples/ runs quickly and prints its result."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
