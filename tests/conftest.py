@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; 0 runs its kernels on a GPU
+
+# Before anything imports numpy or torch, here and in the programs that tests start: on cores that are taken already,
+# the threads of a matrix product spend most of their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -76,6 +83,13 @@ def nothing_hidden(monkeypatch) -> None:
     monkeypatch.setattr(secrets, "_hidden_values", {})
 
 
+@pytest.fixture
+def blank_figures(monkeypatch) -> None:
+    """Leave the figures of pages empty: to render all of a page takes two seconds, and other tests look at them."""
+    pytest.importorskip("matplotlib", reason="the extra report is not installed")
+    monkeypatch.setattr("rollcorr.diagnostics.report.html_page.to_png", lambda _: b"PNG")
+
+
 @pytest.fixture(scope="session")
 def golden() -> dict:
     """Numbers from verl 0.9.1 and two older versions; tests/golden/README.md has their provenance."""
@@ -104,6 +118,39 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[Runs]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Choose the cases of tests with the mark `covering`."""
     parametrize_covering(metafunc)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give a worker whole files, and all files of a group: their fixtures are made once, and their imports paid once.
+
+    xdist 3.8 hands out ten thousand tests one by one, which keeps a third process busy, and with pytest 9.2 it sees no
+    groups: it appends them to an attribute that test ids no longer come from.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def group_of(path: str) -> str:
+        found = re.search(r'xdist_group\("(\w+)"\)', (config.rootpath / path).read_text(encoding="utf-8"))
+        return found[1] if found else path
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> object:
+    """Look for no garbage meanwhile: nearly everything that is made, tests and modules, lives until the end."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    return result
 
 
 def pytest_configure(config: pytest.Config) -> None:

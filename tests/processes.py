@@ -1,7 +1,13 @@
-"""Helpers for tests of real processes: start ranks, check whether a process runs, and wait for a condition."""
+"""Helpers for tests of real processes: run programs, start ranks, check whether one runs, wait for a condition."""
 
+import atexit
+import functools
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +25,51 @@ def start_ranks(run, path, size, *rest):
     """Run run(rank, path, *rest) in this many processes. They fork from a server that has imported torch once."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     mp.start_processes(run, args=(str(path), *rest), nprocs=size, start_method="forkserver")
+
+
+@functools.cache
+def _forking_server():
+    command = [sys.executable, Path(__file__).with_name("forking_server.py")]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server):
+    server.kill()
+    server.communicate()
+
+
+def run_python(program, *arguments, cwd=".", env=None, strict=False, timeout=600):
+    """Run a file, or the text of `python -c`, in a child of a server that has imported torch once, and nothing of ours.
+
+    For programs that do not read stdin, and whose start is not what the test is about: importing torch takes two
+    seconds, longer than most of them run.
+
+    Args:
+        program: path of a file, or code.
+        env: the variables of the child; None for those of this process.
+        strict: make warnings errors, as `python -W error` does.
+        timeout: seconds until the child is ended, by SIGALRM.
+    """
+    file = isinstance(program, Path)
+    with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
+        request = {
+            "code": program.read_text(encoding="utf-8") if file else program,
+            "arguments": [str(program) if file else "-c", *map(str, arguments)],
+            "folder": str(program.parent) if file else "",
+            "cwd": str(Path(cwd).absolute()),
+            "environment": dict(os.environ if env is None else env),
+            "stdout": stdout.name,
+            "stderr": stderr.name,
+            "strict": strict,
+            "timeout": timeout,
+        }
+        server = _forking_server()
+        print(json.dumps(request), file=server.stdin, flush=True)
+        code = int(server.stdout.readline())
+        shown = [Path(file.name).read_text(encoding="utf-8") for file in (stdout, stderr)]
+    return subprocess.CompletedProcess(request["arguments"], code, *shown)
 
 
 def is_gone(pid):

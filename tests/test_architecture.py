@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import subprocess
@@ -30,6 +31,7 @@ def layer(name: str) -> int:
     return found[0]
 
 
+@functools.cache
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
     """Modules that a file imports, those for type checkers aside."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,11 +41,7 @@ NEEDS_PYARROW = {"write_and_check_a_log.py"}
 
 
 def run(script, *arguments):
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / script), *map(str, arguments)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", env=environment, timeout=600, check=False
-    )
+    result = run_python(ROOT / "examples" / script, *arguments, strict=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

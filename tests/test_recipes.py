@@ -14,11 +14,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from rollcorr.kernels.correction.cpu.library import status
 
@@ -88,9 +88,7 @@ def source(tmp_path) -> Path:
 def run(code: str, source: Path) -> None:
     path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", BATCH + code], env=environment, cwd=source, capture_output=True, text=True
-    )
+    done = run_python(BATCH + code, env=environment, cwd=source)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,13 +1,11 @@
 """`rollcorr import SOURCE… -o TARGET`, and `rollcorr check` on foreign files: output and remaining files."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from processes import run_python
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
@@ -126,8 +124,7 @@ INTERRUPTED = """
 
 def test_ctrl_c_leaves_nothing_and_exits_with_130(theirs, tmp_path):
     target = tmp_path / "new" / "log.parquet"
-    program = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), "import", theirs, "-o", target, "--columns", NAMES]
-    ended = subprocess.run(list(map(str, program)), capture_output=True, text=True, check=False, env=dict(os.environ))
+    ended = run_python(textwrap.dedent(INTERRUPTED), "import", theirs, "-o", target, "--columns", NAMES)
     assert ended.returncode == 128 + signal.SIGINT
     assert "was not written" in ended.stderr
     assert "Traceback" not in ended.stderr

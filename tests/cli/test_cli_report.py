@@ -43,6 +43,7 @@ def test_a_run_without_findings_gives_a_page_in_its_folder_and_exit_code_3(run):
     assert len(list((path / "report").glob("*.png"))) == 7
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     result = invoke(run(kl=0.5, rollout_is_std=3.0), "-o", tmp_path / "elsewhere")
     assert result.exit_code == 1
@@ -55,6 +56,7 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_run_with_rollouts_is_told_how_to_ask_the_tokens_unless_it_is_healthy(run, tmp_path):
     path = run(kl=0.5)
     asks = f"rollouts are logged: `rollcorr check {path}`"
@@ -100,6 +102,7 @@ def test_without_the_extra_a_page_that_was_asked_for_is_bad_input(run, tmp_path,
     assert result.stdout == ""
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_json_is_for_machines(run):
     result = invoke(run(kl=0.5), "--json")
     document = json.loads(result.stdout)
@@ -110,6 +113,7 @@ def test_json_is_for_machines(run):
     assert (finding["metric"], finding["first_step"], finding["steps"]) == ("kl", 1, 3)
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_diffusion_rules_warn_on_request(tmp_path, run):
     path = run(rollout_is_max=2.0)
     assert invoke(path).exit_code == 3
@@ -136,6 +140,7 @@ def test_an_output_that_cannot_be_written_gives_exit_code_2(run, tmp_path):
     assert "Not a directory" in result.stderr
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_no_link_in_a_run_makes_the_report_write_somewhere_else(run, tmp_path):
     path, mine = run(), tmp_path / "mine"
     mine.write_text("precious")

@@ -130,17 +130,17 @@ def test_compare_names_a_metric_that_no_run_has(runs):
     assert "no run has the metric 'speed'" in shown.stderr
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_report_reads_what_a_monitor_leaves(runs):
-    pytest.importorskip("matplotlib", reason="the extra report is not installed")
     shown = invoke("report", runs[0])
     assert shown.exit_code == 3
     assert shown.stdout.startswith("not judged  Run healthy: 3 steps, the last is 3")
     assert "note:" not in shown.stdout
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
     """The log of the run's own first steps makes the null; a trusted one may lie there as well."""
-    pytest.importorskip("matplotlib", reason="the extra report is not installed")
     right, wrong = (tmp_path / name for name in ("right", "wrong"))
     with Monitor(tmp_path / "source", rollouts=RolloutSample()) as monitor:
         for step in range(3):

@@ -13,7 +13,6 @@ from rollcorr.diagnostics.report import (
     ShownSample,
     comparison_report,
     config_differences,
-    html_page,
     write_comparison,
 )
 from rollcorr.diagnostics.report.plots import COMPARED, DARK, LIGHT, draw_runs
@@ -41,17 +40,12 @@ def runs(tmp_path):
     ]
 
 
-@pytest.fixture
-def no_figures(monkeypatch):
-    monkeypatch.setattr(html_page, "to_png", lambda _: b"PNG")
-
-
 def words(page):
     text = re.sub(r"data:image[^\"]*", "", page.read_text(encoding="utf-8"))
     return " ".join(re.sub(r"<[^>]+>", " ", text.partition("</style>")[2]).split())
 
 
-def test_the_page_has_each_run_its_verdict_its_finding_and_what_differs(runs, no_figures, tmp_path):
+def test_the_page_has_each_run_its_verdict_its_finding_and_what_differs(runs, blank_figures, tmp_path):
     page = write_comparison(comparison_report(runs), tmp_path / "page")
     text = words(page)
     assert page.name == "comparison.html"
@@ -63,12 +57,12 @@ def test_the_page_has_each_run_its_verdict_its_finding_and_what_differs(runs, no
     assert "reward/mean 0.9 0.1" in text.replace("0.9000", "0.9")
 
 
-def test_figures_are_those_of_metrics_that_are_not_always_0(runs, no_figures, tmp_path):
+def test_figures_are_those_of_metrics_that_are_not_always_0(runs, blank_figures, tmp_path):
     write_comparison(comparison_report(runs), tmp_path / "page")
     assert {path.stem for path in (tmp_path / "page").glob("*.png")} == {"reward", "k3"}
 
 
-def test_the_page_shows_sentences_roles_curves_and_responses_that_it_is_given(runs, no_figures, tmp_path):
+def test_the_page_shows_sentences_roles_curves_and_responses_that_it_is_given(runs, blank_figures, tmp_path):
     panel = Panel(name="accuracy", title="Accuracy of both", curves={"accuracy": ""}, absent="")
     answer = ShownResponse(title="after", text="2+2=5", right=False, wrong_from=4)
     data = comparison_report(

@@ -1,11 +1,10 @@
 """Figures of any series: one step, ten thousand, nothing at all, values that are not finite."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from processes import run_python
 
 from rollcorr.diagnostics.report.plots import DARK, LIGHT, PANELS, REWARD, draw, guides_of, rolling_mean, to_png
 
@@ -107,4 +106,4 @@ def test_the_rolling_mean_by_hand():
 def test_figures_touch_no_global_state():
     code = "import sys; from rollcorr.diagnostics.report.plots import REWARD, draw; draw(REWARD, {}); "
     code += "sys.exit('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_python(code).returncode == 0

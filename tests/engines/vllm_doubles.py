@@ -49,6 +49,7 @@ def serving(answer):
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # otherwise the body of an answer waits 40 ms for the receipt of its headers
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from rollcorr.integrations import verl, verl_plugin, verl_variables
 
@@ -115,6 +116,6 @@ def test_the_switch_acts_whatever_is_imported_first(tmp_path, first):
     )
     paths = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
     environment = {**os.environ, "ROLLCORR_VERL": "1", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = run_python(program, env=environment)
     assert done.stdout.split() == ["rollcorr.integrations.verl.bypass"], done.stderr
     assert done.stderr.count("replaces in verl") == 1

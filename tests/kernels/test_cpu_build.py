@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 
 from rollcorr.kernels.correction.cpu.job import MAX_CRITERIA
 from rollcorr.kernels.correction.cpu.library import ABI, FOLDER, LEVELS, Library, library, load, status
@@ -127,7 +128,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_python(code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     assert "the compiled CPU kernel cannot be used: the avx512 library is not installed" in done.stdout
     assert not done.stderr
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 from rollcorr import Monitor, PolicyLogProbs, RolloutSample, correct, health, policy_loss, read_rollout_log, read_run
 from rollcorr.config.finding import Finding
@@ -466,8 +467,7 @@ def test_without_pyarrow_a_monitor_runs_and_a_log_names_the_extra(tmp_path):
         except ImportError as error:
             print(error)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python(textwrap.dedent(program), tmp_path)
     assert done.stdout == "the rollout log needs pyarrow: pip install 'rollcorr[log]'\n"
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from fault_cases import STEPS, faults_of, run_on
 from faulty_disk import ERRORS, Faults, faulty_disk
+from processes import run_python
 from recording_sinks import Recording
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, read_run
@@ -125,9 +123,7 @@ else:
 
 
 def test_an_unclosed_run_is_written_and_a_fork_adds_nothing(tmp_path):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    own = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **own})
+    done = run_python(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["child 20 False", "parent 20 0"]
     assert done.stderr.count("is a forked child: the Monitor of process") == 1

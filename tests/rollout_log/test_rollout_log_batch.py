@@ -2,8 +2,6 @@
 
 import doctest
 import math
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 import rollcorr.rollout_log.batch
 from rollcorr.config import SamplingSpec
@@ -344,7 +343,8 @@ def test_pyarrow_is_imported_only_when_used_and_its_absence_names_the_extra():
         "except ImportError as error: assert 'rollcorr[log]' in str(error), error\n"
         "else: raise SystemExit('no error')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_batch_too_large_for_32_bit_offsets_asks_for_parts():

@@ -4,12 +4,11 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from processes import run_python
 
 from rollcorr.rollout_log import (
     COLUMNS,
@@ -145,8 +144,7 @@ def test_a_killed_run_leaves_whole_files_only(tmp_path, suffix):
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
-    process = subprocess.run([sys.executable, "-c", script])
-    assert process.returncode == -signal.SIGKILL
+    assert run_python(script).returncode == -signal.SIGKILL
     names = sorted(os.listdir(tmp_path))
     assert len(names) == 2
     assert names[0].startswith(f".half{suffix}.tmp-")

@@ -13,6 +13,7 @@ import torch
 
 from rollcorr import Monitor, PolicyLogProbs, policy_loss
 
+pytestmark = pytest.mark.xdist_group("workers")  # files of few tests start last, and this one is long
 STEPS = 20_000
 MEMORY = 128 * 2**20
 

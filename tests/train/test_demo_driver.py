@@ -55,8 +55,8 @@ def quiet():
     return Console(file=io.StringIO(), width=200)
 
 
-def test_two_steps_of_every_run_make_the_page(demo, tiny_root, monkeypatch, capsys):
-    monkeypatch.setattr(html_page, "to_png", lambda _: b"PNG")  # figures have tests of their own
+@pytest.mark.usefixtures("blank_figures")
+def test_two_steps_of_every_run_make_the_page(demo, tiny_root, capsys):
     assert demo.main(["--page", "--root", str(tiny_root)]) == 0
     printed = capsys.readouterr().out
     assert [line[:3] for line in printed.splitlines() if line[:2] in ("1.", "2.", "3.", "4.", "5.")] == [

@@ -1,10 +1,10 @@
 """Models by directory or by hub id. The hub is its cache on the disk: no test reaches a network."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from processes import run_python
 
 from rollcorr.train.grpo.policy import load_policy, make_tiny_policy, save_policy
 from rollcorr.train.model_files import demo_model_directory, model_directory
@@ -28,7 +28,7 @@ def hub(tmp_path_factory):
 def run(code, home):
     """Return the output of a new process: the hub's library reads its variables once, at import."""
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return run_python(code, env=environment)
 
 
 def test_a_hub_id_loads_the_model_from_the_hub_s_cache(hub):

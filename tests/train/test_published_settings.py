@@ -15,7 +15,7 @@ from rollcorr.train import load_config, train
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "experiments" / "mismatch_in_practice" / "qwen3_8b.yaml"
 TINY_QWEN3 = (
-    "{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    "{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, "
     "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}"
 )
 ON_THIS_MACHINE = {
@@ -23,7 +23,7 @@ ON_THIS_MACHINE = {
     "model.config": TINY_QWEN3,
     "task.path": str(ROOT / "tests" / "data" / "gsm8k_12.jsonl"),
     "rollout.engine": "transformers",
-    "rollout.max_new_tokens": "64",
+    "rollout.max_new_tokens": "16",
     "rollout.batch_size": "64",
     "optim.micro_batch_size": "64",
     "device": "cpu",
