@@ -71,7 +71,7 @@ BUDGETS = {
     "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3210,
+    "train": 3280,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

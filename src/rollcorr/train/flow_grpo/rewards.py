@@ -10,13 +10,11 @@ function                 your own: `package.module:name` or `file.py:name`
 
 from __future__ import annotations
 
-import importlib
 import io
 import re
-import runpy
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from rollcorr.train.flow_grpo.images import to_pil
 from rollcorr.train.flow_grpo.shapes import class_of, likeness, shape_share
+from rollcorr.train.own_code import load_function
 
 RewardFunction = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
 COLORS = {
@@ -129,26 +128,10 @@ def make_reward(name: str, *, color_name: str = "red", function: str | None = No
         "jpeg_compressibility": jpeg_compressibility,
         "ocr": ocr,
     }
-    label = name if function is None else function
-    return partial(_compute_reward, rewards[name] if function is None else load_function(function), label)
-
-
-def load_function(where: str) -> RewardFunction:
-    """Import a function by `package.module:name` or `path/to/file.py:name`.
-
-    Raises:
-        ValueError: the file, module or name does not exist, or is not callable.
-    """
-    place, _, name = where.rpartition(":")
-    try:
-        names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
-        found = names[name]
-    except (ImportError, OSError, ValueError, KeyError) as error:
-        fix = "it must be package.module:name or file.py:name"
-        raise ValueError(f"reward.function={where!r} cannot be loaded: {error}; {fix}") from error
-    if not callable(found):
-        raise ValueError(f"reward.function={where!r} is {type(found).__name__}, not a function of pictures and prompts")
-    return cast("RewardFunction", found)
+    if function is None:
+        return partial(_compute_reward, rewards[name], name)
+    own = load_function(function, option="reward.function", arguments="pictures and prompts")
+    return partial(_compute_reward, own, function)
 
 
 def _compute_reward(reward: RewardFunction, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:

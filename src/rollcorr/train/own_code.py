@@ -1,0 +1,35 @@
+"""Import a function that an option names: `package.module:name` or `path/to/file.py:name`.
+
+`rollcorr.train.config_file.check_trusted` decides whether a run may import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+
+def load_function(where: str, *, option: str, arguments: str) -> Callable[..., Any]:
+    """Import a function by `package.module:name` or `path/to/file.py:name`.
+
+    Args:
+        where: the value of the option.
+        option: its name, for errors.
+        arguments: arguments of the function, for errors.
+
+    Raises:
+        ValueError: the file, module or name does not exist, or is not callable.
+    """
+    place, _, name = where.rpartition(":")
+    try:
+        names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+        found = names[name]
+    except (ImportError, OSError, ValueError, KeyError) as error:
+        fix = "it must be package.module:name or file.py:name"
+        raise ValueError(f"{option}={where!r} cannot be loaded: {error}; {fix}") from error
+    if not callable(found):
+        raise ValueError(f"{option}={where!r} is {type(found).__name__}, not a function of {arguments}")
+    loaded: Callable[..., Any] = found
+    return loaded
