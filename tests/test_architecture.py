@@ -64,7 +64,7 @@ BUDGETS = {
     "demo": 171,
     "diffusion": 490,
     "engines": 1877,
-    "integrations": 1602,
+    "integrations": 1604,
     "kernels": 3559,
     "layouts": 137,
     "monitor": 989,
