@@ -62,7 +62,7 @@ BUDGETS = {
     "core": 1550,
     "correction": 1238,
     "demo": 171,
-    "diffusion": 490,
+    "diffusion": 491,
     "engines": 1877,
     "integrations": 1604,
     "kernels": 3559,
@@ -71,7 +71,7 @@ BUDGETS = {
     "rollout_log": 2113,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3280,
+    "train": 3300,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

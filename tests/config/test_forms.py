@@ -244,6 +244,8 @@ def test_verl_paths_set_options_of_both_recipes():
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
             "actor_rollout_ref.actor.optim.lr=1e-6",
             "trainer.total_training_steps=5",
+            "algorithm.filter_groups.enable=True",
+            "reward_model.overlong_buffer.enable=True",
             "algorithm.filter_groups.max_num_gen_batches=10",
             "reward_model.overlong_buffer.len=16",
             "reward_model.overlong_buffer.penalty_factor=0.5",
@@ -261,7 +263,12 @@ def test_verl_paths_set_options_of_both_recipes():
             "rollout.algo.sde_window_size=2",
             "actor_rollout_ref.rollout.algo.sde_window_range=[0,5]",
             "actor_rollout_ref.model.lora_rank=64",
+            "actor_rollout_ref.model.algorithm=mix_grpo",
+            "actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",
+            "actor_rollout_ref.rollout.algo.sample_strategy=random",
+            "actor_rollout_ref.rollout.dtype=float16",
         ],
     )
     rollout = pictures.rollout
+    assert (rollout.sde_window, rollout.dtype, pictures.algorithm.loss.loss_mode) == ("shared", "float16", "grpo_guard")
     assert (rollout.noise_level, rollout.sde_window_range, pictures.model.lora.rank) == (1.2, (0, 5), 64)

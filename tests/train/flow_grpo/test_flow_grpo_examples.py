@@ -95,7 +95,9 @@ QUICKSTART = (
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by imports of the pipelines
-@pytest.mark.filterwarnings("ignore:rollout_is='sequence' does not weight the loss", "ignore:rollout_rs .* rejects nothing")
+@pytest.mark.filterwarnings(
+    "ignore:rollout_is='sequence' does not weight the loss", "ignore:rollout_rs .* rejects nothing"
+)
 def test_quickstart_of_verl_omni_trains_tiny_qwen_image(tmp_path, console):
     example = EXAMPLES / "train" / "qwen_image_ocr.yaml"
     theirs, ours = load_config(None, QUICKSTART), load_config(example)
