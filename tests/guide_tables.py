@@ -35,7 +35,7 @@ GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.6_1.9"}
 
 def estimator(level: str | None, criterion: str | None, bypass: bool, loss_type: str) -> Config:
     """A configuration of the newest document's table."""
-    bound = None if criterion is None else 0.01 if criterion.endswith("k3") else "0.5_2.0"
+    bound = {None: None, "seq_mean_k3": 0.01}.get(criterion, "0.5_2.0")
     return Config(
         rollout_is=level, rollout_rs=criterion, rollout_rs_threshold=bound, bypass_mode=bypass, loss_type=loss_type
     )

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ from rollcorr.config.conversion import convert, resolve
 from rollcorr.config.layers import merge_layers, parse_override, read_document
 from rollcorr.diagnostics.log_check import choose_config
 from rollcorr.diffusion import DiffusionActorConfig
+from rollcorr.integrations.trl import attach
 from rollcorr.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.train import load_config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+from trl_stand_in import StandInTrainer
 
 SECTION = "algorithm.rollout_correction."
 
@@ -83,6 +89,9 @@ NEWEST = {
 NEWEST["2025-10 nested"] = NEWEST["2025-10 flat"]
 
 
+ENTRIES = ("train", "convert-config", "check --config", "advise", "Monitor", "TRL", "diffusion")
+
+
 def overrides_of(form):
     return [f"{name}={'null' if value is None else value}" for name, value in FORMS[form].items()]
 
@@ -136,13 +145,17 @@ def read_by(entry, arguments, log):
         monitor = Monitor(log.parent / str(hash(str(arguments))), document)
         monitor.close()
         return monitor.config
+    if entry == "TRL":
+        trainer = StandInTrainer()
+        attach(trainer, document)
+        return trainer._correction_config
     return DiffusionActorConfig(rollout_correction=document).correction
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("source", ["file", "overrides", "overrides over a preset"])
-@pytest.mark.parametrize("entry", ["train", "convert-config", "check --config", "advise", "Monitor", "diffusion"])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_every_form_runs_at_every_entry_point(form, source, entry, tmp_path, log):
     path = tmp_path / "run.yaml"
     arguments = overrides_of(form)
@@ -152,7 +165,13 @@ def test_every_form_runs_at_every_entry_point(form, source, entry, tmp_path, log
     elif source != "overrides":
         path.write_text("algorithm: {rollout_correction: disabled}\n", encoding="utf-8")
         arguments = [str(path), *arguments]
-    assert read_by(entry, arguments, log) == NEWEST[form]
+    expected = NEWEST[form]
+    if entry == "TRL" and expected.bypass_mode:  # refused; the text to type follows
+        with pytest.raises(ValueError, match="set bypass_mode=False"):
+            read_by(entry, arguments, log)
+        arguments = [*arguments, f"{SECTION}bypass_mode=False"]
+        expected = expected.with_options(bypass_mode=False, apply_is=True)
+    assert read_by(entry, arguments, log) == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -195,6 +214,17 @@ MIXTURES = {
         f"{SECTION}rollout_rs=token_k1",
         f"{SECTION}rollout_rs_threshold=0.5_2",
     ],
+    "a switch under both names": [
+        f"{SECTION}rollout_is=true",
+        f"{SECTION}bypass_old_logprob_for_rollout=true",
+        f"{SECTION}bypass_mode=true",
+    ],
+    "a loss under both names": [
+        f"{SECTION}rollout_is=true",
+        f"{SECTION}use_pure_rollout_correction=true",
+        f"{SECTION}bypass_mode=true",
+        f"{SECTION}loss_type=reinforce",
+    ],
 }
 
 
@@ -205,6 +235,11 @@ def test_mixture_prints_overrides_that_run(mixture):
     typed = shlex.split(str(refused.value).partition("In the newest form: ")[2])
     assert typed
     assert load_config(None, typed).algorithm.correction is not None
+
+
+def test_mixture_without_conversion_states_first_fix():
+    with pytest.raises(ValueError, match=r"mix generations .* First fix this: rollout_rs 'token_k1' needs"):
+        resolve({"rollout_correction": {"rollout_is": True, "rollout_rs": "token_k1"}})
 
 
 def test_flat_options_over_a_block_print_the_override(tmp_path):

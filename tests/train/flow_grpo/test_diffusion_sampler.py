@@ -125,11 +125,7 @@ def test_log_probs_equal_arithmetic_of_diffusers(sampler, steps):
     for row, column in itertools.product(range(4), range(2)):
         number = int(steps[row, column])
         x = path.data["latents"][row : row + 1, column]
-        after = (
-            path.data["next_latents"][row, column]
-            if "next_latents" in path.data
-            else path.data["latents"][row, column + 1]
-        )
+        after = path.data.get("next_latents", path.data["latents"][:, 1:])[row, column]
         sigma, dt = scheduler.sigmas[number], scheduler.sigmas[number + 1] - scheduler.sigmas[number]
         with torch.no_grad():
             policy, prompt = sampler.policy, prompts.select(torch.tensor([row]))
