@@ -237,6 +237,15 @@ def test_mixture_prints_overrides_that_run(mixture):
     assert load_config(None, typed).algorithm.correction is not None
 
 
+@pytest.mark.parametrize("criteria", ["token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "token_k1,seq_max_k2"])
+def test_missing_threshold_prints_one_to_start(criteria):
+    given = [f"{SECTION}rollout_rs={criteria}"]
+    with pytest.raises(ValueError, match="To start, write") as refused:
+        load_config(None, given)
+    typed = str(refused.value).partition("To start, write ")[2]
+    assert load_config(None, [*given, typed]).algorithm.correction.rollout_rs == criteria
+
+
 def test_mixture_without_conversion_states_first_fix():
     with pytest.raises(ValueError, match=r"mix generations .* First fix this: rollout_rs 'token_k1' needs"):
         resolve({"rollout_correction": {"rollout_is": True, "rollout_rs": "token_k1"}})
