@@ -2,7 +2,7 @@
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
 .PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
-.PHONY: laboratory diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained clean
+.PHONY: laboratory conformance diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -248,6 +248,10 @@ diagnosis-vllm: $(STAMP) $(VLLM_STAMP) ## The same faults with vLLM on the CPU a
 judge: $(STAMP) ## Make logs of loops and faults that the rules were not written for, two at a time, and score `rollcorr check` (an hour; goes on)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/make_logs.py --root $(JUDGE_LOGS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/score_logs.py --root $(JUDGE_LOGS)
+
+conformance: $(STAMP) ## Grade the corrections of six frameworks from the index by fifteen properties; SOURCES=DIR with checkouts: five more
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/conformance/grade_peers.py $(SOURCES)
+	$(BIN)/python tools/generate_docs.py
 
 study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python experiments/mismatch_in_practice/measured.py $(ARGS)

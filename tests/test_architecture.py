@@ -57,21 +57,23 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 601,
-    "config": 1666,
+    "cli": 684,
+    "config": 1683,
+    "confirm": 233,
+    "conformance": 350,
     "core": 1556,
     "correction": 1238,
     "demo": 171,
     "diffusion": 491,
-    "engines": 1877,
-    "integrations": 1604,
+    "engines": 2003,
+    "integrations": 1811,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 989,
-    "rollout_log": 2113,
+    "monitor": 1051,
+    "rollout_log": 2155,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3300,
+    "train": 3281,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

@@ -68,3 +68,13 @@ def test_bypass_over_micro_batches_gives_the_gradient_of_one_batch():
 
 def test_every_example_is_run():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(SHOWN)
+
+
+def test_fsdp2_loop_has_the_gradient_of_one_process():
+    """The script asserts 1e-6; two gloo ranks have 6 and 10 rows."""
+    script = str(ROOT / "examples" / "scale" / "fsdp2_loop.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(launch, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks, rejected 0.5923 of the tokens (one process 0.5923)" in result.stdout

@@ -141,7 +141,7 @@ def test_what_a_loss_cannot_do_is_refused_and_leaves_the_trainer_as_it_was(loss_
 
 
 def test_something_else_is_no_trainer():
-    with pytest.raises(TypeError, match="attach takes a GRPOTrainer or RLOOTrainer of TRL; list has no"):
+    with pytest.raises(TypeError, match="attach takes a GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer of TRL; list has"):
         attach([])
 
 
@@ -741,12 +741,15 @@ def test_an_error_names_missing_engine_settings(sampling, temperature, reason):
 def test_what_an_engine_cannot_do_for_this_trainer_is_refused():
     with pytest.raises(IncompatibleSamplingError, match="temperature"):
         EngineGeneration(FakeEngine(temperature=0.7, logprobs="processed"), StandInTrainer())
-    with pytest.raises(IncompatibleSamplingError, match="top_p"):
+    with pytest.raises(IncompatibleSamplingError, match=r"without top_k.* or keep the truncation, .*actor='replay'"):
         EngineGeneration(FakeEngine(top_p=0.9, logprobs="processed"), StandInTrainer())
+    with pytest.raises(ValueError, match=r"supports neither. Sample without top_k, .* or with an engine that records"):
+        EngineGeneration(FakeEngine(top_p=0.9, logprobs="processed"), StandInTrainer(), "replay")
+    with pytest.raises(ValueError, match="actor='kept_mass' has no effect"):
+        attach(StandInTrainer(), engine=FakeEngine(), actor="kept_mass")
+    with pytest.raises(ValueError, match="actor='replay' needs engine="):
+        attach(StandInTrainer(), actor="replay")
+    with pytest.raises(ValueError, match="actor must be"):
+        attach(StandInTrainer(), engine=FakeEngine(), actor="recompute")
     with pytest.raises(ValueError, match="text alone"):
         EngineGeneration(FakeEngine(), StandInTrainer()).generate([[1]], [["image"]])
-    trainer = StandInTrainer()
-    trainer.model.peft_config = {}
-    with pytest.raises(ValueError, match="PEFT"):
-        attach(trainer, engine=FakeEngine())
-    assert type(trainer) is StandInTrainer

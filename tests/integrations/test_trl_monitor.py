@@ -204,7 +204,7 @@ def test_nothing_in_the_loop_raises(tmp_path, watched, monkeypatch):
     assert monitor.steps == 3
 
     trainer.batch = recorded_batch()
-    monkeypatch.setattr("rollcorr.integrations.trl.corrected_trainer.console_metrics", lambda *_: 1 / 0)
+    monkeypatch.setattr("rollcorr.integrations.trl.logged_correction.console_metrics", lambda *_: 1 / 0)
     trainer.train(1, first=3)
     assert "rollout_corr/kl" in trainer.logged[-1]
 
@@ -321,7 +321,7 @@ def test_a_monitor_that_does_not_go_on_where_the_trainer_does_is_refused(tmp_pat
 
 def test_a_monitor_of_other_ranks_is_refused(tmp_path, monkeypatch, watched):
     monkeypatch.setattr(
-        "rollcorr.integrations.trl.corrected_trainer._group_of_all_ranks", lambda: torch.distributed.group
+        "rollcorr.integrations.trl.corrected_trainer.group_of_all_ranks", lambda: torch.distributed.group
     )
     monkeypatch.setattr(torch.distributed.group, "size", lambda: 2, raising=False)
     with pytest.raises(ValueError, match="has 2 ranks and the Monitor counts 1: make it after the trainer"):

@@ -9,10 +9,12 @@ from types import FrameType
 
 from rollcorr.cli import (
     configuration,
+    conformance,
     diagnosis,
     explanation,
     monitoring,
     null_and_advice,
+    rescoring,
     simulation,
     training,
 )
@@ -31,6 +33,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Diagnose a rollout log": {
         "check": diagnosis.check,
         "check-schedule": diagnosis.check_schedule,
+        "confirm": rescoring.confirm_cause,
         "null": null_and_advice.measure,
         "calibrate": null_and_advice.calibrate_thresholds,
         "advise": null_and_advice.advise_on,
@@ -44,6 +47,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train, simulate, convert": {
         "train": training.train,
         "simulate": simulation.simulate,
+        "conformance": conformance.conformance,
         "convert-config": configuration.convert_config,
     },
 }

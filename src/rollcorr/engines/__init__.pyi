@@ -11,6 +11,7 @@ from .completions import Completion as Completion
 from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
 from .fused_scoring import score_responses_fused as score_responses_fused
+from .gathered_policy import gather_policy as gather_policy
 from .null_rollouts import measure_null as measure_null
 from .remote_engine import RemoteEngine as RemoteEngine
 from .remote_engine import RemoteOptions as RemoteOptions

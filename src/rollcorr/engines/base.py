@@ -18,8 +18,12 @@ from torch import Tensor, nn
 
 from rollcorr.config import SamplingSpec
 from rollcorr.config.checks import names_unknown_options
+from rollcorr.config.sampling_spec import Actor
 from rollcorr.config.secrets import redact_text
 from rollcorr.core.sampling import KeptSets
+
+# Largest difference, nats, between log-probs of two implementations in the same precision.
+NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
 
 # The value that turns each setting off.
 _DEFAULT_SAMPLING = SamplingSpec()
@@ -202,10 +206,13 @@ class Engine(Protocol):
         sampling: how tokens are drawn, by which engine and which policy version.
         row_seeds: whether the draws of a row depend only on the seed and the row's index in the global batch. False
             for a library with one seed per process: several ranks refuse such an engine.
+        truncation_records: what its rollouts contain for processed log-probs of a truncated sampler, as the actor that
+            needs it (`SamplingSpec.for_actor`): "replay" for kept sets, "kept_mass" for the log of their mass.
     """
 
     sampling: SamplingSpec
     row_seeds: bool = True
+    truncation_records: tuple[Actor, ...] = ()
 
     @property
     def weight_version(self) -> int:
@@ -251,6 +258,20 @@ class Engine(Protocol):
         return  # a default, so that type checkers do not treat the method as abstract
 
 
+def noise_floor(log_prob: Tensor, dtype: torch.dtype) -> float:
+    """Compute NOISE_FLOOR[dtype] · min(1, std of `log_prob`), nats; a wider dtype has the floor of float32.
+
+    The floor scales down for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their
+    rounding.
+
+    Args:
+        log_prob: log-probs of a probe batch, nats, any shape.
+        dtype: precision that both sides compute in.
+    """
+    floor = NOISE_FLOOR.get(str(dtype).removeprefix("torch."), NOISE_FLOOR["float32"])
+    return floor * min(1.0, float(log_prob.std()))
+
+
 def require_row_seeds(engine: Engine, ranks: int) -> None:
     """Raise if several ranks would sample with an engine that has one seed per process.
 
@@ -265,13 +286,16 @@ def require_row_seeds(engine: Engine, ranks: int) -> None:
         )
 
 
-def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float) -> None:
+def check_weight_sync(
+    engine_log_prob: Tensor, policy_log_prob: Tensor, *, tolerance: float, where: str = "engine"
+) -> None:
     """Check that max |engine log-prob − policy log-prob| ≤ tolerance on a probe batch.
 
     Args:
         engine_log_prob: the engine's scores of the probe, nats, (B, T).
         policy_log_prob: the policy's scores of the probe in the engine's precision, nats, (B, T).
         tolerance: the noise floor between the two, nats.
+        where: name of the checked side, for the error message.
 
     Raises:
         WeightSyncError: the difference is larger or NaN.
@@ -281,8 +305,8 @@ def check_weight_sync(engine_log_prob: Tensor, policy_log_prob: Tensor, *, toler
     # `not (x <= tolerance)` is also true for NaN.
     if not difference <= tolerance:
         raise WeightSyncError(
-            f"weight sync incomplete: a probe batch differs by {difference:.3g} nats between engine and policy, "
-            f"noise floor {tolerance:.3g}. Some parameters kept their old values; check tied and renamed ones"
+            f"weight sync incomplete: a probe batch differs by {difference:.3g} nats between {where} and "
+            f"policy, noise floor {tolerance:.3g}. Some parameters kept their old values; check tied and renamed ones"
         )
 
 

@@ -36,6 +36,7 @@ from rollcorr.engines.base import (
     refuse_settings,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
+from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, vocabulary_size
 
 ComputeType = Literal["int8", "int16", "float32"]
@@ -195,10 +196,10 @@ class CTranslate2Engine(Engine):
         Raises:
             WeightSyncError: the log-probs differ; the engine keeps its previous weights and version.
         """
+        model = gather_policy(model, device="cpu")
         copy = self._copy_to_cpu(model)
         files = self._convert_model(copy)
-        probe = self._probe.to(next(model.parameters()).device)
-        expected = score_probe(model, probe, dtype=torch.float32, rounding=self._round_weight)
+        expected = score_probe(model, self._probe, dtype=torch.float32, rounding=self._round_weight)
         with _translate_exceptions():
             exact = self._load("float32", files)
             got = self._score(exact, self._probe.to("cpu"), 1.0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from rollcorr.config.checks import check_choice, check_integer, check_number
 from rollcorr.config.secrets import header_values
 from rollcorr.engines.base import (
+    NOISE_FLOOR,
     Engine,
     EngineAnswerError,
     EngineError,
@@ -35,23 +37,22 @@ from rollcorr.engines.base import (
     WeightSyncError,
     check_prompts,
     check_weight_sync,
+    noise_floor,
 )
 from rollcorr.engines.completions import Completion, check_log_prob, check_versions, rollout_from_completions
+from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import make_probe, score_probe, vocabulary_size
 from rollcorr.engines.row_seeds import row_seed
 from rollcorr.engines.transport import waiting
 from rollcorr.engines.transport.weight_folder import checkpoint_weights, read_policy, write_checkpoint
 from rollcorr.run_directory.durable_files import disk_failure
+from rollcorr.run_directory.run_lock import RunInUseError, run_lock
 
 if TYPE_CHECKING:
     from rollcorr.engines.transport.http import JsonClient
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Answer = TypeVar("Answer")
-
-# Largest difference, nats, between log-probs of an engine and of transformers in the same precision. It scales down
-# for a policy whose log-probs spread by less than 1 nat: its logits are small, and so is their rounding.
-NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
 
 # Maximum size in JSON of one token and its log-prob, with their names.
 BYTES_PER_LOG_PROB = 256
@@ -150,6 +151,8 @@ class RemoteEngine(Engine, abc.ABC):
         self._given = [version]
         self._initial_version: int | None = version
         self._server: JsonClient | None = None  # HTTP client; None without a server
+        self._folder_lock = contextlib.ExitStack()  # empty if no other engine can reach the folder
+        weakref.finalize(self, self._folder_lock.close)
         self._faults_at_proof = 0  # the server's fault count when the weights were last verified
 
     @abc.abstractmethod
@@ -179,8 +182,9 @@ class RemoteEngine(Engine, abc.ABC):
         """Shut down the engine's own worker, if it has one: its weights may be partially updated."""
 
     def close(self) -> None:
-        """Reject further requests; a server keeps running."""
+        """Reject further requests, and release the folder of a server, which keeps running."""
         self._unusable = "it was closed"
+        self._folder_lock.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], *, seed: int, first_row: int = 0) -> Rollout:
         """Sample one response per prompt. Raises if any response fails.
@@ -256,6 +260,7 @@ class RemoteEngine(Engine, abc.ABC):
                 is unusable as well.
         """
         check_integer("version", version, at_least=0)
+        model = gather_policy(model, device="cpu")
         expected = score_probe(model, self._probe, dtype=self._dtype)
         folder = self._folder  # raises here, while the engine is still usable, if it does not support updates
 
@@ -316,11 +321,19 @@ class RemoteEngine(Engine, abc.ABC):
         # Without a shared folder the server keeps its own weights, which must equal the policy's.
         self._read_server_properties()
         if options.folder is not None:
-            Path(options.folder).mkdir(parents=True, exist_ok=True)
-            self.update_weights(model, version=version)
+            # A second engine would replace weights that this one's server may have to read again.
+            try:
+                self._folder_lock.enter_context(run_lock(options.folder, kind="weight folder", owner="engine"))
+            except RunInUseError as error:
+                raise EngineError(str(error)) from error
+            try:
+                self.update_weights(model, version=version)
+            except BaseException:
+                self._folder_lock.close()
+                raise
             return
 
-        self._expected = score_probe(model, self._probe, dtype=self._dtype)
+        self._expected = score_probe(gather_policy(model, device="cpu"), self._probe, dtype=self._dtype)
         with self._unusable_on_failure():
             self._verify_weights(self._expected)
         self._faults_at_proof = self._faults
@@ -389,7 +402,7 @@ class RemoteEngine(Engine, abc.ABC):
         """Check that the engine's scores of the probe match `expected`."""
         tolerance = self.options.sync_tolerance
         if tolerance is None:
-            tolerance = NOISE_FLOOR[self.options.dtype] * min(1.0, float(expected.std()))
+            tolerance = noise_floor(expected, self._dtype)
         check_weight_sync(self._score(self._probe, 1.0), expected, tolerance=tolerance)
 
     def _score(self, tokens: TokenBatch, temperature: float) -> Tensor:

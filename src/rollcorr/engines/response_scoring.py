@@ -98,17 +98,19 @@ def score_probe(
 
     Args:
         model: the trainer's policy.
-        probe: prompts with responses.
+        probe: prompts with responses, on any device.
         dtype: the engine's dtype.
         temperature: divisor of the logits.
         rounding: function of a parameter; optional. Defaults to no further rounding.
     """
+    here = probe.to(next(model.parameters()).device)
     rounded = {name: weight.to(dtype) for name, weight in model.named_parameters()}
     if rounding is not None:
         rounded = {name: rounding(weight) for name, weight in rounded.items()}
-    return score_responses(
-        lambda **inputs: functional_call(model, rounded, kwargs=inputs), probe, temperature=temperature
-    ).log_prob
+    scores = score_responses(
+        lambda **inputs: functional_call(model, rounded, kwargs=inputs), here, temperature=temperature
+    )
+    return scores.log_prob.to(probe.response_ids.device)
 
 
 def vocabulary_size(model: Any) -> int:  # noqa: ANN401 (a transformers model)

@@ -34,6 +34,7 @@ from rollcorr.engines.base import (
     refuse_settings,
 )
 from rollcorr.engines.completions import Completion, rollout_from_completions
+from rollcorr.engines.gathered_policy import gather_policy
 from rollcorr.engines.response_scoring import copied_model, make_probe, score_probe, score_responses
 from rollcorr.engines.row_seeds import RowSampler
 
@@ -90,8 +91,10 @@ class TransformersEngine(Engine):
         self.batch_size = batch_size
         self.continuous_batching = continuous_batching
         self.row_seeds = continuous_batching is None
+        self.truncation_records = ("replay", "kept_mass") if continuous_batching is None else ()
 
         # Parameters only: `model.to(dtype)` would round the rotary frequencies as well.
+        model = gather_policy(model)
         self.model: Any = copied_model(model).requires_grad_(False).eval()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -179,6 +182,7 @@ class TransformersEngine(Engine):
         Raises:
             WeightSyncError: the log-probs differ.
         """
+        model = gather_policy(model)
         self._copy_weights(model)
 
         # The version changes last: after a failure the engine keeps the previous one.

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, SWITCH
+from rollcorr.integrations.verl_variables import MODULES, RAY_HOOK_BEFORE, ROLLOUTS, SWITCH
 
 SWITCHES = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(("0", "off", "false", "no"), False)
 
@@ -49,7 +49,8 @@ def with_plugin(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
         extended = dict(pkgutil.resolve_name(before)(extended) or {})
     variables = dict(extended.get("env_vars") or {})
     modules = [*_split_names(variables.get(MODULES, os.environ.get(MODULES, ""))), __name__]
-    return extended | {"env_vars": variables | {SWITCH: "1", MODULES: ",".join(dict.fromkeys(modules))}}
+    rollouts = {ROLLOUTS: os.environ[ROLLOUTS]} if ROLLOUTS in os.environ else {}
+    return extended | {"env_vars": rollouts | variables | {SWITCH: "1", MODULES: ",".join(dict.fromkeys(modules))}}
 
 
 def _split_names(modules: str) -> list[str]:

@@ -33,21 +33,25 @@ class RunInUseError(RuntimeError):
 
 
 @contextmanager
-def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Context manager that locks a run directory for writing.
+def run_lock(
+    directory: str | os.PathLike[str], *, kind: str = "run directory", owner: str = "Monitor"
+) -> Iterator[None]:
+    """Context manager that locks a run directory, or the weight folder of an engine, for writing.
 
     Entering makes the directory. Leaving removes the file, and the directory if it was made here and is empty.
 
     Args:
         directory: the run's directory.
+        kind: what the directory is, for errors.
+        owner: what to close if this process has the lock, for errors.
 
     Raises:
-        RunInUseError: a different process, or a second run of this process, has the lock; on entering.
+        RunInUseError: a different process, or another owner in this process, has the lock; on entering.
         OSError: the directory cannot be made or written; on entering.
     """
     path = Path(directory) / "run.lock"
     made_directory = not path.parent.exists()
-    handle = _open_and_lock(path)
+    handle = _open_and_lock(path, kind, owner)
     _HELD_LOCKS.add(handle)
 
     holder = {
@@ -74,7 +78,7 @@ def run_lock(directory: str | os.PathLike[str]) -> Iterator[None]:
                 os.close(handle)
 
 
-def _open_and_lock(path: Path) -> int:
+def _open_and_lock(path: Path, kind: str, owner: str) -> int:
     """Open and lock the lock file; return its handle.
 
     Raises:
@@ -87,18 +91,18 @@ def _open_and_lock(path: Path) -> int:
         with suppress(FileNotFoundError), ExitStack() as close_it:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             close_it.callback(os.close, handle)
-            _lock(handle, path)
+            _lock(handle, path, kind, owner)
             if os.path.samestat(os.fstat(handle), path.stat()):
                 close_it.pop_all()
                 return handle
 
 
-def _lock(handle: int, path: Path) -> None:
+def _lock(handle: int, path: Path, kind: str, owner: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise RunInUseError(
-            f"the run directory {str(path.parent)!r} is in use by {_describe_holder(handle)}, or choose another one"
+            f"the {kind} {str(path.parent)!r} is in use by {_describe_holder(handle, owner)}, or choose another one"
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -111,7 +115,7 @@ def _lock(handle: int, path: Path) -> None:
         )
 
 
-def _describe_holder(handle: int) -> str:
+def _describe_holder(handle: int, owner: str) -> str:
     """Return the lock's owner, from the file's text, and the fix."""
     try:
         holder = json.loads(os.pread(handle, 4096, 0))
@@ -119,7 +123,7 @@ def _describe_holder(handle: int) -> str:
         is_own = (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname())
     except (OSError, ValueError, KeyError, TypeError):  # the owner has the lock, and has not written its name yet
         name, is_own = "another process", False
-    return "this process: close the earlier Monitor" if is_own else f"{name}: wait until it has ended, stop it"
+    return f"this process: close the earlier {owner}" if is_own else f"{name}: wait until it has ended, stop it"
 
 
 _HELD_LOCKS: set[int] = set()

@@ -30,8 +30,13 @@ def write_checkpoint(model: Any, folder: Path, *, dtype: torch.dtype) -> None:  
     weights = {name: buffer.detach() for name, buffer in model.named_buffers() if name in saved}
     weights |= {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}  # tied ones once
 
-    with without_progress_bars():
-        model.save_pretrained(folder, state_dict=weights)
+    # With an initialized process group, transformers 5 writes on rank 0 only, but every rank has a folder of its own.
+    model.should_save_on_this_rank = lambda _: True
+    try:
+        with without_progress_bars():
+            model.save_pretrained(folder, state_dict=weights)
+    finally:
+        del model.should_save_on_this_rank
 
 
 def checkpoint_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rollcorr.config import SamplingSpec
-from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, Actor
 from rollcorr.engines.base import EngineAnswerError, GenerationSettings
 from rollcorr.engines.completions import Completion, reading, versions_of_spans
 from rollcorr.engines.remote_engine import RemoteEngine, RemoteOptions
@@ -51,6 +51,7 @@ class VllmBase(RemoteEngine):
     """
 
     engine: ClassVar[str] = "vllm"
+    truncation_records: tuple[Actor, ...] = ("replay",)
     title: ClassVar[str] = "vLLM"
 
     def __init__(

@@ -17,24 +17,33 @@ from torch import Tensor
 from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig
 from rollcorr.config.conversion import resolve
 from rollcorr.config.finding import Finding
-from rollcorr.core.metric_registry import PREFIX
+from rollcorr.config.sampling_spec import Actor
 from rollcorr.correction import correct
 from rollcorr.engines import Engine
+from rollcorr.integrations.trl.async_correction import AsyncCorrection
 from rollcorr.integrations.trl.generation_batch import (
     Trainer,
+    group_of_all_ranks,
     loss_type_of,
     of_all_ranks,
     remove_trl_weights,
     tokens_in_loss,
+    train_or_eval,
     write_to_batch,
 )
+from rollcorr.integrations.trl.logged_correction import LoggedCorrection, keep_statistics
 from rollcorr.integrations.trl.loss_check import check_loss
-from rollcorr.integrations.trl.monitored_steps import MonitoredSteps, console_metrics
+from rollcorr.integrations.trl.monitored_steps import MonitoredSteps
 from rollcorr.integrations.trl.options import check_config, config_from_trl, start_up_line
 from rollcorr.integrations.trl.sampling_backends import EngineGeneration, GenerationRecorder
+from rollcorr.integrations.trl.truncated_sampling import (
+    KEPT_SETS,
+    add_kept_sets,
+    replayed_scores,
+    subtract_kept_mass,
+)
 
 if TYPE_CHECKING:
-    from rollcorr.core.mergeable_statistics import Statistics
     from rollcorr.monitor import Monitor
 
 logger = logging.getLogger(__name__)
@@ -56,7 +65,7 @@ MODEL_INPUTS = (
 )
 
 
-class RolloutCorrectionMixin:
+class RolloutCorrectionMixin(LoggedCorrection):
     """Mixin that corrects a trainer; list it before `GRPOTrainer` or `RLOOTrainer` in the bases of a class.
 
     Args:
@@ -65,6 +74,7 @@ class RolloutCorrectionMixin:
         rollout_engine: an engine that samples instead of vLLM. Leave `use_vllm` out then.
         rollout_monitor: counts, logs and judges each step of the trainer; see `attach`.
         disable_trl_correction: disable TRL's own weights, also with a configuration that only measures; see `attach`.
+        rollout_actor: how the trainer scores truncated samples; see `attach`.
         args: TRL's, passed on.
         kwargs: TRL's, passed on.
 
@@ -72,11 +82,9 @@ class RolloutCorrectionMixin:
         ValueError: TRL's loss does not support the configuration, or the engine cannot sample for this trainer.
     """
 
-    _correction_config: RolloutCorrectionConfig
-    _correction_statistics: dict[str, Statistics]
     _token_log_prob: Tensor | None
     _awaits_token_log_prob: bool
-    _monitored_steps: MonitoredSteps | None
+    _batch_in_loss: Mapping[str, Any]
 
     def __init__(
         self,
@@ -85,10 +93,12 @@ class RolloutCorrectionMixin:
         rollout_engine: Engine | None = None,
         rollout_monitor: Monitor | None = None,
         disable_trl_correction: bool = False,
+        rollout_actor: Actor = "full",
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         super().__init__(*args, **kwargs)
-        _set_up_trainer(self, rollout_correction, rollout_engine, rollout_monitor, disable_trl_correction)
+        options = (rollout_engine, rollout_actor, rollout_monitor, disable_trl_correction)
+        _set_up_trainer(self, rollout_correction, *options)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch, with the correction in it."""
@@ -96,11 +106,33 @@ class RolloutCorrectionMixin:
         batch: dict[str, Any] = cast("Any", super())._generate_and_score_completions(inputs)
         _correct_batch(self, batch)
         self._token_log_prob = None
+        add_kept_sets(getattr(self, "vllm_generation", None), batch)
         return batch
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        """As TRL's. A replay reads the kept sets of these rows.
+
+        Args:
+            model: TRL's, passed on.
+            inputs: TRL's, passed on.
+            args: TRL's, passed on.
+            kwargs: TRL's, passed on.
+        """
+        self._batch_in_loss = inputs
+        try:
+            loss: Tensor = cast("Any", super()).compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._batch_in_loss = {}
+        return loss
+
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As TRL's; also keep the old log-probs per token, because RLOO's batch contains only their sums."""
-        scores = cast("Any", super())._get_per_token_logps_and_entropies(*args, **kwargs)
+        """As TRL's, or over kept sets; also keep old log-probs per token, because RLOO's batch contains only sums."""
+        trainer: Trainer = self
+        generation: Any = getattr(trainer, "vllm_generation", None)
+        if getattr(generation, "kept_sets", None) is None:
+            scores = cast("Any", super())._get_per_token_logps_and_entropies(*args, **kwargs)
+        else:
+            scores = replayed_scores(self, self._batch_in_loss.get(KEPT_SETS, generation.kept_sets), *args, **kwargs)
 
         # TRL scores the old policy of a batch first, and the reference policy afterwards.
         if self._awaits_token_log_prob:
@@ -110,53 +142,9 @@ class RolloutCorrectionMixin:
     def _calculate_rewards(self, inputs: Any, prompts: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """As TRL's: return the rewards of all ranks. A Monitor gets only this rank's."""
         rewards: Tensor = cast("Any", super())._calculate_rewards(inputs, prompts, *args, **kwargs)
-        if self._monitored_steps is not None and _train_or_eval(self) == "train":
+        if self._monitored_steps is not None and train_or_eval(self) == "train":
             self._monitored_steps.remember_rewards(rewards, len(prompts))
         return rewards
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's: return the loss of one micro-batch. A Monitor counts it.
-
-        Args:
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
-        """
-        loss: Tensor = cast("Any", super()).training_step(*args, **kwargs)
-        if self._monitored_steps is not None:
-            self._monitored_steps.add_loss(loss)
-        return loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Log as TRL does, with the metrics of all generation batches since the last call: one transfer.
-
-        Without a tracker (`report_to`) five keys are printed; the log history and the caller have all metrics.
-
-        Args:
-            logs: name → number; the metrics are added.
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
-        """
-        trainer: Trainer = self
-        mode = _train_or_eval(trainer)
-        statistics = self._correction_statistics.pop(mode, None)
-        metrics = {} if statistics is None else statistics.metrics(prefix="")
-
-        # A printed line has room for a few numbers, and a tracker for all.
-        printed, steps = metrics, self._monitored_steps if mode == "train" else None
-        if metrics and not getattr(trainer.args, "report_to", ()):
-            try:
-                printed = console_metrics(metrics, self._correction_config, steps)
-            except Exception as error:  # a judgment must not end the training
-                logger.error("the metrics of a printed line could not be judged: %r", error)
-                printed = {}
-
-        # The callers of `log` and the history read more than a line.
-        prefix = PREFIX if mode == "train" else f"eval_{PREFIX}"
-        logs.update({f"{prefix}{name}": value for name, value in printed.items()})
-        entries = len(trainer.state.log_history)
-        cast("Any", super()).log(logs, *args, **kwargs)
-        for written in (logs, *trainer.state.log_history[entries:]):
-            written.update({f"{prefix}{name}": value for name, value in metrics.items()})
 
 
 def attach(
@@ -164,6 +152,7 @@ def attach(
     config: Asked = None,
     *,
     engine: Engine | None = None,
+    actor: Actor = "full",
     monitor: Monitor | None = None,
     disable_trl_correction: bool | None = None,
 ) -> Trainer:
@@ -177,10 +166,13 @@ def attach(
     training: mask, counts, loss and correction are TRL's, bit for bit.
 
     Args:
-        trainer: a `GRPOTrainer` or `RLOOTrainer`, or one derived from them.
+        trainer: a `GRPOTrainer`, `RLOOTrainer` or `AsyncGRPOTrainer`, or one derived from them.
         config: a configuration, a preset's name or a dictionary. Defaults to the Monitor's configuration, then to an
             earlier call's, then to TRL's own `vllm_importance_sampling_*` options (`config_from_trl`).
         engine: an engine that samples instead of vLLM. Build the trainer without `use_vllm` then.
+        actor: how the trainer scores tokens of an engine that truncates (top-p, top-k, min-p), with processed
+            log-probs: "replay" takes the softmax over the engine's kept sets; "kept_mass" keeps TRL's full softmax and
+            adds the log of the engine's kept mass to log μ. Defaults to "full", which refuses truncation.
         monitor: a `rollcorr.Monitor`, made after the trainer, on every rank. Every optimizer step of the trainer is
             a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
         disable_trl_correction: True disables TRL's own weights (`vllm_importance_sampling_correction`), also with a
@@ -195,22 +187,31 @@ def attach(
             Monitor was made with a different configuration, or for different ranks. Training raises it before the
             first update if the loss of a subclass ignores the correction.
     """
-    if not hasattr(trainer, "_generate_and_score_completions"):
+    is_async = loss_type_of(trainer) == "async_grpo"
+    if not (is_async or hasattr(trainer, "_generate_and_score_completions")):
         raise TypeError(
-            f"attach takes a GRPOTrainer or RLOOTrainer of TRL; {type(trainer).__name__} has no "
+            f"attach takes a GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
-    _set_up_trainer(trainer, config, engine, monitor, disable_trl_correction)
-    if not isinstance(trainer, RolloutCorrectionMixin):
-        plain = type(trainer)
-        trainer.__class__ = type(
-            f"Corrected{plain.__name__}", (RolloutCorrectionMixin, plain), {"_named_by_user": plain.__name__}
+    if is_async and (engine is not None or disable_trl_correction):
+        raise ValueError(
+            "engine and disable_trl_correction have no effect on AsyncGRPOTrainer, which has no correction and samples "
+            "with its rollout_worker: leave them out"
         )
+    _set_up_trainer(trainer, config, engine, actor, monitor, disable_trl_correction)
+    if not isinstance(trainer, LoggedCorrection):
+        plain, mixin = type(trainer), AsyncCorrection if is_async else RolloutCorrectionMixin
+        trainer.__class__ = type(f"Corrected{plain.__name__}", (mixin, plain), {"_named_by_user": plain.__name__})
     return trainer
 
 
 def _set_up_trainer(
-    trainer: Trainer, given: Asked, engine: Engine | None, monitor: Monitor | None, disable_trl_correction: bool | None
+    trainer: Trainer,
+    given: Asked,
+    engine: Engine | None,
+    actor: Actor,
+    monitor: Monitor | None,
+    disable_trl_correction: bool | None,
 ) -> None:
     """Set the configuration, the engine and the Monitor, and log the active correction.
 
@@ -232,8 +233,10 @@ def _set_up_trainer(
             f"the Monitor was made with {of_monitor}, and attach was given {config}: give the configuration to one of "
             "them"
         )
-    generation = None if engine is None else EngineGeneration(engine, trainer)
-    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, _group_of_all_ranks())
+    if engine is None and actor != "full":
+        raise ValueError(f"actor={actor!r} needs engine=: only an engine of this library reports what it kept")
+    generation = None if engine is None else EngineGeneration(engine, trainer, actor)
+    steps = None if monitor is None else MonitoredSteps(trainer, monitor, config, group_of_all_ranks())
 
     # All checks have passed: only assignments follow.
     if earlier is not None:
@@ -248,7 +251,7 @@ def _set_up_trainer(
     trainer._correction_asked, trainer._correction_config = asked, config
     trainer._correction_statistics, trainer._reported_ranks = {}, set()
     trainer._token_log_prob, trainer._awaits_token_log_prob, trainer._loss_was_checked = None, False, False
-    trainer._disable_trl_correction = disable_trl_correction
+    trainer._disable_trl_correction, trainer._batch_in_loss = disable_trl_correction, {}
 
     if generation is not None:
         trainer.vllm_generation = generation
@@ -279,7 +282,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
     # `correct` is a collective, so all ranks must call it or skip it together: each needs a log-prob for every token.
     fits = rollout is not None and rollout.shape == batch["completion_mask"].shape
-    of_ranks = of_all_ranks(fits, _group_of_all_ranks())
+    of_ranks = of_all_ranks(fits, group_of_all_ranks())
     if rollout is None or not all(of_ranks):
         _report_missing_log_probs(trainer, of_ranks)
         return
@@ -294,25 +297,22 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
             batch["old_per_token_logps"] = old
 
     # End the run before its first update if the loss would ignore the correction.
-    if not (config.only_measures or trainer._loss_was_checked) and _train_or_eval(trainer) == "train":
-        check_loss(trainer, batch, config, _group_of_all_ranks())
+    if not (config.only_measures or trainer._loss_was_checked) and train_or_eval(trainer) == "train":
+        check_loss(trainer, batch, config, group_of_all_ranks())
         trainer._loss_was_checked = True
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO reads its log there.
-    if steps is not None and _train_or_eval(trainer) == "train":
+    old, rollout = subtract_kept_mass(getattr(trainer, "vllm_generation", None), old, rollout)
+    if steps is not None and train_or_eval(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:
-        correction = correct(old, rollout, mask, config, group=_group_of_all_ranks(), fill=1.0, densities=True)
+        correction = correct(old, rollout, mask, config, group=group_of_all_ranks(), fill=1.0, densities=True)
     if not config.only_measures:
         write_to_batch(trainer, batch, correction)
     elif trainer._disable_trl_correction:
         remove_trl_weights(trainer, batch)
 
-    # Statistics merge exactly. So the log contains the metrics of all tokens since the last call, not a mean of means.
-    statistics, mode = correction.statistics, _train_or_eval(trainer)
-    assert statistics is not None
-    earlier = trainer._correction_statistics.get(mode)
-    trainer._correction_statistics[mode] = statistics if earlier is None else earlier.merge(statistics)
+    keep_statistics(trainer, correction)
 
 
 def _rollout_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor | None:
@@ -339,20 +339,10 @@ def _old_log_prob(trainer: Trainer, batch: dict[str, Any]) -> Tensor:
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].shape[1],
-            batch_size=getattr(trainer.args, f"per_device_{_train_or_eval(trainer)}_batch_size"),
+            batch_size=getattr(trainer.args, f"per_device_{train_or_eval(trainer)}_batch_size"),
             **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
     return cast("Tensor", scores[0])
-
-
-def _train_or_eval(trainer: Trainer) -> str:
-    return "train" if trainer.model.training else "eval"
-
-
-def _group_of_all_ranks() -> torch.distributed.ProcessGroup | None:
-    """Return the group of all ranks, each with its own sequences, or None for a single process."""
-    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    return None if world is None or world.size() == 1 else world
 
 
 def _report_missing_log_probs(trainer: Trainer, of_ranks: list[bool]) -> None:

@@ -24,13 +24,24 @@ MASK_COUNTING_LOSSES = ("grpo", "sapo", "bnpo")  # these count the mask themselv
 
 
 def loss_type_of(trainer: Trainer) -> str:
-    """Return TRL's name of the loss, "rloo" for RLOO's."""
-    return getattr(trainer, "loss_type", "rloo")
+    """Return TRL's name of the loss; "rloo" for RLOO's, and "async_grpo" for AsyncGRPOTrainer's."""
+    return getattr(trainer, "loss_type", "async_grpo" if hasattr(trainer, "rollout_queue") else "rloo")
+
+
+def train_or_eval(trainer: Trainer) -> str:
+    """Return the trainer's mode, as TRL names its metrics: "train" or "eval"."""
+    return "train" if trainer.model.training else "eval"
+
+
+def group_of_all_ranks() -> torch.distributed.ProcessGroup | None:
+    """Return the group of all ranks, each with its own sequences, or None for a single process."""
+    world = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+    return None if world is None or world.size() == 1 else world
 
 
 def multiplies(trainer: Trainer) -> bool:
     """Return whether TRL multiplies its loss by `importance_sampling_ratio`. VESPO reads it in any case."""
-    return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
+    return bool(getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
 def of_all_ranks(value: Any, group: torch.distributed.ProcessGroup | None) -> list[Any]:  # noqa: ANN401 (any picklable value)

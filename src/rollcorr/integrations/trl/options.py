@@ -30,6 +30,7 @@ DIVISORS = {
     "dapo": "the kept tokens",
     "vespo": "the kept tokens",
     "rloo": "all sequences",
+    "async_grpo": "the kept tokens of the micro-batch",
 }
 THE_POLICY = "the policy itself"  # the sampler without vLLM and without an engine
 
@@ -103,12 +104,17 @@ def check_config(config: RolloutCorrectionConfig, loss_type: str) -> RolloutCorr
     # (condition, reason why TRL's loss does not support it, with the option to set instead)
     refused = [
         (
-            config.bypass_mode,
+            loss_type == "async_grpo" and not (config.bypass_mode or config.only_measures),
+            "bypass_mode=False needs π_old, which AsyncGRPOTrainer cannot recompute: a sample from its queue is of "
+            "an earlier policy. Set bypass_mode=True, as in the preset 'bypass_pg_is'",
+        ),
+        (
+            config.bypass_mode and loss_type != "async_grpo",
             "bypass_mode=True replaces the old log-probs in the loss, which this adapter leaves to TRL; "
             "set bypass_mode=False",
         ),
         (
-            config.normalizer == "weights" and loss_type not in ("cispo", "dapo"),
+            config.normalizer == "weights" and loss_type not in ("cispo", "dapo", "async_grpo"),
             f"normalizer='weights' needs loss_type 'cispo' or 'dapo', which divide by a count; got {loss_type!r}. "
             "Set normalizer='kept'",
         ),
@@ -146,7 +152,8 @@ def start_up_line(trainer: Trainer) -> str:
 
     # The sampler, which decides whether log-probs exist.
     engine = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
-    sampler = "vLLM" if trainer.use_vllm else THE_POLICY
+    sampler = "vLLM" if getattr(trainer, "use_vllm", False) else THE_POLICY
+    sampler = "rollout_worker" if loss_type == "async_grpo" else sampler
     sampler = sampler if engine is None else type(engine).__name__
     sampler = sampler if getattr(trainer, "rollout_func", None) is None else "rollout_func"
 

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from rollcorr.config import IncompatibleSamplingError, SamplingSpec
-from rollcorr.config.sampling_spec import compare
+from rollcorr.config.sampling_spec import Actor, compare
+from rollcorr.core.sampling import KeptSets
 from rollcorr.engines.base import Engine, require_row_seeds
+from rollcorr.engines.gathered_policy import evaluating
 from rollcorr.engines.row_seeds import row_seed
+from rollcorr.integrations.trl.truncated_sampling import check_actor, sets_of_rows
 
 Ids = list[list[int]]
 LogProbLists = list[list[list[float | None]]]
@@ -28,34 +31,43 @@ class EngineGeneration:
     Each rank samples for its own prompts with its own engine. A row's draws depend on the trainer's seed, its global
     step and the row's index over all ranks, so they are the same on any number of ranks and after a resume.
 
+    With `actor="kept_mass"` TRL gets log μ + log S: the engine's log-probs over the full vocabulary, as its own are.
+    With `actor="replay"` it gets log μ, and `kept_sets` contains the sets of the last call's rows.
+
     Args:
         engine: any engine of `rollcorr.engines`.
         trainer: the trainer whose policy the engine samples.
+        actor: how the trainer scores truncated samples; see `attach`.
 
     Raises:
-        ValueError: the policy has PEFT adapters, whose weights an engine cannot take; or several ranks sample with an
-            engine that has one seed per process.
+        ValueError: several ranks sample with an engine that has one seed per process; or the engine or the trainer does
+            not support `actor`.
         IncompatibleSamplingError: the engine's log-probs are not comparable with the trainer's, which are computed over
             the full vocabulary at the trainer's temperature.
     """
 
-    def __init__(self, engine: Engine, trainer: Any) -> None:  # noqa: ANN401 (one of TRL's trainers)
-        if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-            raise ValueError(
-                "the policy has PEFT adapters, and an engine takes whole weights: train all weights, or use vLLM"
-            )
-        comparison = compare(engine.sampling, SamplingSpec(temperature=trainer.temperature, logprobs="tempered"))
+    def __init__(self, engine: Engine, trainer: Any, actor: Actor = "full") -> None:  # noqa: ANN401 (TRL's trainer)
+        sampling, records = engine.sampling, getattr(engine, "truncation_records", ())
+        check_actor(trainer, actor, records, sampling.restricts)
+        scored = SamplingSpec(temperature=trainer.temperature, logprobs="tempered")
+        if actor != "full":
+            scored = sampling.for_actor(actor, temperature=trainer.temperature)
+        comparison = compare(sampling, scored)
         if comparison.verdict == "different":
             # TRL's logits and support are fixed, so the engine's must match them.
-            how = f" ({engine.sampling.engine_sampling.processed})" if engine.sampling.logprobs == "raw" else ""
+            how = f" ({sampling.engine_sampling.processed})" if sampling.logprobs == "raw" else ""
             raise IncompatibleSamplingError(
                 f"the engine's log-probs are not comparable with the trainer's: {comparison.reason}. To fix it: give "
                 f"the engine SamplingSpec(temperature=trainer.temperature, logprobs='processed'){how}, without top_k, "
-                "top_p, min_p, penalties and biases"
+                "top_p, min_p, penalties and biases; or keep the truncation, with an engine that records kept sets "
+                "(TransformersEngine) and attach(…, actor='replay') or actor='kept_mass'"
             )
         require_row_seeds(engine, trainer.accelerator.num_processes)
         self.engine = engine
         self._trainer = trainer
+        self._actor = actor
+        self.kept_sets: list[KeptSets] | None = None
+        self.log_kept_mass: Tensor | None = None
         self._step: tuple[str, int] | None = None
         self._calls = self._rows_per_rank = 0
 
@@ -68,13 +80,8 @@ class EngineGeneration:
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
 
         # Without dropout: engine and policy must score the probe alike.
-        training = [module for module in policy.modules() if module.training]
-        policy.eval()
-        try:
+        with evaluating(policy):
             self.engine.update_weights(policy, version=int(self._trainer.state.global_step))
-        finally:
-            for module in training:
-                module.training = True
 
     def generate(
         self,
@@ -109,8 +116,16 @@ class EngineGeneration:
             first_row = trainer.accelerator.process_index * self._rows_per_rank
             rollout = self.engine.generate(prompts, seed=seed, first_row=first_row)
 
+        rollout_log_prob = rollout.rollout_log_prob
+        if self._actor == "kept_mass":
+            assert rollout.log_kept_mass is not None  # by the engine's `truncation_records`
+            self.log_kept_mass = rollout.log_kept_mass
+            rollout_log_prob = rollout_log_prob + rollout.log_kept_mass
+        elif self._actor == "replay":
+            self.kept_sets = sets_of_rows(rollout)
+
         prompt_ids, completion_ids = rollout.tokens.unpadded()
-        rows = zip(rollout.rollout_log_prob, rollout.tokens.response_mask, strict=True)
+        rows = zip(rollout_log_prob, rollout.tokens.response_mask, strict=True)
         log_probs: LogProbLists = [[[value] for value in row[mask].tolist()] for row, mask in rows]
         return prompt_ids, completion_ids, log_probs, [[[token] for token in row] for row in completion_ids]
 

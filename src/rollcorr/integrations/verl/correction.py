@@ -21,6 +21,7 @@ from rollcorr.core.metric_registry import PREFIX
 from rollcorr.core.weights import ratio_above, ratio_below
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.integrations.verl import parity
+from rollcorr.integrations.verl.capture import keep_rollouts
 from rollcorr.integrations.verl.config import RawConfig, RolloutCorrectionConfig
 
 WEIGHT_METRICS = (f"{PREFIX}rollout_is_", f"{PREFIX}saturated_")
@@ -149,6 +150,7 @@ def corrected_batch(batch: Batch, settings: RawConfig) -> tuple[Batch, dict[str,
 
     The mask replaces response_mask, which removes rejected tokens from verl's loss.
     """
+    keep_rollouts(batch)
     tensors = batch.batch
     weights, tensors["response_mask"], metrics = settings.corrected(
         tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcorr.config.functions import load_function
 from rollcorr.train.flow_grpo.images import to_pil
 from rollcorr.train.flow_grpo.shapes import class_of, likeness, shape_share
-from rollcorr.train.own_code import load_function
 
 RewardFunction = Callable[[Tensor, Sequence[str]], Sequence[float] | Tensor]
 COLORS = {
@@ -130,8 +130,7 @@ def make_reward(name: str, *, color_name: str = "red", function: str | None = No
     }
     if function is None:
         return partial(_compute_reward, rewards[name], name)
-    own = load_function(function, option="reward.function", arguments="pictures and prompts")
-    return partial(_compute_reward, own, function)
+    return partial(_compute_reward, load_function(function, option="reward.function"), function)
 
 
 def _compute_reward(reward: RewardFunction, name: str, images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollcorr.train.own_code import load_function
+from rollcorr.config.functions import load_function
 from rollcorr.train.steps import derived_generator, shuffled_walk
 
 ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
@@ -171,7 +171,7 @@ class OwnTask(RowsTask):
     """
 
     def __init__(self, where: str) -> None:
-        function = load_function(where, option="task.problems", arguments="no argument")
+        function = load_function(where, option="task.problems")
         rows = []
         for number, row in enumerate(function()):
             texts = {"solution": "", **row} if isinstance(row, Mapping) else {}
@@ -199,7 +199,7 @@ class OwnReward:
 
     def __init__(self, where: str, tokenizer: Any) -> None:  # noqa: ANN401 (a tokenizer is duck-typed)
         self.where = where
-        self.function = load_function(where, option="task.reward", arguments="a response and its row")
+        self.function = load_function(where, option="task.reward")
         self.tokenizer = tokenizer
         self._special = set(tokenizer.all_special_ids)
 

@@ -1,0 +1,279 @@
+"""Select the worst rows of a log, score them under every variant, and name the variant that explains the mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.config.documents import BadInputError
+from rollcorr.confirm.variants import PLAIN, LoggedRow, score_row
+from rollcorr.core.divergence import k3
+from rollcorr.rollout_log import read_rollout_log
+from rollcorr.rollout_log.reader import Paths
+
+REMOVED, NOISE, SMALL_PART = 0.9, 3.0, 0.1
+"""Share of the excess that a named variant removes; limit of a gap in multiples of rounding noise; and the share of the
+mismatch below which a side is the model's own."""
+
+SIDES = {"sampler": "rollout_log_prob", "trainer": "old_log_prob"}
+
+
+@dataclass(frozen=True)
+class SideResult:
+    """One side of the log, compared with the model.
+
+    Attributes:
+        gaps: mean gap of the side to each variant, nats per token, by the variant's name; smallest first.
+        removed: share of the excess over rounding noise that each variant removes, at most 1; largest first. Empty if
+            the side agrees with the model.
+    """
+
+    gaps: dict[str, float]
+    removed: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """The result of `confirm`.
+
+    Attributes:
+        rows: number of scored rows.
+        mismatch: mean gap between the two sides of these rows, nats per token.
+        noise: mean gap of the model in bfloat16 to itself in float32, nats per token.
+        sides: "sampler" and "trainer".
+        cause: the side and the variant that explains it, such as "sampler: temperature 0.8"; None without one.
+        verdict: one sentence.
+        complete: whether every row was scored, rather than interrupted.
+    """
+
+    rows: int
+    mismatch: float
+    noise: float
+    sides: dict[str, SideResult]
+    cause: str | None
+    verdict: str
+    complete: bool
+
+
+def confirm(
+    logs: Paths,
+    model: Any,  # noqa: ANN401 (a transformers model)
+    *,
+    tokenizer: Any = None,  # noqa: ANN401
+    rows: int = 8,
+    steps: tuple[int, int] | None = None,
+    train_column: str | None = None,
+    column_names: dict[str, str] | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> Confirmation:
+    """Score the rows with the largest mismatch again, under every variant.
+
+    The gap of two log-probs is e^−|d| − 1 + |d|, with d their difference: k3 of the smaller ratio. A variant removes
+    1 − (gap(side, variant) − noise) / (gap(side, plain) − noise) of a side's excess. The best one is named if it
+    removes at least 0.9.
+
+    Args:
+        logs: rollout logs with `prompt_ids`, `response_ids` and both log-probs.
+        model: a causal language model of `transformers` with the trainer's weights at these steps, in float32. It is
+            set to evaluation mode.
+        tokenizer: optional; with a chat template, prompts are also scored with and without it.
+        rows: number of rows, at least 2.
+        steps: first and last step to choose from; defaults to all.
+        train_column: old_log_prob or log_prob; defaults to the recorded one.
+        column_names: column of the log → its name in the files; optional.
+        on_rows: callback with the rows since the last call and their total; optional.
+
+    Returns:
+        The result; after Ctrl-C, of the rows that were scored.
+
+    Raises:
+        BadInputError: a column is missing, no row has a sampled token, or an id is outside the vocabulary.
+        RolloutLogError: a log cannot be read.
+        KeyboardInterrupt: it was interrupted before the first row was scored.
+    """
+    # The rows with the largest mismatch show a fault most clearly, also one of some rows only.
+    chosen = _worst_rows(logs, rows, steps, train_column, column_names)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    highest = max(max(int(row.response.max()), *row.prompt, 0) for row in chosen)
+    if highest >= vocabulary:
+        raise BadInputError(
+            f"the log has the token id {highest}, and the model has {vocabulary} ids; give its own model"
+        )
+    model.eval()
+    template = _template_toggle(tokenizer)
+    totals: dict[str, dict[str, list[float]]] = {side: {} for side in (*SIDES, PLAIN)}
+    mismatch: list[float] = []
+    complete = True
+    try:
+        for row in chosen:
+            of_row = _measure_row(model, row, template)
+            for side, found in of_row.items():
+                for name, value in found.items():
+                    totals[side].setdefault(name, []).append(value)
+            mismatch.append(_mean_gap(row.log_probs["trainer"], row.log_probs["sampler"], row.sampled))
+            if on_rows is not None:
+                on_rows(1, len(chosen))
+    except KeyboardInterrupt:
+        if not mismatch:
+            raise
+        complete = False
+    return _judge(totals, mismatch, complete=complete)
+
+
+def _measure_row(model: Any, row: LoggedRow, template: Callable[..., Any]) -> dict[str, dict[str, float]]:  # noqa: ANN401
+    """Return the mean gap of each side to each variant of a row; under `PLAIN`, of the plain scores."""
+    found: dict[str, dict[str, float]] = {side: {} for side in (*SIDES, PLAIN)}
+    plain: Tensor | None = None
+    for name, scores in score_row(model, row, template):
+        plain = scores if plain is None else plain
+        for side, logged in {**row.log_probs, PLAIN: plain}.items():
+            found[side][name] = _mean_gap(scores, logged, row.sampled)
+    return found
+
+
+def _mean_gap(first: Tensor, second: Tensor, sampled: Tensor) -> float:
+    """Return the mean of e^−|d| − 1 + |d|: k3 of the smaller ratio, over the sampled tokens with both values.
+
+    It is symmetric, and grows as |d|, so that one token cannot outweigh all others.
+    """
+    d = (first - second)[sampled]
+    d = d[~d.isnan()].clamp(-20.0, 20.0)
+    return float(k3(-d.abs()).mean()) if d.numel() else 0.0
+
+
+def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float], *, complete: bool) -> Confirmation:
+    """Return the verdict from the gaps of each row: side → variant → values, where `PLAIN` is the model's own side."""
+    # A variant that not all rows have, such as BOS, counts as the plain scores on the others.
+    means = {
+        side: {
+            name: (sum(values) + (len(mismatch) - len(values)) * _mean(found[PLAIN])) / len(mismatch)
+            for name, values in found.items()
+        }
+        for side, found in totals.items()
+    }
+    total, noise = _mean(mismatch), means[PLAIN]["bfloat16 weights"]
+    sides, causes, faulty = {}, [], []
+    for side in SIDES:
+        gaps = dict(sorted(means[side].items(), key=lambda item: item[1]))
+        excess = gaps[PLAIN] - noise
+        removed: dict[str, float] = {}
+        if gaps[PLAIN] > NOISE * noise and gaps[PLAIN] > SMALL_PART * total:
+            faulty.append(side)
+            removed = {name: min(1.0, 1 - (value - noise) / excess) for name, value in gaps.items() if name != PLAIN}
+            name, share = next(iter(removed.items()))
+            if share >= REMOVED:
+                causes.append(f"{side}: {name}")
+        sides[side] = SideResult(gaps, removed)
+    cause = ", ".join(causes) if causes and len(causes) == len(faulty) else None
+    verdict = _sentence(total, noise, cause, causes, faulty)
+    return Confirmation(len(mismatch), total, noise, sides, cause, verdict, complete)
+
+
+def _sentence(total: float, noise: float, cause: str | None, causes: list[str], faulty: list[str]) -> str:
+    if total <= NOISE * noise:
+        return f"no mismatch to explain: {total:.2g} nats per token, and rounding to bfloat16 alone makes {noise:.2g}"
+    if cause is not None:
+        return f"confirmed: {cause}"
+    if faulty == ["trainer"]:
+        return (
+            "the trainer's pass is not its model's: the sampler agrees with these weights, and scoring again in "
+            "evaluation mode removes the mismatch; look for dropout, batch size or kernels of the trainer"
+        )
+    if faulty == ["sampler"]:
+        return (
+            "unknown: the trainer agrees with these weights, and no variant explains the sampler: its weights, their "
+            "precision or its kernels differ; send it the trainer's weights, and measure again"
+        )
+    if not faulty:
+        return "both sides agree with these weights, and differ from each other by noise of several kinds"
+    return (
+        f"unknown: neither side agrees with these weights{' (' + causes[0] + ')' if causes else ''}; give the "
+        "checkpoint of the step, with --steps"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _worst_rows(
+    logs: Paths,
+    count: int,
+    steps: tuple[int, int] | None,
+    train_column: str | None,
+    column_names: dict[str, str] | None,
+) -> list[LoggedRow]:
+    """Return the rows with the largest mean gap, each with the prompts of two others."""
+    if count < 2:
+        raise BadInputError(f"rows must be at least 2, got {count}")
+    # Keep only the worst rows so far, and a few prompts for the context of other rows.
+    found: list[tuple[float, LoggedRow]] = []
+    prompts: dict[tuple[int, ...], None] = {}
+    for batch in read_rollout_log(logs, column_names=column_names):
+        train = train_column or next((name for name in ("old_log_prob", "log_prob") if batch.has(name)), "old_log_prob")
+        for name in ("prompt_ids", "response_ids", "rollout_log_prob", train):
+            if not batch.has(name):
+                raise BadInputError(f"{batch.file} has no {name}: log it, because rows are scored again from their ids")
+        for values in batch.to_rows():
+            if steps is not None and not steps[0] <= (values.get("step") or 0) <= steps[1]:
+                continue
+            row = _row_of(values, train)
+            if not row.sampled.any():
+                continue
+            if len(prompts) < 64:
+                prompts[row.prompt] = None
+            found.append((_mean_gap(row.log_probs["trainer"], row.log_probs["sampler"], row.sampled), row))
+            found = sorted(found, key=lambda scored: -scored[0])[:count]
+    if not found:
+        raise BadInputError("no row of these steps has a sampled token; choose others with --steps")
+    return [
+        LoggedRow(
+            row.prompt,
+            row.response,
+            row.sampled,
+            row.log_probs,
+            [other for other in prompts if other != row.prompt][:2],
+        )
+        for _, row in found
+    ]
+
+
+def _row_of(values: dict[str, Any], train: str) -> LoggedRow:
+    response = torch.tensor(values["response_ids"], dtype=torch.int64, device="cpu")
+    mask = values.get("response_mask")
+    whole = [True] * len(response)
+    sampled = torch.tensor(whole if mask is None else mask, dtype=torch.bool, device="cpu")
+    log_probs = {
+        side: torch.tensor(
+            [float("nan") if x is None else x for x in values[train if side == "trainer" else column]],
+            dtype=torch.float64,
+            device="cpu",
+        )
+        for side, column in SIDES.items()
+    }
+    return LoggedRow(tuple(values["prompt_ids"]), response, sampled, log_probs)
+
+
+def _template_toggle(tokenizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:  # noqa: ANN401
+    """Return a function that adds the tokenizer's chat template to a prompt, or removes it."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return lambda prompt: None
+    mark = "\x1d"
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
+    before, _, after = rendered.partition(mark)
+
+    def toggled(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        text = tokenizer.decode(list(prompt))
+        if text.startswith(before) and text.endswith(after):
+            text = text[len(before) : len(text) - len(after)]
+        else:
+            text = f"{before}{text}{after}"
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return toggled

@@ -1,0 +1,117 @@
+"""Keep the last rollouts of a run on disk, so that a run that broke last night can be checked in the morning.
+
+The files store token ids of responses, log-probs, masks and advantages, in mode 0600. A capture never raises, blocks
+for longer than a Monitor does, or changes anything in the training: what it cannot write is dropped, and logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
+from rollcorr.monitor.run_writer import ROWS, RunWriter, WriteTask
+from rollcorr.rollout_log.ring import RolloutRing
+
+logger = logging.getLogger("rollcorr.monitor")
+
+_METADATA_BYTES = 32 << 10
+
+
+class RolloutCapture:
+    """Write each step's rollouts to a ring of files, which `rollcorr check DIRECTORY` judges.
+
+    Step 0 stays in the folder: a sampler starts with the trainer's weights, so `check` compares later steps with it.
+
+    Args:
+        directory: the folder; it is created with the first step.
+        steps: the number of steps to keep beside step 0; defaults to 20.
+        max_bytes: the size limit of the folder, bytes; defaults to 2 GiB. The older steps are deleted first.
+        ids: whether to store the token ids of responses; defaults to True.
+        rank: data-parallel rank of this process; defaults to 0.
+        ranks: number of data-parallel ranks; defaults to 1.
+
+    Raises:
+        ValueError: `steps` or `max_bytes` is below 1.
+
+    Example:
+        >>> RolloutCapture("/data/capture", steps=5).steps
+        0
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        steps: int = 20,
+        max_bytes: int = 2 << 30,
+        ids: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.steps = 0
+        self._ring = RolloutRing(directory=Path(directory), steps=steps, max_bytes=max_bytes, rank=rank, ranks=ranks)
+        self._ids = ids
+        self._writer: RunWriter | None = None
+        self._has_failed = False
+
+        # Count from here, before any rank writes, so that all ranks count alike.
+        self._first_step = self._ring.last_step() + 1
+        self._begin_step()
+
+    def add(self, response_mask: Tensor, columns: Mapping[str, object], *, cu_seqlens: Tensor | None = None) -> None:
+        """Add a micro-batch to the current step, with columns of the rollout log."""
+        with_ids = {name: value for name, value in columns.items() if self._ids or name != "response_ids"}
+        try:
+            sequences, rows = self._collected.sampled(
+                self.steps, response_mask, with_ids, cu_seqlens=cu_seqlens, position_ids=None, context_group=None
+            )
+            self._collected.keep(sequences, rows)
+        except Exception as error:
+            self._report(error)
+
+    def step(self) -> None:
+        """End the current step: its rows go to the writer thread."""
+        try:
+            number = self._first_step + self.steps
+            task = self._collected.task(self._ring.path(number), number, None)
+            if task is not None:
+                self._writer = self._writer or RunWriter(self._report, lambda: None)
+                self._writer.put(WriteTask(ROWS, number, partial(self._write, number, task), task.bytes))
+        except Exception as error:
+            self._report(error)
+        self.steps += 1
+        self._begin_step()
+
+    def flush(self) -> bool:
+        """Wait until all steps are written, at most 30 s. Returns whether they are."""
+        return self._writer is None or self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin_step(self) -> None:
+        self._collected = CollectedRollouts(RolloutSample(), self._ring.rank, writes=True)
+
+    def _write(self, number: int, task: WriteTask) -> None:
+        """Write a step's file, in the thread."""
+        self._ring.directory.mkdir(parents=True, exist_ok=True)
+
+        # A compressed file is smaller than its tensors and metadata, so the folder stays below its limit meanwhile.
+        size = task.bytes + _METADATA_BYTES
+        if not self._ring.make_room(size):
+            raise ValueError(f"step {number} may need {size:,} bytes, more than the folder's limit; raise max_bytes")
+        task.write()
+
+    def _report(self, error: BaseException) -> None:
+        """Log the first error."""
+        if not self._has_failed:
+            logger.error("%s: rollouts are not kept: %s", self._ring.directory, error)
+        self._has_failed = True

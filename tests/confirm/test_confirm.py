@@ -1,0 +1,184 @@
+"""`confirm`: faults made by other code than the variants, healthy rows, interrupts and bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+from typer.testing import CliRunner
+
+from rollcorr.cli import app
+from rollcorr.config.documents import BadInputError
+from rollcorr.confirm import confirm
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+ROWS, TOKENS, PROMPT, VOCABULARY = 10, 32, 6, 48
+
+
+def make_model(seed=0, **options):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,
+        bos_token_id=1,
+        **options,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def step_logits(model, prompts, drawn):
+    return model(input_ids=torch.cat([prompts, drawn], 1)).logits[:, -1].float()
+
+
+@torch.no_grad()
+def rows_of(model, process=None, context=None, seed=0):
+    """Sample rows token by token, with one processor of transformers; return rows with both log-probs."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=draw)
+    seen = prompts if context is None else context(prompts)
+    drawn = torch.empty(ROWS, 0, dtype=torch.int64)
+    sampler, trainer = [], []
+    for _ in range(TOKENS):
+        logits = step_logits(model, seen, drawn)
+        if process is not None:
+            logits = process(torch.cat([seen, drawn], 1), logits)
+        token = torch.multinomial(logits.softmax(-1), 1, generator=draw)
+        sampler.append(logits.log_softmax(-1).gather(1, token))
+        trainer.append(step_logits(model, prompts, drawn).log_softmax(-1).gather(1, token))
+        drawn = torch.cat([drawn, token], 1)
+    columns = {
+        "prompt_ids": prompts,
+        "response_ids": drawn,
+        "rollout_log_prob": torch.cat(sampler, 1),
+        "old_log_prob": torch.cat(trainer, 1),
+    }
+    return [{"step": 3, **{name: values[row].tolist() for name, values in columns.items()}} for row in range(ROWS)]
+
+
+def write(folder, rows):
+    with RolloutLogWriter(folder / "log.parquet") as log:
+        log.write(RolloutBatch.from_rows(rows))
+    return folder / "log.parquet"
+
+
+def swap(rows):
+    return [{**row, "rollout_log_prob": row["old_log_prob"], "old_log_prob": row["rollout_log_prob"]} for row in rows]
+
+
+FAULTS = {
+    "temperature 0.7": {"process": TemperatureLogitsWarper(0.7)},
+    "top-p 0.8": {"process": TopPLogitsWarper(0.8)},
+    "repetition penalty 1.2": {"process": RepetitionPenaltyLogitsProcessor(1.2)},
+    "BOS": {"context": lambda prompts: torch.cat([torch.ones(len(prompts), 1, dtype=torch.int64), prompts], 1)},
+}
+
+
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_is_named_on_its_side(tmp_path, name, side):
+    model = make_model()
+    rows = rows_of(model, **FAULTS[name])
+    result = confirm(write(tmp_path, rows if side == "sampler" else swap(rows)), model)
+    assert result.cause == f"{side}: {name}"
+    removed = list(result.sides[side].removed.items())
+    assert removed[0][0] == name
+    assert removed[0][1] >= 0.9 > removed[1][1] or removed[1][1] < removed[0][1]
+
+
+def test_the_context_of_another_row_is_named(tmp_path):
+    model = make_model()
+    rows = rows_of(model, context=lambda prompts: prompts[:1].expand_as(prompts))
+    result = confirm(write(tmp_path, rows), model)
+    assert result.cause == "sampler: prompt of another row (1)"
+
+
+def test_logits_that_are_not_shifted_are_named(tmp_path):
+    model = make_model()
+    rows = rows_of(model)
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+            logits = model(input_ids=ids).logits[0, PROMPT:].log_softmax(-1)
+            row["old_log_prob"] = logits.gather(-1, ids[0, PROMPT:, None])[:, 0].tolist()
+    assert confirm(write(tmp_path, rows), model).cause == "trainer: logits not shifted"
+
+
+def test_dropout_of_the_trainer_is_no_variant(tmp_path):
+    rows = rows_of(make_model())
+    noisy = make_model(attention_dropout=0.3).train()
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+            logits = noisy(input_ids=ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
+            row["old_log_prob"] = logits.gather(-1, ids[0, PROMPT:, None])[:, 0].tolist()
+    result = confirm(write(tmp_path, rows), noisy)
+    assert result.cause is None
+    assert "evaluation mode" in result.verdict
+
+
+def test_other_weights_are_unknown(tmp_path):
+    model, other = make_model(), make_model(seed=1)
+    rows = rows_of(model)
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+            logits = other(input_ids=ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
+            row["old_log_prob"] = logits.gather(-1, ids[0, PROMPT:, None])[:, 0].tolist()
+    result = confirm(write(tmp_path, rows), other)
+    assert result.cause is None
+    assert result.verdict.startswith("unknown: the trainer agrees")
+
+
+def test_without_a_fault_nothing_is_named(tmp_path):
+    model = make_model()
+    result = confirm(write(tmp_path, rows_of(model)), model)
+    assert result.cause is None
+    assert result.verdict.startswith("no mismatch")
+
+
+def test_an_interrupt_keeps_the_scored_rows(tmp_path):
+    model = make_model()
+    log = write(tmp_path, rows_of(model, **FAULTS["temperature 0.7"]))
+
+    def stop(rows, total):
+        raise KeyboardInterrupt
+
+    result = confirm(log, model, on_rows=stop)
+    assert (result.rows, result.complete, result.cause) == (1, False, "sampler: temperature 0.7")
+
+
+def test_bad_input_is_named(tmp_path):
+    model = make_model()
+    rows = rows_of(model)
+    log = write(tmp_path, rows)
+    with pytest.raises(BadInputError, match="choose others with --steps"):
+        confirm(log, model, steps=(9, 10))
+    with pytest.raises(BadInputError, match="rows must be at least 2, got 1"):
+        confirm(log, model, rows=1)
+    (tmp_path / "without").mkdir()
+    for row in rows:
+        del row["prompt_ids"]
+    with pytest.raises(BadInputError, match="has no prompt_ids"):
+        confirm(write(tmp_path / "without", rows), model)
+
+
+def test_the_command_names_the_fault(tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    log = write(tmp_path, rows_of(model, **FAULTS["temperature 0.7"]))
+    result = CliRunner().invoke(app, ["confirm", str(log), "--model", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    assert "confirmed: sampler: temperature 0.7" in result.output.splitlines()[0]
+    unknown = CliRunner().invoke(app, ["confirm", str(tmp_path / "no"), "--model", str(tmp_path / "model")])
+    assert unknown.exit_code == 2
+    assert "confirm run/rollouts --model" in CliRunner().invoke(app, ["confirm", "--help"]).output
