@@ -60,22 +60,22 @@ def is_method_call(node: ast.AST) -> bool:
 
 BUDGETS = {
     "cli": 684,
-    "config": 1686,
+    "config": 1688,
     "confirm": 237,
     "conformance": 350,
     "core": 1565,
     "correction": 1268,
     "demo": 171,
-    "diffusion": 490,
+    "diffusion": 491,
     "engines": 2003,
-    "integrations": 1809,
+    "integrations": 1811,
     "kernels": 3559,
     "layouts": 137,
     "monitor": 1051,
     "rollout_log": 2155,
     "run_directory": 750,
     "simulation": 1154,
-    "train": 3199,
+    "train": 3281,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

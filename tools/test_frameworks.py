@@ -4,7 +4,8 @@
     make test-frameworks SOURCES=DIR    and what DIR holds: checkouts, sources, wheels, packed or unpacked
 
 A framework of DIR takes the place of the installed one; what it depends on is installed. verl's sources bring its own
-tests, which its wheel leaves out: they run on verl alone and on verl with this library, and must end alike.
+tests, which its wheel leaves out: they run on verl alone and on verl with this library, and must end alike. So do
+verl-omni's tests of its rollout correction, on the installed verl.
 
     pip download --no-deps --no-binary :all: --no-build-isolation --dest DIR verl==0.9.1
 """
@@ -19,12 +20,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+OWN_TESTS = {"verl": "trainer/ppo", "verl_omni": "trainer/diffusion/test_rollout_correction_on_cpu.py"}
 LANES = {
     "verl": (("test_verl*.py",), ("trainer/ppo/rollout_corr_helper.py", "trainer/ppo/core_algos.py")),
     "trl": (
         ("test_trl.py", "test_trl_monitor.py", "test_trl_real.py", "test_trl_truncated.py", "test_trl_async.py"),
         ("trainer/grpo_trainer.py", "trainer/rloo_trainer.py"),
     ),
+    "verl_omni": (("test_verl_own_tests.py",), ("trainer/diffusion/rollout_correction.py", "workers/utils/losses.py")),
 }
 
 
@@ -80,12 +83,12 @@ def installed(name: str, python: Path) -> Path:
 def main() -> int:
     """Run every lane, and say last what each of them was."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in LANES:
+    for name in ("verl", "trl"):
         parser.add_argument(f"--{name}", type=Path, metavar="PYTHON", help=f"Python of the environment that has {name}")
     parser.add_argument("sources", nargs="?", type=Path, help="folder with checkouts, unpacked sources or wheels")
     arguments = parser.parse_args()
     # Absolute, because pytest runs elsewhere; not resolved, because the link makes it the environment's Python.
-    pythons = {name: getattr(arguments, name).absolute() for name in LANES if getattr(arguments, name)}
+    pythons = {name: getattr(arguments, name).absolute() for name in ("verl", "trl") if getattr(arguments, name)}
     if not pythons:
         parser.error("name an environment: --verl PYTHON, --trl PYTHON, or both")
     if arguments.sources and not arguments.sources.is_dir():
@@ -95,13 +98,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
         cases = [(name, None) for name in pythons]
+        if "verl" in pythons:
+            pythons["verl_omni"] = pythons["verl"]
         if arguments.sources:
             cases += [case for case in found(arguments.sources.absolute(), folder) if case[0] in pythons]
-        if arguments.sources and len(cases) == len(pythons):
-            parser.error(f"{arguments.sources} holds no sources and no wheel of {' or '.join(pythons)}")
+        if arguments.sources and all(root is None for _, root in cases):
+            parser.error(
+                f"{arguments.sources} holds no sources and no wheel of {' or '.join(name for name, _ in cases)}"
+            )
         for name, root in cases:
             package = installed(name, pythons[name]) if root is None else root / name
-            tests = root / "tests" if root and (root / "tests/trainer/ppo").is_dir() and name == "verl" else None
+            has_tests = root is not None and name in OWN_TESTS and (root / "tests" / OWN_TESTS[name]).exists()
+            tests = root / "tests" if root and has_tests else None
             path = None if root is None else alone(package.resolve(), folder)
             results[described(name, package)] = run(name, pythons[name], path, tests)
 

@@ -46,6 +46,24 @@ def test_a_function_of_a_file_needs_trust(tmp_path, stranger):
     assert mark.exists()
 
 
+@pytest.mark.parametrize("option", ["problems", "reward"])
+def test_own_task_of_file_needs_trust(tmp_path, stranger, option):
+    mark, file = stranger
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"run_dir: {tmp_path / 'run'}\ntask: {{{option}: '{file}:missing'}}\n")
+    said = run_train(str(theirs))
+    assert f"task.{option}=" in said
+    assert "--trust" in said
+    assert not mark.exists()
+
+    assert "cannot be loaded" in run_train(str(theirs), "--trust")
+    assert mark.exists()
+    mark.unlink()
+    typed = run_train(f"task.{option}={file}:missing", f"run_dir={tmp_path / 'other'}")
+    assert "cannot be loaded" in typed
+    assert mark.exists()
+
+
 def test_a_function_of_the_command_line_needs_none(tmp_path, stranger):
     mark, file = stranger
     theirs = configuration(tmp_path / "theirs.yaml", "/nowhere.py", tmp_path / "run")

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,13 @@ from rollcorr.config.conversion import convert, resolve
 from rollcorr.config.layers import merge_layers, parse_override, read_document
 from rollcorr.diagnostics.log_check import choose_config
 from rollcorr.diffusion import DiffusionActorConfig
+from rollcorr.integrations.trl import attach
 from rollcorr.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 from rollcorr.train import load_config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+from trl_stand_in import StandInTrainer
 
 SECTION = "algorithm.rollout_correction."
 
@@ -83,6 +89,9 @@ NEWEST = {
 NEWEST["2025-10 nested"] = NEWEST["2025-10 flat"]
 
 
+ENTRIES = ("train", "convert-config", "check --config", "advise", "Monitor", "TRL", "diffusion")
+
+
 def overrides_of(form):
     return [f"{name}={'null' if value is None else value}" for name, value in FORMS[form].items()]
 
@@ -136,13 +145,17 @@ def read_by(entry, arguments, log):
         monitor = Monitor(log.parent / str(hash(str(arguments))), document)
         monitor.close()
         return monitor.config
+    if entry == "TRL":
+        trainer = StandInTrainer()
+        attach(trainer, document)
+        return trainer._correction_config
     return DiffusionActorConfig(rollout_correction=document).correction
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("source", ["file", "overrides", "overrides over a preset"])
-@pytest.mark.parametrize("entry", ["train", "convert-config", "check --config", "advise", "Monitor", "diffusion"])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_every_form_runs_at_every_entry_point(form, source, entry, tmp_path, log):
     path = tmp_path / "run.yaml"
     arguments = overrides_of(form)
@@ -152,7 +165,13 @@ def test_every_form_runs_at_every_entry_point(form, source, entry, tmp_path, log
     elif source != "overrides":
         path.write_text("algorithm: {rollout_correction: disabled}\n", encoding="utf-8")
         arguments = [str(path), *arguments]
-    assert read_by(entry, arguments, log) == NEWEST[form]
+    expected = NEWEST[form]
+    if entry == "TRL" and expected.bypass_mode:  # refused; the text to type follows
+        with pytest.raises(ValueError, match="set bypass_mode=False"):
+            read_by(entry, arguments, log)
+        arguments = [*arguments, f"{SECTION}bypass_mode=False"]
+        expected = expected.with_options(bypass_mode=False, apply_is=True)
+    assert read_by(entry, arguments, log) == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -195,6 +214,17 @@ MIXTURES = {
         f"{SECTION}rollout_rs=token_k1",
         f"{SECTION}rollout_rs_threshold=0.5_2",
     ],
+    "a switch under both names": [
+        f"{SECTION}rollout_is=true",
+        f"{SECTION}bypass_old_logprob_for_rollout=true",
+        f"{SECTION}bypass_mode=true",
+    ],
+    "a loss under both names": [
+        f"{SECTION}rollout_is=true",
+        f"{SECTION}use_pure_rollout_correction=true",
+        f"{SECTION}bypass_mode=true",
+        f"{SECTION}loss_type=reinforce",
+    ],
 }
 
 
@@ -205,6 +235,20 @@ def test_mixture_prints_overrides_that_run(mixture):
     typed = shlex.split(str(refused.value).partition("In the newest form: ")[2])
     assert typed
     assert load_config(None, typed).algorithm.correction is not None
+
+
+@pytest.mark.parametrize("criteria", ["token_k1", "seq_sum_k1", "seq_mean_k1", "seq_mean_k3", "token_k1,seq_max_k2"])
+def test_missing_threshold_prints_one_to_start(criteria):
+    given = [f"{SECTION}rollout_rs={criteria}"]
+    with pytest.raises(ValueError, match="To start, write") as refused:
+        load_config(None, given)
+    typed = str(refused.value).partition("To start, write ")[2]
+    assert load_config(None, [*given, typed]).algorithm.correction.rollout_rs == criteria
+
+
+def test_mixture_without_conversion_states_first_fix():
+    with pytest.raises(ValueError, match=r"mix generations .* First fix this: rollout_rs 'token_k1' needs"):
+        resolve({"rollout_correction": {"rollout_is": True, "rollout_rs": "token_k1"}})
 
 
 def test_flat_options_over_a_block_print_the_override(tmp_path):
@@ -244,6 +288,8 @@ def test_verl_paths_set_options_of_both_recipes():
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
             "actor_rollout_ref.actor.optim.lr=1e-6",
             "trainer.total_training_steps=5",
+            "algorithm.filter_groups.enable=True",
+            "reward_model.overlong_buffer.enable=True",
             "algorithm.filter_groups.max_num_gen_batches=10",
             "reward_model.overlong_buffer.len=16",
             "reward_model.overlong_buffer.penalty_factor=0.5",
@@ -261,7 +307,12 @@ def test_verl_paths_set_options_of_both_recipes():
             "rollout.algo.sde_window_size=2",
             "actor_rollout_ref.rollout.algo.sde_window_range=[0,5]",
             "actor_rollout_ref.model.lora_rank=64",
+            "actor_rollout_ref.model.algorithm=mix_grpo",
+            "actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",
+            "actor_rollout_ref.rollout.algo.sample_strategy=random",
+            "actor_rollout_ref.rollout.dtype=float16",
         ],
     )
     rollout = pictures.rollout
+    assert (rollout.sde_window, rollout.dtype, pictures.algorithm.loss.loss_mode) == ("shared", "float16", "grpo_guard")
     assert (rollout.noise_level, rollout.sde_window_range, pictures.model.lora.rank) == (1.2, (0, 5), 64)

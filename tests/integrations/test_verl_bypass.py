@@ -184,6 +184,18 @@ def test_install_replaces_what_trainers_imported_before_and_does_so_once(modules
     } == core_algos.POLICY_LOSS_REGISTRY
 
 
+def test_install_reaches_modules_of_verl_omni(modules, monkeypatch):
+    """verl-omni's rollout correction imports verl's functions by name, perhaps before install()."""
+    omni = ModuleType("verl_omni.trainer.diffusion.rollout_correction")
+    theirs = modules[HELPER].compute_rollout_correction_and_add_to_batch
+    omni.imported = theirs
+    monkeypatch.setitem(sys.modules, omni.__name__, omni)
+    verl.install()
+    assert omni.imported is verl.compute_rollout_correction_and_add_to_batch is not theirs
+    verl.uninstall()
+    assert omni.imported is theirs
+
+
 def test_install_refuses_a_verl_whose_trainers_it_cannot_reach(modules):
     del modules["verl.trainer.ppo.utils"].need_critic
     with pytest.raises(ImportError, match="wire_bypass_mode"):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUTS = [Path(path) for path in os.environ.get("ROLLCORR_VERL_TESTS", "").split(os.pathsep) if path]
+OMNI = "trainer/diffusion/test_rollout_correction_on_cpu.py"
 FILES = [f"test_rollout_{subject}{kind}.py" for subject in ("corr", "is") for kind in ("", "_integration")]
 
 pytestmark = [
@@ -29,6 +30,8 @@ pytestmark = [
 
 
 def generation(checkout):
+    if (checkout / OMNI).exists():
+        return "verl-omni"
     sources = [path.read_text(encoding="utf-8") for name in FILES if (path := checkout / "trainer/ppo" / name).exists()]
     if any("mismatch_helper" in source for source in sources):
         return "2025-10"
@@ -36,7 +39,12 @@ def generation(checkout):
 
 
 def found_tests(checkout):
-    """The newest generation's PPO tests, all of them; of an older one, those that do not need its verl."""
+    """The newest generation's PPO tests, all of them; of an older one, those that do not need its verl.
+
+    Of verl-omni, the tests of its rollout correction, the only ones that run without its engine, vLLM-Omni.
+    """
+    if generation(checkout) == "verl-omni":
+        return [checkout / OMNI]
     if generation(checkout) == "newest":
         return [checkout / "trainer"]
     return [path for name in FILES if (path := checkout / "trainer/ppo" / name).exists()]
@@ -48,9 +56,11 @@ def outcomes(checkout, folder, *plugins, **variables):
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
     report = folder / f"{'-'.join(plugins) or 'unpatched'}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
-    plugins = ("verl_cluster", *plugins)
+    is_omni = generation(checkout) == "verl-omni"
+    plugins = ("verl_omni_shim" if is_omni else "verl_cluster", *plugins)
     command += [f"--rootdir={checkout}", *(f"-p{plugin}" for plugin in plugins), *map(str, found_tests(checkout))]
-    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True)
+    folder = checkout.parent if is_omni else checkout  # verl-omni's tests read its configuration from there
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert report.exists(), done.stdout + done.stderr
     found = {}
     for case in ET.parse(report).iter("testcase"):
@@ -62,13 +72,16 @@ def outcomes(checkout, folder, *plugins, **variables):
 @pytest.mark.parametrize("checkout", CHECKOUTS or [Path("none")], ids=str)
 def test_verls_own_tests_end_on_this_library_as_they_end_on_verl_alone(checkout, tmp_path):
     kind = generation(checkout)
-    ours, output = outcomes(checkout, tmp_path, "verl_shim", ROLLCORR_VERL_GENERATION=kind)
+    variables = {"ROLLCORR_VERL_GENERATION": "newest" if kind == "verl-omni" else kind, "ROLLCORR_OMNI": str(checkout)}
+    ours, output = outcomes(checkout, tmp_path, "verl_shim", **variables)
     assert Counter(ours.values())["passed"] > 10, output
-    if kind == "newest":
-        theirs, _ = outcomes(checkout, tmp_path)
+    if kind in ("newest", "verl-omni"):
+        theirs, _ = outcomes(checkout, tmp_path, **variables)
         different = {test: (theirs.get(test), ours.get(test)) for test in theirs | ours}
         different = {test: pair for test, pair in different.items() if pair[0] != pair[1]}
         assert not different, f"(alone, patched): {different}\n{output}"
+        switched, _ = outcomes(checkout, tmp_path, **variables, ROLLCORR_VERL="1")
+        assert switched == theirs
     else:  # the installed verl no longer has that generation, so all must pass
         assert set(ours.values()) == {"passed"}, output
         theirs = {}

@@ -36,7 +36,8 @@ def train(
     Options that a checkpoint fixes, such as the model, cannot change within a run; all other options can.
     Only one process can run in a directory at a time.
 
-    Options such as reward.function run code, and so may an unusual argument of vLLM. Write them in the command.
+    Options such as reward.function, task.reward and task.problems run code, and so may an unusual argument of vLLM.
+    Write them in the command.
     If a file has them, or names code in the run directory, add --trust if you trust it.
 
     These files list all options:

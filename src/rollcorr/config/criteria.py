@@ -140,7 +140,11 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
     """
     listed = criterion_names(names)
     if threshold is None:
-        raise ValueError(f"rollout_rs {','.join(listed)!r} needs rollout_rs_threshold; got None")
+        starts = ",".join(str(CRITERIA[name][2]) if name in CRITERIA else "NUMBER" for name in listed)
+        raise ValueError(
+            f"rollout_rs {','.join(listed)!r} needs rollout_rs_threshold; got None. To start, write "
+            f"algorithm.rollout_correction.rollout_rs_threshold={starts}"
+        )
     texts = threshold_texts(threshold)
     if len(texts) not in (1, len(listed)):
         raise ValueError(

@@ -53,6 +53,8 @@ KEYS: dict[Schema, tuple[str, ...]] = {
 
 # Newer names that verl 0.7 mixed with the rejection options of 2025-11; accepted if that schema is set explicitly.
 LATE_2025_11 = ("bypass_mode", "loss_type", "rollout_is_batch_normalize")
+# Switches of 2025-11, and the newer names that replaced them.
+RENAMED = {"bypass_old_logprob_for_rollout": "bypass_mode", "use_pure_rollout_correction": "loss_type"}
 
 
 @dataclass(frozen=True)
@@ -228,13 +230,12 @@ def _november_mode(draft: Draft) -> None:
         TypeError, ValueError: a switch is not a bool, is set under its old and new name, or one needs the other.
     """
     old = draft.old
-    renamed = {"bypass_old_logprob_for_rollout": "bypass_mode", "use_pure_rollout_correction": "loss_type"}
-    for name, newer in renamed.items():
+    for name, newer in RENAMED.items():
         check_bool(name, draft.values[name])
         if name in old and newer in old:
             raise ValueError(f"{name} and {newer} say the same thing; keep one of them")
 
-    bypass, pure = (draft.values[name] for name in renamed)
+    bypass, pure = (draft.values[name] for name in RENAMED)
     if pure and not (bypass or old.get("bypass_mode")):
         raise ValueError(
             "use_pure_rollout_correction: true needs bypass_old_logprob_for_rollout: true (its loss has no π_old)"

@@ -19,6 +19,7 @@ from rollcorr.config.generations import (
     KEYS,
     LATE_2025_11,
     OLDER_CRITERIA,
+    RENAMED,
     SCHEMAS,
     Schema,
     shown,
@@ -87,11 +88,11 @@ def as_overrides(fields: Mapping[str, Any]) -> str:
 
 
 def instead(options: Mapping[str, Any]) -> str:
-    """Return the end of a message that refuses options: the overrides to type, if they can be converted."""
+    """Return the end of a message that refuses options: the overrides to type, or why there are none yet."""
     try:
         return f". In the newest form: {newest_overrides(options)}"
-    except (TypeError, ValueError):
-        return ""
+    except (TypeError, ValueError) as error:
+        return f". First fix this: {error}"
 
 
 def owners(key: str) -> list[Schema]:
@@ -107,6 +108,7 @@ def _part(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
         other = ("rollout_is", "rollout_is_threshold")
     if rs is not None and (rs in OLDER_CRITERIA) != (schema == "2025-11"):
         other += ("rollout_rs", "rollout_rs_threshold")
+    other += tuple(older for older, newer in RENAMED.items() if newer in options)
     own = KEYS[schema] + (LATE_2025_11 if schema == "2025-11" else ())
     return {key: value for key, value in options.items() if key in own and key not in other}
 

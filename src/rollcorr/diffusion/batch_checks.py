@@ -7,6 +7,7 @@ A batch is a mapping of tensors; B samples, W steps in the window:
     old_log_probs          (B, W)         log π_old, likewise
     advantages             (B,)           A of each sample
     latents                (B, W+1, …)    x before each step of the window, and after the last; float32
+    next_latents           (B, W, …)      x after each step; only for windows with holes
     timesteps              (B, W)         timestep *value* of each step, as the scheduler has it
     prev_sample_mean       (B, W, …)      m of the rollout: makes the KL exact
     old_prev_sample_mean   (B, W, …)      m of π_old (bypass: the rollout's)
@@ -72,7 +73,7 @@ def check_shapes(batch: Batch, *, like: str = "rollout_log_probs") -> tuple[int,
         **dict.fromkeys((*PER_STEP, "rollout_log_probs"), ("(B, W)", (B, W), False)),
         "advantages": ("(B,)", (B,), False),
         "latents": ("(B, W + 1, …)", (B, W + 1), True),
-        **dict.fromkeys(MEANS, ("(B, W, …)", (B, W), True)),
+        **dict.fromkeys((*MEANS, "next_latents"), ("(B, W, …)", (B, W), True)),
     }
     for key, (meaning, sizes, goes_on) in layout.items():
         shape = tuple(batch[key].shape) if key in batch else None
@@ -110,11 +111,11 @@ def check_diffusion_batch(batch: Batch, *, schedule: Sequence[float] | None = No
         ValueError: names the sample and step, the value, and the fix.
     """
     check_shapes(batch)
-    for key in ("latents", *MEANS):
+    for key in ("latents", "next_latents", *MEANS):
         if key in batch:
             _check_finite(key, batch[key])
     if "timesteps" in batch and schedule is not None:
-        _check_timesteps(batch["timesteps"], schedule)
+        _check_timesteps(batch["timesteps"], schedule, holes="next_latents" in batch)
     if "std" in batch:
         _check_averaged(batch["rollout_log_probs"], batch["std"], dimensions_of(batch))
 
@@ -174,7 +175,7 @@ def _check_finite(key: str, values: Tensor) -> None:
         raise ValueError(f"{key} is {values.dtype}; store it in float32: rounding it is a mismatch of its own")
 
 
-def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
+def _check_timesteps(timesteps: Tensor, schedule: Sequence[float], *, holes: bool) -> None:
     known = torch.tensor(schedule, dtype=torch.float64, device="cpu")
     limit = 1e-5 * float(known.abs().max())
     values = timesteps.detach().to("cpu", torch.float64)
@@ -189,12 +190,13 @@ def _check_timesteps(timesteps: Tensor, schedule: Sequence[float]) -> None:
             "steps, shift and resolution"
         )
 
-    # The window has no gaps: each step starts where the last one ended.
-    if (at := _first_wrong_step(index.diff(dim=1) != 1)) is not None:
+    # Without x after each step, each step must start where the last one ended.
+    distance = index.diff(dim=1)
+    if (at := _first_wrong_step(distance < 1 if holes else distance != 1)) is not None:
         sample, step = at
         raise ValueError(
             f"the window of sample {sample} goes from schedule entry {int(index[sample, step])} to "
-            f"{int(index[sample, step + 1])}; its steps must follow one another"
+            f"{int(index[sample, step + 1])}; its steps must follow one another, or the batch needs next_latents"
         )
 
 

@@ -45,6 +45,7 @@ OPTION_RULES = (
     OptionRule("model", "fixed", "the weights in the checkpoint are those of this model"),
     OptionRule("warm_up", "fixed", "the warm-up was before the first step"),
     OptionRule("task.bonus_length", "free"),
+    OptionRule("task.reward", "free"),
     OptionRule("task", "fixed", "the checkpoint has a place in this data"),
     OptionRule("prompts", "fixed", "the checkpoint has a place in this data"),
     OptionRule("rollout.prompts_per_step", "fixed", "the checkpoint has a place in the data, in steps of this size"),

@@ -1,11 +1,14 @@
 """Trajectories: steps inside and outside the window, and that every step can be scored again."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from rollcorr.train.flow_grpo.families import velocity
+from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
 from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Schedule, draw_windows, make_schedule, round_to_e4m3
 
 
@@ -83,19 +86,103 @@ def test_what_is_stored_is_float32_in_any_precision(flow_trainer):
     assert (data["dt"] < 0).all()
 
 
-def test_windows_lie_in_their_range_and_repeat(flow_config):
-    shared = draw_windows(4, 2, (1, 5), per_sample=False, seed=0, step=3)
+def windows(*, step, seed=0, **options):
+    return draw_windows(DiffusionRolloutConfig(sde_window_range=(1, 5), **options), seed=seed, step=step)
+
+
+def test_windows_lie_in_their_range_and_repeat():
+    shared = windows(step=3)
     assert (shared == shared[0]).all()
-    own = torch.cat([draw_windows(40, 2, (1, 5), per_sample=True, seed=0, step=step) for step in range(5)])
-    assert own[:, 0].unique().tolist() == [1, 2, 3]
-    assert (own[:, 1] == own[:, 0] + 1).all()
-    assert torch.equal(shared, draw_windows(4, 2, (1, 5), per_sample=False, seed=0, step=3))
+    own = torch.cat([windows(step=step, sde_window="per_sample") for step in range(5)])
+    assert sorted(set(own[:, 0].tolist())) == [1, 2, 3]
+    assert (own.diff(dim=1) == 1).all()
+    assert torch.equal(shared, windows(step=3))
+
+
+def test_windows_move_after_their_interval():
+    """Steps 1 to 4 in a range of four: starts 1, 2, 3, then no further; MixGRPO."""
+    options = {"sde_window": "moving", "sde_window_interval": 10}
+    starts = [windows(step=step, **options)[0].tolist() for step in (1, 10, 11, 21, 500)]
+    assert starts == [[1, 2], [1, 2], [2, 3], [3, 4], [3, 4]]
+    assert windows(step=11, sde_window_spacing=2, **options).tolist()[0] == [2, 4]
+
+
+def test_windows_with_holes_take_every_second_step():
+    found = {tuple(windows(step=step, sde_window_spacing=3).tolist()[0]) for step in range(20)}
+    assert found == {(1, 4)}
+
+
+@pytest.mark.parametrize("steps", [[[0, 2], [1, 3], [0, 3], [2, 3]], [[1, 2]] * 4])
+def test_log_probs_equal_arithmetic_of_diffusers(sampler, steps):
+    """Windows with holes and without: scheduler.step gives x + v dt; the mean adds g² dt / 2σ (x + (1 − σ) v)."""
+    sampler, prompts = sampler()
+    steps = torch.tensor(steps)
+    path = sampler.sample(prompts, steps, seed=0, step=1)
+    assert ("next_latents" in path.data) == bool((steps.diff(dim=1) > 1).any())
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(sampler.policy.scheduler.config)
+    scheduler.set_timesteps(5)
+    torch.testing.assert_close(path.schedule.sigmas, scheduler.sigmas)
+    for row, column in itertools.product(range(4), range(2)):
+        number = int(steps[row, column])
+        x = path.data["latents"][row : row + 1, column]
+        after = path.data.get("next_latents", path.data["latents"][:, 1:])[row, column]
+        sigma, dt = scheduler.sigmas[number], scheduler.sigmas[number + 1] - scheduler.sigmas[number]
+        with torch.no_grad():
+            policy, prompt = sampler.policy, prompts.select(torch.tensor([row]))
+            v = velocity(policy.transformer, policy.family, x, sigma[None], prompt, size=policy.size)
+        scheduler._step_index = number
+        straight = scheduler.step(v, scheduler.timesteps[number], x).prev_sample
+        g = 0.7 * (sigma / (1 - min(sigma, scheduler.sigmas[1]))).sqrt()
+        mean, s = straight + g**2 * dt / (2 * sigma) * (x + (1 - sigma) * v), g * (-dt).sqrt()
+        expected = torch.distributions.Normal(mean, s).log_prob(after).mean()
+        torch.testing.assert_close(path.data["rollout_log_probs"][row, column], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        ["rollout.sde_window_spacing=2", "rollout.num_steps=5"],
+        ["rollout.sde_window=moving", "rollout.sde_window_interval=1"],
+        [
+            "rollout.sde_window=per_sample",
+            "rollout.sde_window_spacing=2",
+            "algorithm.rollout_correction.bypass_mode=true",
+        ],
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_windows_with_holes_train(flow_trainer, weights, dtype, window):
+    """In float32 every log-ratio is 0, so old log-probs score the same steps that were sampled."""
+    trainer = flow_trainer(f"rollout.dtype={dtype}", *window)
+    before = weights(trainer)
+    for step in (1, 2):
+        metrics = trainer.step(step).metrics
+        prefix = "actor/rollout_corr" if trainer.actor.bypass_mode else "rollout_corr"
+        if dtype == "float16":
+            assert metrics[f"{prefix}/exact_kl_mean"] > 0
+        elif not trainer.actor.bypass_mode:
+            assert metrics[f"{prefix}/exact_kl_mean"] == 0
+    assert not torch.equal(weights(trainer), before)
+    assert trainer.skipped_steps == 0
+
+
+def test_float16_is_closer_than_bfloat16(flow_trainer):
+    """Three more bits of precision, so about 64 times less KL; the trainer scores in float32 either way."""
+    kl = {}
+    for dtype in ("bfloat16", "float16"):
+        result = flow_trainer(f"rollout.dtype={dtype}").step(1)
+        kl[dtype] = result.metrics["rollout_corr/exact_kl_mean"]
+        assert result.batch.data["old_log_probs"].dtype == torch.float32
+    assert 0 < kl["float16"] < kl["bfloat16"] / 16
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.sde_window_size=4"], r"sde_window_range=\[0, 3\] must lie in .* hold sde_window_size=4"),
+        (
+            ["rollout.sde_window_size=4"],
+            r"window_range=\[0, 3\] must lie in .* hold 4 steps, for sde_window_size=4",
+        ),
         (["rollout.sde_window_range=[2, 9]"], r"must lie in \[0, num_steps=4\]"),
         (["rollout.sde_window_range=[3, 1]"], r"sde_window_range=\[3, 1\]"),
         (["rollout.noise_level=0"], "a step without noise has no log-prob"),

@@ -1,5 +1,6 @@
 """The examples of the recipe: the judge by hand, the script of the quickstart, configurations that are read."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_pipelines
 from make_shapes_model import flow_matching_loss, make_small_transformer, make_word_table, pretrain
 from rich.console import Console
 
@@ -62,6 +64,65 @@ def test_an_example_starts(name, tmp_path):
 def test_the_example_for_a_large_pipeline_is_read():
     config = load_config(EXAMPLES / "train" / "flow_grpo_ocr.yaml")
     assert (config.reward.name, config.model.lora.rank, config.algorithm.actor.bypass_mode) == ("ocr", 32, True)
+
+
+# What rollcorr train reads of verl-omni's run_qwen_image_ocr_lora_rollout_corr.sh; the rest places processes and files.
+QUICKSTART = (
+    "recipe=flow_grpo",
+    "data.train_batch_size=32",
+    "algorithm.rollout_correction.bypass_mode=True",
+    "algorithm.rollout_correction.rollout_is=sequence",
+    "algorithm.rollout_correction.rollout_is_threshold=2.0",
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+    "actor_rollout_ref.model.path=Qwen/Qwen-Image",
+    "actor_rollout_ref.model.lora_rank=64",
+    "actor_rollout_ref.model.lora_alpha=128",
+    "actor_rollout_ref.model.target_modules=['to_q','to_k','to_v','to_out.0','add_q_proj','add_k_proj','add_v_proj',"
+    "'to_add_out','img_mlp.net.0.proj','img_mlp.net.2','txt_mlp.net.0.proj','txt_mlp.net.2']",
+    "actor_rollout_ref.actor.optim.lr=3e-4",
+    "actor_rollout_ref.actor.optim.weight_decay=0.0001",
+    "actor_rollout_ref.rollout.n=16",
+    "actor_rollout_ref.rollout.pipeline.true_cfg_scale=4.0",
+    "actor_rollout_ref.rollout.calculate_log_probs=True",
+    "actor_rollout_ref.rollout.algo.noise_level=1.2",
+    "actor_rollout_ref.rollout.algo.sde_type=sde",
+    "actor_rollout_ref.rollout.algo.sde_window_size=2",
+    "actor_rollout_ref.rollout.algo.sde_window_range=[0,5]",
+    "trainer.save_freq=30",
+    "trainer.total_training_steps=300",
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by imports of the pipelines
+@pytest.mark.filterwarnings(
+    "ignore:rollout_is='sequence' does not weight the loss", "ignore:rollout_rs .* rejects nothing"
+)
+def test_quickstart_of_verl_omni_trains_tiny_qwen_image(tmp_path, console):
+    example = EXAMPLES / "train" / "qwen_image_ocr.yaml"
+    theirs, ours = load_config(None, QUICKSTART), load_config(example)
+    for part in ("steps", "checkpoint", "rollout", "algorithm"):
+        assert getattr(ours, part) == replace_batch(getattr(theirs, part)), part
+    assert (ours.model.path, ours.model.lora) == (theirs.model.path, theirs.model.lora)
+    assert (ours.optim.lr, ours.optim.weight_decay) == (theirs.optim.lr, theirs.optim.weight_decay)
+
+    tiny_pipelines.save_qwen(tmp_path / "qwen")
+    (tmp_path / "prompts.txt").write_text('a sign "red"\na sign "green"\n')
+    small = [
+        f"model.path={tmp_path / 'qwen'}", f"run_dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'prompts.txt'}",
+        "model.height=16", "device=cpu", "reward.name=color", "optim.mini_batch_size=4", "optim.micro_batch_size=2",
+        "rollout.prompts_per_step=2", "rollout.group_size=4", "log.evaluate=0", "log.tensorboard=false", "steps=2",
+    ]  # fmt: skip
+    summary = train(load_config(example, small), console=console)
+    assert (summary.step, summary.skipped_steps) == (2, 0)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["actor/rollout_corr/rollout_rs_masked_fraction"] == 0 for row in rows)
+    assert all(row["actor/rollout_corr/exact_kl_mean"] > 0 for row in rows)
+
+
+def replace_batch(part):
+    """The part of a configuration with the example's rows at a time, which change memory only."""
+    return dataclasses.replace(part, batch_size=16) if hasattr(part, "batch_size") else part
 
 
 def test_the_quickstart_script_trains_in_bypass_mode(tmp_path):

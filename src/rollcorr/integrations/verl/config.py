@@ -162,6 +162,10 @@ class RolloutCorrectionConfig(RawConfig):
             group = torch.distributed.group.WORLD if over_all else None
             correction = correct(train, rollout, response_mask, config, group=group, densities=True)
             weights, metrics = correction.loss_weights, correction.metrics()
+
+            # As in verl, metrics of rejection exist only with a criterion; verl-omni's tests check this.
+            if not config.criteria and config.rollout_token_veto_threshold is None:
+                metrics = {key: value for key, value in metrics.items() if not key.startswith(f"{PREFIX}rollout_rs_")}
             mask = correction.loss_mask.to(response_mask.dtype)
         return weights, response_mask if config.only_measures and not in_loss else mask, metrics
 

@@ -46,9 +46,9 @@ def install() -> None:
     if not replacements:
         return
 
-    # Modules that were imported before have their own references to verl's functions.
+    # Modules that were imported before have their own references to verl's functions, verl-omni's modules too.
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("verl."):
+        if module_name.startswith(("verl.", "verl_omni.")):
             _replace_values(vars(module), replacements)
 
     # Actors look their loss up by name.

@@ -89,8 +89,11 @@ class DiffusionRolloutConfig:
         noise_level: a, inside the window.
         sde_window_size: steps with noise, W; only they are trained on.
         sde_window_range: [lo, hi): range of the window; defaults to all steps of the trajectory except the last.
-        sde_window: one window for the batch ("shared"), or one for each picture ("per_sample").
-        dtype: precision of the sampling copy: "bfloat16", "fp8" (emulated) or the trainer's "float32".
+        sde_window: one random window for the batch ("shared"), or one for each picture ("per_sample"); "moving" starts
+            at the lowest step and moves to later ones during the training (MixGRPO).
+        sde_window_spacing: the window takes every n-th step; above 1 it has holes, which follow the ODE.
+        sde_window_interval: training steps until a moving window moves by one.
+        dtype: precision of the sampling copy: "bfloat16", "float16", "fp8" (emulated) or the trainer's "float32".
         guidance_scale: γ of classifier-free guidance, 1 disables it; a distilled model reads it as an input.
         refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
         batch_size: pictures sampled at a time; null for all at once.
@@ -102,7 +105,9 @@ class DiffusionRolloutConfig:
     noise_level: float = 0.7
     sde_window_size: int = 2
     sde_window_range: tuple[int, int] | None = None
-    sde_window: Literal["shared", "per_sample"] = "shared"
+    sde_window: Literal["shared", "per_sample", "moving"] = "shared"
+    sde_window_spacing: int = 1
+    sde_window_interval: int = 25
     dtype: RolloutDtype = "bfloat16"
     guidance_scale: float = 1.0
     refresh_every: int = 1
@@ -116,6 +121,8 @@ class DiffusionRolloutConfig:
             group_size=2,
             num_steps=2,
             sde_window_size=1,
+            sde_window_spacing=1,
+            sde_window_interval=1,
             refresh_every=1,
             batch_size=1,
         )
@@ -124,16 +131,22 @@ class DiffusionRolloutConfig:
                 f"rollout.noise_level must be above 0, got {self.noise_level}: a step without noise has no log-prob"
             )
         low, high = self.window_range
-        if not 0 <= low < high <= self.num_steps or high - low < self.sde_window_size:
+        if not 0 <= low < high <= self.num_steps or high - low < self.window_extent:
             raise ValueError(
                 f"rollout.sde_window_range=[{low}, {high}] must lie in [0, num_steps={self.num_steps}] and hold "
-                f"sde_window_size={self.sde_window_size} steps"
+                f"{self.window_extent} steps, for sde_window_size={self.sde_window_size} and "
+                f"sde_window_spacing={self.sde_window_spacing}"
             )
 
     @property
     def window_range(self) -> tuple[int, int]:
         """Return [lo, hi), with the default filled in."""
         return (0, self.num_steps - 1) if self.sde_window_range is None else self.sde_window_range
+
+    @property
+    def window_extent(self) -> int:
+        """Return the number of steps from the first to the last of a window, with its holes."""
+        return (self.sde_window_size - 1) * self.sde_window_spacing + 1
 
     @property
     def rows(self) -> int:

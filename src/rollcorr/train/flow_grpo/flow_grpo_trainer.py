@@ -185,14 +185,7 @@ class FlowGrpoTrainer:
         rollout, seed = self.config.rollout, self.config.seed
         walk = shuffled_walk(len(self.texts), rollout.prompts_per_step, purpose="prompts", seed=seed, step=step)
         texts = [self.texts[row] for row in walk]
-        windows = draw_windows(
-            rollout.rows,
-            rollout.sde_window_size,
-            rollout.window_range,
-            per_sample=rollout.sde_window == "per_sample",
-            seed=seed,
-            step=step,
-        )
+        windows = draw_windows(rollout, seed=seed, step=step)
 
         prompts = self.prompts(texts, copies=rollout.group_size)
         trajectories = self.sampler.sample(prompts, windows, seed=seed, step=step)
@@ -243,6 +236,8 @@ class FlowGrpoTrainer:
     def _score(self, batch: PictureBatch, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
         """Compute log-probs (b, 1) and means (b, 1, …) of one step of the window, with gradient."""
         x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
+        if "next_latents" in batch.data:
+            after = batch.data["next_latents"][rows, column]
         steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
         prompts, size = batch.trajectories.prompts.select(rows), self.policy.size

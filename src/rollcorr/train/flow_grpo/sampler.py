@@ -1,12 +1,13 @@
 """The rollout policy: the schedule and its window, the model copy, and the sampler of trajectories.
 
 A trajectory of S steps visits σ_0 = 1 > σ_1 > … > σ_S = 0, along diffusers' own schedule. Inside the window of W steps
-the sampler uses SDE steps, which are trained on; outside it follows the ODE.
+the sampler uses SDE steps, which are trained on; outside it, and in the holes of a window, it follows the ODE.
 
 The copy of the transformer computes in the precision that an inference engine would use:
 
     float32    the trainer's precision, as a control: log-ratios are 0
     bfloat16   parameters and activations in bfloat16
+    float16    parameters and activations in float16: 8 times the precision, but nothing above 65,504
     fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
 
 fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16. It has the
@@ -23,7 +24,7 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +35,10 @@ from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.families import Prompts, velocity
 from rollcorr.train.steps import derived_generator, derived_seed
 
-RolloutDtype = Literal["bfloat16", "fp8", "float32"]
+if TYPE_CHECKING:
+    from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
+
+RolloutDtype = Literal["bfloat16", "float16", "fp8", "float32"]
 LARGEST_E4M3 = 448.0
 
 
@@ -123,21 +127,26 @@ def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0
     return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level)
 
 
-def draw_windows(rows: int, size: int, span: tuple[int, int], *, per_sample: bool, seed: int, step: int) -> Tensor:
-    """Draw the step numbers of each sample's window: (rows, W) integers.
+def draw_windows(rollout: DiffusionRolloutConfig, *, seed: int, step: int) -> Tensor:
+    """Return the step numbers of each sample's window: (rows, W) integers.
 
     Args:
-        rows: samples.
-        size: W.
-        span: [lo, hi): range of steps of a window.
-        per_sample: draw a window for every sample, else one for all.
+        rollout: size, range, spacing and kind of the windows.
         seed: seed of the run.
-        step: training step.
+        step: training step, from 1. A moving window starts (step − 1) // `sde_window_interval` steps after the lowest.
+
+    Source: Li et al. (2025), "MixGRPO", arXiv:2507.21802, for windows that move.
     """
     rng = random.Random(derived_seed(seed, "window", step))
-    low, high = span
-    starts = [rng.randint(low, high - size) for _ in range(rows if per_sample else 1)]
-    return (torch.tensor(starts, device="cpu")[:, None] + torch.arange(size, device="cpu")).expand(rows, size)
+    low, high = rollout.window_range
+    last = high - rollout.window_extent
+    if rollout.sde_window == "moving":
+        starts = [min(low + (step - 1) // rollout.sde_window_interval, last)]
+    else:
+        starts = [rng.randint(low, last) for _ in range(rollout.rows if rollout.sde_window == "per_sample" else 1)]
+    size = rollout.sde_window_size
+    steps = torch.tensor(starts, device="cpu")[:, None] + rollout.sde_window_spacing * torch.arange(size, device="cpu")
+    return steps.expand(rollout.rows, size)
 
 
 class RolloutModel:
@@ -152,7 +161,8 @@ class RolloutModel:
         self.dtype = dtype
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         if dtype != "float32":
-            nn.Module.to(self.module, torch.bfloat16)  # not diffusers' own, which remarks on it
+            own = torch.float16 if dtype == "float16" else torch.bfloat16
+            nn.Module.to(self.module, own)  # not diffusers' own, which remarks on it
         self.update_weights(model, version=0)
 
     @torch.no_grad()
@@ -227,6 +237,7 @@ class Trajectories:
         final: x at σ = 0, (B, …).
         version: of the weights that sampled.
         data: by the keys of `rollcorr.diffusion`: `latents` (x before each step of the window, and after the last),
+            `next_latents` (x after each step, only if the window has holes),
             `prev_sample_mean` (m of each step under the rollout policy), `std` (s), `rollout_log_probs` (log μ of each
             step, averaged over the D latent dimensions, nats), `timesteps` and `dt`.
     """
@@ -261,7 +272,7 @@ class Sampler:
 
         Args:
             prompts: B rows.
-            steps: consecutive step numbers of each row's window, (B, W).
+            steps: rising step numbers of each row's window, (B, W).
             seed: seed of the run.
             step: training step; seeds the noise, with `seed`.
 
@@ -274,6 +285,10 @@ class Sampler:
         latents = x.new_empty(rows, window + 1, *x.shape[1:])
         means = x.new_empty(rows, window, *x.shape[1:])
         stds, log_probs = x.new_empty(rows, window), x.new_empty(rows, window)
+
+        # Without holes, x after a step is x before the next one.
+        has_holes = bool((steps.diff(dim=1) > 1).any())
+        following = torch.empty_like(means) if has_holes else latents[:, 1:]
 
         for number in range(self.schedule.steps):
             v, at = self._predict_velocity(x, number, prompts)
@@ -290,6 +305,7 @@ class Sampler:
             log_prob = gaussian_log_prob(taken, mean, wide)
 
             latents[row, column], latents[row, column + 1] = x[row], taken[row]
+            following[row, column] = taken[row]
             means[row, column], stds[row, column] = mean[row], std[row]
             log_probs[row, column] = log_prob[row]
             x = straight.index_copy(0, row, taken[row])
@@ -304,6 +320,8 @@ class Sampler:
             "std": stds,
             "dt": sigma_next - sigma,
         }
+        if has_holes:
+            data["next_latents"] = following
         return Trajectories(
             schedule=self.schedule,
             prompts=prompts,

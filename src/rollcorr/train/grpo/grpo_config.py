@@ -47,6 +47,10 @@ class TaskConfig:
         max_operand: largest operand, for "arithmetic".
         additions: number of additions, for "scratchpad"; 1 to 52.
         bonus_length: tokens after the answer line that earn the full length bonus; 0 for no bonus.
+        problems: your own problems instead, `package.module:name` or `file.py:name`: a function without arguments that
+            returns rows with the texts `prompt`, `answer` and, for the warm-up, `solution`.
+        reward: your own reward instead, named like `problems`: a function of the response's text and the row that
+            returns a number; above 0 is correct. `bonus_length` is for the default reward.
     """
 
     name: Literal["arithmetic", "scratchpad", "gsm8k"] = "arithmetic"
@@ -54,11 +58,15 @@ class TaskConfig:
     max_operand: int = 99
     additions: int = 26
     bonus_length: int = 24
+    problems: str | None = None
+    reward: str | None = None
 
     def __post_init__(self) -> None:
         at_least("task", self, max_operand=1, additions=1, bonus_length=0)
         if (self.name == "gsm8k") != (self.path is not None):
             raise ValueError(f"task.path belongs to task.name=gsm8k, got name={self.name!r} and path={self.path!r}")
+        if self.problems is not None and self.name != "arithmetic":
+            raise ValueError(f"task.problems replaces task.name={self.name!r}: leave out one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

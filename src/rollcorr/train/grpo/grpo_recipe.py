@@ -10,10 +10,11 @@ from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.grpo.engine_choice import engine_options, make_engine
+from rollcorr.train.grpo.grpo_batch import StepResult
 from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
-from rollcorr.train.grpo.grpo_trainer import GrpoTrainer, StepResult
+from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
 from rollcorr.train.grpo.policy import load_policy, save_policy
-from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, ScratchpadTask, Task
+from rollcorr.train.grpo.tasks import ArithmeticTask, Gsm8kTask, OwnTask, ScratchpadTask, Task
 from rollcorr.train.grpo.warmup import evaluate, warm_up
 from rollcorr.train.loop import Evaluation, Recipe
 from rollcorr.train.reference_policy import reference_model
@@ -104,6 +105,7 @@ class GrpoRecipe(Recipe):
             problems=config.log.evaluate,
             bonus_length=config.task.bonus_length,
             seed=config.seed,
+            own_reward=trainer.own_reward,
         )
 
     def measure_null(self) -> MismatchNull | None:
@@ -163,6 +165,8 @@ class GrpoRecipe(Recipe):
 
 def make_task(config: TaskConfig) -> Task:
     """Return the task that a configuration names."""
+    if config.problems is not None:
+        return OwnTask(config.problems)
     if config.path is not None:
         return Gsm8kTask(config.path)
     if config.name == "scratchpad":

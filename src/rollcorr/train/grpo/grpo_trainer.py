@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,15 +26,15 @@ from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
-from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.correction.training_step import TrainingStep
 from rollcorr.engines.base import Engine, Rollout, require_row_seeds
 from rollcorr.train.grpo.actor import Actor
 from rollcorr.train.grpo.dynamic_sampling import sample_groups
+from rollcorr.train.grpo.grpo_batch import GrpoBatch, StepResult
 from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
-from rollcorr.train.grpo.tasks import Reward, Task, hard_gated_reward, overlong_penalty
+from rollcorr.train.grpo.tasks import OwnReward, Reward, Task, hard_gated_reward, overlong_penalty
 from rollcorr.train.steps import (
     ADVANTAGES,
     HELD_OUT,
@@ -56,53 +55,6 @@ if TYPE_CHECKING:
     from rollcorr.rollout_log import RolloutBatch
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class GrpoBatch:
-    """One step's responses with the trainer's scores; tensors are (B, T) unless noted otherwise.
-
-    Attributes:
-        rollout: tokens and log μ, as the engine reported them.
-        actor: spec of the trainer's log-probs of these tokens.
-        rewards: reward of each response, length B.
-        group_ids: index of its problem, (B,).
-        old_log_prob: log π_old; None in bypass mode.
-        ref_log_prob: log-probs of the reference policy, over the full vocabulary; None without a KL penalty.
-        correction: weights and mask from π_old / μ; None in bypass mode or without a correction.
-        advantages: (B,).
-        metrics: metrics of the sampling and the rewards: name → number.
-    """
-
-    rollout: Rollout
-    actor: Actor
-    rewards: list[Reward]
-    group_ids: Tensor
-    old_log_prob: Tensor | None = None
-    ref_log_prob: Tensor | None = None
-    correction: Correction | None = None
-    advantages: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def response_mask(self) -> Tensor:
-        """Return the (B, T) bool mask, true on sampled tokens."""
-        return self.rollout.tokens.response_mask
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """Result of a step: metrics, batch, and log π_θ of the batch in the first epoch, (B, T).
-
-    Attributes:
-        metrics: name → number.
-        batch: the sampled, scored and corrected batch.
-        log_prob: log π_θ, nats, (B, T).
-    """
-
-    metrics: dict[str, float]
-    batch: GrpoBatch
-    log_prob: Tensor
-
-
 class GrpoTrainer:
     """The state of a training run in memory, and one step of it.
 
@@ -116,7 +68,8 @@ class GrpoTrainer:
             and weights; forward and backward passes of the update are divided, and the gradients summed.
 
     Raises:
-        ValueError: several ranks sample with an engine that has one seed per process.
+        ValueError: several ranks sample with an engine that has one seed per process; or `task.reward` cannot be
+            loaded.
     """
 
     def __init__(
@@ -140,6 +93,8 @@ class GrpoTrainer:
         self.correction_config = config.algorithm.correction
         self.bypass = self.correction_config is not None and self.correction_config.bypass_mode
         self.optimizer = make_optimizer(self.model.parameters(), config.optim)
+        own_reward = config.task.reward
+        self.own_reward = None if own_reward is None else OwnReward(own_reward, policy.tokenizer)
         self.skipped_steps = 0
         self._micro_batch_size = micro_batch_size(config.rollout.rows, config.optim)
 
@@ -232,7 +187,10 @@ class GrpoTrainer:
         rewards = []
         _, responses = rollout.tokens.to("cpu").unpadded()
         for ids, problem in zip(responses, asked, strict=True):
-            reward = hard_gated_reward(ids, problem.answer, self.policy.tokenizer, bonus_length=task.bonus_length)
+            if self.own_reward is not None:
+                reward = self.own_reward(ids, problem)
+            else:
+                reward = hard_gated_reward(ids, problem.answer, self.policy.tokenizer, bonus_length=task.bonus_length)
             penalty = overlong_penalty(len(ids), longest=options.max_new_tokens, buffer=options.overlong_buffer)
             rewards.append(Reward(reward.value + options.overlong_penalty * penalty, reward.correct))
         return rollout, rewards
@@ -282,7 +240,7 @@ class GrpoTrainer:
             corrections = [output.correction for output in outputs if output.correction is not None]
             measured += [part.statistics for part in corrections if part.statistics is not None]
             if epoch == 0:
-                first_log_prob[_to_batch_device(batch, own_rows(mini_batch, self.group))] = log_probs
+                first_log_prob[batch.on_device(own_rows(mini_batch, self.group))] = log_probs
 
         # Each rank has filled its own rows; the others are 0.
         first_log_prob = sum_over(first_log_prob, self.group)
@@ -303,7 +261,7 @@ class GrpoTrainer:
         If no token was kept, the gradients are 0, but momentum and weight decay would still move the weights.
         """
         # In decoupled mode the denominator of the policy gradient is known beforehand.
-        here = _to_batch_device(batch, rows)
+        here = batch.on_device(rows)
         response_mask, correction = batch.response_mask[here], batch.correction
         original = denominators = count_denominators(response_mask)
         if self.correction_config is not None and correction is not None:
@@ -314,7 +272,7 @@ class GrpoTrainer:
 
         # A rank without rows runs an empty micro-batch, so that it joins every collective.
         own = own_rows(rows, self.group)
-        part, batch = (own, batch) if len(own) else (rows[:1], _copy_without_tokens(batch))
+        part, batch = (own, batch) if len(own) else (rows[:1], batch.without_tokens())
 
         # In bypass mode the denominator is known only after the last micro-batch: the gradients are scaled at the end.
         bypass = None
@@ -376,7 +334,7 @@ class GrpoTrainer:
             full_gradient=loss_config.kl_coef != 0,
         )
 
-        rows = _to_batch_device(batch, rows)
+        rows = batch.on_device(rows)
         policies = PolicyLogProbs(
             log_prob=scores.log_prob,
             old_log_prob=None if batch.old_log_prob is None else batch.old_log_prob[rows],
@@ -407,16 +365,3 @@ class GrpoTrainer:
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
 SAMPLING_METRICS = ("outside_fraction", "kept_mass")
-
-
-def _to_batch_device(batch: GrpoBatch, rows: Tensor) -> Tensor:
-    """Return row numbers on the batch's device, without waiting for it."""
-    return rows.to(batch.group_ids.device, non_blocking=True)
-
-
-def _copy_without_tokens(batch: GrpoBatch) -> GrpoBatch:
-    """Return an empty copy of the batch: a rank without rows runs it, so that it joins every collective."""
-    nothing = torch.zeros_like(batch.response_mask)
-    tokens = dataclasses.replace(batch.rollout.tokens, response_mask=nothing)
-    correction = batch.correction and dataclasses.replace(batch.correction, loss_mask=nothing, response_mask=nothing)
-    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, tokens=tokens), correction=correction)

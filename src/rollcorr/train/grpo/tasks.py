@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_letters
 from typing import Any, Protocol
 
 import torch
 
+from rollcorr.config.functions import load_function
 from rollcorr.train.steps import derived_generator, shuffled_walk
 
 ANSWER_LINE = re.compile(r"^[ \t]*####(.*)$", re.MULTILINE)
@@ -129,14 +132,18 @@ class ScratchpadTask:
         return TaskProblem(f"0 +{added}={start:04d}\n", str(result), f"{pad}#### {result:04d}\n")
 
 
-class Gsm8kTask:
-    """Problems from a JSONL file with `question` and `answer`, the answer ending in `#### N` (the GSM8K format)."""
+@dataclass(frozen=True)
+class RowsTask:
+    """A fixed list of problems.
 
-    def __init__(self, path: str | Path) -> None:
-        self.rows = _read_gsm8k(Path(path))
+    Attributes:
+        rows: all problems.
+    """
+
+    rows: list[TaskProblem]
 
     def problems(self, count: int, *, seed: int, step: int) -> list[TaskProblem]:
-        """Take the next `count` rows of an endless walk through the file, shuffled anew in every epoch.
+        """Take the next `count` rows of an endless walk through the list, shuffled anew in every epoch.
 
         Args:
             count: number of problems.
@@ -144,6 +151,77 @@ class Gsm8kTask:
             step: number of the training step; each step gets different problems.
         """
         return [self.rows[row] for row in shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)]
+
+
+class Gsm8kTask(RowsTask):
+    """Problems from a JSONL file with `question` and `answer`, the answer ending in `#### N` (the GSM8K format)."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(_read_gsm8k(Path(path)))
+
+
+class OwnTask(RowsTask):
+    """Problems of a function that returns rows with the texts `prompt`, `answer` and, optionally, `solution`.
+
+    Args:
+        where: the function, as in `load_function`.
+
+    Raises:
+        ValueError: the function cannot be loaded, or returned no row, or a row without these texts.
+    """
+
+    def __init__(self, where: str) -> None:
+        function = load_function(where, option="task.problems")
+        rows = []
+        for number, row in enumerate(function()):
+            texts = {"solution": "", **row} if isinstance(row, Mapping) else {}
+            if not all(isinstance(texts.get(name), str) for name in ("prompt", "answer", "solution")):
+                raise ValueError(
+                    f"task.problems={where!r}, row {number}: expected a dict with the texts `prompt`, `answer` and, "
+                    f"optionally, `solution`, got {reprlib.repr(row)}"
+                )
+            rows.append(TaskProblem(texts["prompt"], texts["answer"], texts["solution"]))
+        if not rows:
+            raise ValueError(f"task.problems={where!r} returned no row; at least one is needed")
+        super().__init__(rows)
+
+
+class OwnReward:
+    """The reward of a response by a function of its text and its row; above 0 is correct.
+
+    Args:
+        where: the function, as in `load_function`: `(response, row) -> number`, row with the keys of `OwnTask`.
+        tokenizer: has `decode` and `all_special_ids`. Special tokens are not decoded.
+
+    Raises:
+        ValueError: the function cannot be loaded, or returned no finite number.
+    """
+
+    def __init__(self, where: str, tokenizer: Any) -> None:  # noqa: ANN401 (a tokenizer is duck-typed)
+        self.where = where
+        self.function = load_function(where, option="task.reward")
+        self.tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
+
+    def __call__(self, response_ids: Sequence[int], problem: TaskProblem) -> Reward:
+        """Return the reward of a response.
+
+        Args:
+            response_ids: its token ids.
+            problem: the problem that it answers.
+        """
+        text = self.tokenizer.decode([token for token in response_ids if token not in self._special])
+        value = self.function(text, asdict(problem))
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(
+                f"task.reward={self.where!r} of {problem.prompt[:80]!r} is {reprlib.repr(value)}; return a finite "
+                "number"
+            )
+        return Reward(number, correct=number > 0)
 
 
 def hard_gated_reward(response_ids: Sequence[int], answer: str, tokenizer: Any, *, bonus_length: int) -> Reward:  # noqa: ANN401 (a tokenizer is duck-typed)

@@ -11,7 +11,7 @@ from rollcorr.engines import Engine, TokenBatch
 from rollcorr.engines.base import pad_prompts
 from rollcorr.train.grpo.actor import whole_scores
 from rollcorr.train.grpo.policy import Policy
-from rollcorr.train.grpo.tasks import Task, TaskProblem, hard_gated_reward
+from rollcorr.train.grpo.tasks import OwnReward, Task, TaskProblem, hard_gated_reward
 from rollcorr.train.steps import HELD_OUT, fit
 
 
@@ -60,7 +60,14 @@ def solution_loss(policy: Policy, problems: list[TaskProblem]) -> Tensor:
 
 
 def evaluate(
-    engine: Engine, policy: Policy, task: Task, *, problems: int, bonus_length: int, seed: int
+    engine: Engine,
+    policy: Policy,
+    task: Task,
+    *,
+    problems: int,
+    bonus_length: int,
+    seed: int,
+    own_reward: OwnReward | None = None,
 ) -> dict[str, float]:
     """Sample a response to each held-out problem; return the share of correct answers, mean reward and count.
 
@@ -71,14 +78,17 @@ def evaluate(
         problems: number of problems.
         bonus_length: as in the task's options.
         seed: of the problems and the sampling.
+        own_reward: reward by another rule than `hard_gated_reward`; optional.
     """
     drawn = task.problems(problems, seed=seed, step=HELD_OUT)
     tokens = engine.generate([policy.encode(problem.prompt) for problem in drawn], seed=seed).tokens
 
-    rewards = [
-        hard_gated_reward(ids[mask].tolist(), problem.answer, policy.tokenizer, bonus_length=bonus_length)
-        for ids, mask, problem in zip(tokens.response_ids.cpu(), tokens.response_mask.cpu(), drawn, strict=True)
-    ]
+    rewards = []
+    for ids, problem in zip(tokens.to("cpu").unpadded()[1], drawn, strict=True):
+        if own_reward is not None:
+            rewards.append(own_reward(ids, problem))
+        else:
+            rewards.append(hard_gated_reward(ids, problem.answer, policy.tokenizer, bonus_length=bonus_length))
     return {
         "accuracy": sum(reward.correct for reward in rewards) / problems,
         "reward": sum(reward.value for reward in rewards) / problems,
@@ -90,6 +100,11 @@ def _solution_tokens(policy: Policy, problems: list[TaskProblem]) -> TokenBatch:
     """Return prompts and solutions as one batch; the end-of-sequence token belongs to the solution."""
     device = next(policy.model.parameters()).device
     prompt_ids, prompt_mask = pad_prompts([policy.encode(p.prompt) for p in problems], pad_token_id=policy.pad_token_id)
+
+    if not all(problem.solution for problem in problems):
+        raise ValueError(
+            "the warm-up imitates solutions: add `solution` to each row of task.problems, or warm_up.steps=0"
+        )
 
     # The policy must learn to stop, so it imitates the end of the sequence as well.
     solutions = [[*policy.encode(problem.solution), policy.eos_token_id] for problem in problems]
