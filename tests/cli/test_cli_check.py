@@ -90,7 +90,10 @@ def test_a_null_is_not_overwritten_and_bad_input_gives_exit_code_2(log, tmp_path
 def test_a_log_without_a_null_is_not_judged_and_gives_exit_code_3(log):
     result = invoke(log(0.01))
     assert result.exit_code == 3
-    assert result.stdout.startswith("not judged  32 sequences in 1 file")
+    first, fix, subject = result.stdout.splitlines()[:3]
+    assert first == "not judged: settings agree; there is no null, and there are no earlier steps to compare with"
+    assert fix.startswith("fix: give --null FILE (`rollcorr null` writes one), or --null-steps")
+    assert subject == "32 sequences in 1 file"
     assert "settings agree; weights not judged" in result.stdout
     assert "note: π is the column old_log_prob" in result.stdout
     assert "\x1b" not in result.stdout
@@ -107,7 +110,7 @@ def test_findings_give_exit_code_1(log):
 def test_jsonl_logs_and_several_files_are_read(log, name):
     result = invoke(log(0.01), log(0.01, name))
     assert result.exit_code == 3
-    assert result.stdout.startswith("not judged  64 sequences in 2 files")
+    assert result.stdout.splitlines()[2] == "64 sequences in 2 files"
 
 
 def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
@@ -135,6 +138,7 @@ def test_json_is_for_machines(log):
     assert (document["verdict"], document["rows"], document["train_column"]) == ("not judged", 32, "old_log_prob")
     assert (document["interrupted"], document["report"]) == (False, None)
     assert document["metrics"]["token_count"] == 640
+    assert [finding["code"] for finding in document["hypotheses"]] == ["matched"]
 
 
 def test_densities_are_allowed_for_diffusion(log):
@@ -177,7 +181,7 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     monkeypatch.setattr(module, "validate_batch", interrupt)
     result = invoke(log(0.01), log(0.01, "second.parquet"))
     assert result.exit_code == 130
-    assert result.stdout.startswith("not judged  32 sequences")
+    assert "\n32 sequences in 2 files" in result.stdout
     assert "interrupted: this covers 32 of 64 rows only" in result.stdout
 
 

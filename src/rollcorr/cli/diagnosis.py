@@ -133,6 +133,7 @@ def check(
     if as_json:
         verdict = reports.to_json(
             result.health,
+            hypotheses=[asdict(finding) for finding in result.hypotheses],
             rows=result.rows,
             files=result.files,
             train_column=result.train_column,

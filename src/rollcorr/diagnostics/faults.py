@@ -20,7 +20,6 @@ from rollcorr.diagnostics.refuting_tests import (
 )
 from rollcorr.diagnostics.symptoms import CHECKSUM, SYMPTOMS, SYNC
 
-_NOT_COMPARABLE = "these log-probs are not comparable: "
 _FILLED = ("placeholder", "foreign_tokens")
 
 _ROWS = (
@@ -33,7 +32,7 @@ _ROWS = (
         score=3,
         number="lag",
         limit="0",
-        title=f"{_NOT_COMPARABLE}shifted",
+        title="log-probs are shifted: each belongs to a neighboring token",
         fix="log-prob t must be that of token t given the tokens before it; cut off the first or the last one",
         confirm="score one row by hand: the first log-prob belongs to the first response token",
     ),
@@ -45,7 +44,7 @@ _ROWS = (
         score=3,
         number="correlation",
         limit="near 1",
-        title=f"{_NOT_COMPARABLE}some rows have those of another request",
+        title="some rows have the log-probs of another request",
         fix="join the engine's answers to their prompts by request id, not by their order of arrival",
         confirm="score one of the rows again with the engine, alone",
     ),
@@ -57,7 +56,7 @@ _ROWS = (
         score=3,
         number="residual",
         limit="no unit but nats",
-        title=f"{_NOT_COMPARABLE}one side is not in nats",
+        title="the log-probs of one side are not in nats",
         fix="store natural log-probs: multiply by ln 2 or ln 10, change the sign, or take the log",
         confirm="exponentiate one value and compare it with the engine's probability of that token",
     ),
@@ -148,7 +147,7 @@ _ROWS = (
         refuted_by=(present_from_start, resets_with_sync),
         number="temperature_ratio",
         limit="1",
-        title=f"{_NOT_COMPARABLE}tempered",
+        title="the two sides divide the logits by different temperatures",
         fix="divide the trainer's logits by the sampling temperature, and have the engine return processed log-probs",
         confirm="compare the temperature in the engine's request with the one that the trainer divides by",
     ),
@@ -160,7 +159,7 @@ _ROWS = (
         refuted_by=(present_from_start, resets_with_sync),
         number="kept_mass",
         limit="1",
-        title=f"{_NOT_COMPARABLE}truncated",
+        title="only one side's log-probs are truncated (top-p, top-k or min-p)",
         fix="replay the engine's kept sets on the trainer (support 'replayed'), subtract the log of the kept mass, or "
         "sample with top_p=1, top_k=-1, min_p=0",
         confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: the certain tokens must vanish",
@@ -173,7 +172,7 @@ _ROWS = (
         refuted_by=(present_from_start, resets_with_sync),
         number="mean_ratio",
         limit="1",
-        title=f"{_NOT_COMPARABLE}raw",
+        title="the sampler's log-probs leave its sampling settings out (raw log-probs)",
         fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
         confirm="look up logprobs_mode of the engine, or give the trainer's logits and the token ids",
     ),
@@ -182,7 +181,7 @@ _ROWS = (
         kind="settings",
         needs="record",
         score=3,
-        title=f"{_NOT_COMPARABLE}the recorded settings say so",
+        title="the recorded sampling settings are not those of the log-probs",
     ),
     Fault(
         code="template",

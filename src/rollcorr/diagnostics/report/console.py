@@ -27,10 +27,16 @@ from rollcorr.diagnostics.report.verdict_content import (
 
 
 def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
-    """Print the verdict, the headline numbers, then each cause with its reason and fix, and what follows from it."""
+    """Print the verdict with its cause, the fix and the place; then the numbers, and each cause with its evidence."""
     content = verdict_content(health)
     style = {"healthy": "green", "unhealthy": "red", "not judged": "yellow"}[health.verdict]
-    console.print(f"[bold {style}]{content.headline}[/]  {escape(subject)}")
+    for line in content.opening:
+        start, colon, rest = escape(line).partition(":")
+        console.print(f"[bold {style}]{start}{colon}[/]{rest}", soft_wrap=True)
+    if content.opening:
+        console.print(f"[dim]{'  '.join(filter(None, (content.count, escape(subject))))}[/]")
+    else:
+        console.print(f"[bold {style}]{content.headline}[/]  {escape(subject)}")
     for sentence in content.sentences:
         console.print(f"[yellow]{escape(sentence)}[/]")
     for remark in remarks:
