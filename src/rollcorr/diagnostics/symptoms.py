@@ -176,6 +176,13 @@ SYMPTOMS = (
         title="the mismatch is the ordinary noise of this engine",
     ),
     Fault(
+        code="measure_null_again",
+        kind="no finding",
+        needs="null",
+        title="the null may not fit this policy: weights and noise cannot be told apart",
+        fix="measure the null again with these weights on both sides",
+    ),
+    Fault(
         code="mixed_settings",
         kind="no finding",
         needs="record",

@@ -277,8 +277,7 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     fix = _RECORD_EXACT_KL if evidence.diffusion else _GIVE_A_NULL
     lacking = "there is no null"
     if evidence.noise is not None:
-        size = evidence.noise.too_small
-        lacking = f"{evidence.noise.source} has too few tokens{size and f' ({size})'}"
+        lacking = f"{evidence.noise.source} {evidence.noise.unusable or 'is no null'}"
     if evidence.diffusion:
         lacking = "the exact KL is not recorded"
     if not any(name in evidence.current for name in WATCHED):
@@ -296,7 +295,7 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     if mixed and not evidence.changes:
         return "", f"weights not judged: {lacking}, and {against} {mixed}; {fix}"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
-    why = f": {lacking}" if evidence.noise is not None and evidence.noise.too_small and not evidence.diffusion else ""
+    why = f": {lacking}" if evidence.noise is not None and evidence.noise.unusable and not evidence.diffusion else ""
     return against, f"{since}the start was not judged{why}; {fix}"
 
 
