@@ -25,6 +25,7 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
+from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.routing import RoutingSums
@@ -103,6 +104,7 @@ class Tally:
         versions: the mismatch by step and version of the weights, where both are recorded.
         routing: the mismatch by whether the routing of experts differs, where that is recorded.
         presets: what each preset would do, where that was asked for.
+        worst: the tokens with the largest k3.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Tally:
     versions: VersionCells = field(default_factory=VersionCells)
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
+    worst: WorstTokens = field(default_factory=WorstTokens)
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
@@ -147,6 +150,7 @@ class Tally:
             versions=self.versions.merge(later.versions),
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
+            worst=self.worst.merge(later.worst),
         )
 
 
@@ -268,6 +272,7 @@ class Measurement:
             versions=_versions(batch, ratios),
             routing=_routing(batch, ratios),
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
+            worst=WorstTokens.of(ratios, columns.ids, first=first),
         )
 
     def _wanted_first(self, steps: Tensor, beyond: int | None) -> dict[int, Tensor]:
