@@ -17,6 +17,8 @@ from rollcorr.diagnostics.log_check import tally as module
 from rollcorr.diagnostics.null import noise_of
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
+DRAWN = {"sampling": {"temperature": 1.0, "logprobs": "processed"}}
+
 
 @pytest.fixture
 def log(tmp_path):
@@ -28,7 +30,7 @@ def log(tmp_path):
             for step in (1, 2):
                 rollout = -3 * torch.rand(16, 20, generator=generator) - 1
                 train = (rollout + noise * torch.randn(16, 20, generator=generator)).clamp(max=-0.01)
-                columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step} | changes
+                columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step} | DRAWN | changes
                 writer.write(RolloutBatch.from_padded(torch.ones(16, 20), **columns))
         return tmp_path / name
 
@@ -51,12 +53,15 @@ def test_a_null_of_few_tokens_is_written_and_says_how_many_it_needs_and_why(log,
 
     # A verdict with it is the same.
     judged = health({"token_count": 5000.0, "k3_kl": 1e-4}, null=noise_of(read_null(tmp_path / "null.json")))
-    assert "null.json has too few tokens (640 in 32 sequences; at least 1,000 in 8 are needed)" in judged.not_judged[0]
+    assert (
+        "null.json (unvetted) has too few tokens (640 in 32 sequences; at least 1,000 in 8 are needed)"
+        in judged.not_judged[0]
+    )
 
     done = measure(log(0.01, "a.parquet"), log(0.01, "b.parquet", seed=1), "-o", tmp_path / "larger.json")
     assert "note: 1,280 tokens in 64 sequences show what is typical, and hardly what is rare" in done.stdout
     done = measure(*(log(0.01, f"{i}.parquet", seed=i) for i in range(16)), "-o", tmp_path / "good.json")
-    assert "note" not in done.output
+    assert "hardly what is rare" not in done.output
 
 
 def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):
@@ -68,6 +73,12 @@ def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):
     result = invoke(log(0.01, seed=2), "--null", null)
     assert result.exit_code == 0
     assert result.stdout.startswith("healthy  32 sequences in 1 file")
+    without = log(0.01, "unknown.parquet", seed=2, sampling=None)
+    unknown = invoke(without, "--null", null)
+    assert unknown.exit_code == 3
+    first, fix = unknown.stdout.splitlines()[:2]
+    assert first == "not judged: log-probs agree; whether tokens were drawn from them is not judged"
+    assert fix.startswith("fix: record the sampling settings: the column `sampling` of the log")
     assert invoke(log(0.1, "large.parquet", seed=2), "--null", null).exit_code == 1
 
 

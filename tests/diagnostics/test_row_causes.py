@@ -187,7 +187,9 @@ def test_a_null_of_some_steps_is_judged_by_these_alone(tmp_path):
     assert null_of_logs([late_fault], steps=(1, 5)).profile.row_count == 5 * ROWS
 
     early_fault = write_rows(tmp_path / "early.parquet", series(faults=[(late, 3, STEPS, 4)]))
-    with pytest.raises(BadInputError, match=r"no null: .*early.parquet, row 24: .*neighboring token \(and 11 more rows\)"):
+    with pytest.raises(
+        BadInputError, match=r"no null: .*early.parquet, row 24: .*neighboring token \(and 11 more rows\)"
+    ):
         null_of_logs([early_fault], steps=(1, 5))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig
+from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig, SamplingSpec
 from rollcorr.config.conversion import resolve
 from rollcorr.config.finding import Finding
 from rollcorr.core.metric_registry import PREFIX
@@ -166,6 +166,7 @@ def attach(
     engine: Engine | None = None,
     monitor: Monitor | None = None,
     disable_trl_correction: bool | None = None,
+    sampling: SamplingSpec | None = None,
 ) -> Trainer:
     """Correct the batches of an existing trainer. Call it before `trainer.train()`.
 
@@ -185,6 +186,8 @@ def attach(
             a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
         disable_trl_correction: True disables TRL's own weights (`vllm_importance_sampling_correction`), also with a
             configuration that only measures; defaults to the earlier call's value, then to False.
+        sampling: the settings of TRL's own sampler, which the Monitor records (an error without a Monitor); an engine
+            has its own.
 
     Returns:
         The trainer.
@@ -200,7 +203,12 @@ def attach(
             f"attach takes a GRPOTrainer or RLOOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
+    earlier = getattr(trainer, "_monitored_steps", None)
+    if sampling is not None and monitor is None and earlier is None:
+        raise ValueError(f"a Monitor records {sampling}: give attach(monitor=…) too, or leave sampling out")
     _set_up_trainer(trainer, config, engine, monitor, disable_trl_correction)
+    if sampling is not None:
+        trainer._monitored_steps.monitor.use_config(trainer._correction_config, sampling=sampling)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(
