@@ -219,6 +219,17 @@ _ROWS = (
         "sampled, and convert a CPS sampler's log-prob (`density_from_cps`)",
         confirm="the schedules of both sides, entry by entry",
     ),
+    Fault(
+        code="loss_pass_differs",
+        kind="settings",
+        needs="metrics",
+        part="nothing",
+        score=2,
+        title="the trainer differs from itself before the first update",
+        fix="compute old_log_prob and the loss alike: dropout off, one temperature, one precision and kernel, and "
+        "micro-batches of one size",
+        confirm="score one micro-batch twice, as old_log_prob and as in the loss: the two must agree",
+    ),
     # Weights, and noise that no setting explains.
     Fault(
         code="moe_routing_differs",

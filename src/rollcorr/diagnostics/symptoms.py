@@ -37,6 +37,16 @@ SYMPTOMS = (
         confirm="sync by hand, and restart the engine: the one that brings k3 back to its start tells the cause",
     ),
     Fault(
+        code="surprise_jumped",
+        kind="course",
+        needs="metrics",
+        part="nothing",
+        score=0.1,
+        reason="the sampler draws from another distribution since then, and log-probs of both sides may agree on that",
+        fix="compare the sampler's temperature, top-p, top-k, penalties and prompts before and after that step",
+        confirm="sample the same prompts with the settings from before that step",
+    ),
+    Fault(
         code="above_null",
         kind="course",
         needs="null",

@@ -270,7 +270,8 @@ class Monitor:
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
         """Count a correction, a loss, or a loss's statistics that were computed without `Monitor.correct`.
 
-        For a loss, the metrics of `rollcorr.loss_metrics` are added as `actor/…`. In bypass mode the loss also measures
+        For a loss, the metrics of `rollcorr.loss_metrics` are added as `actor/…`, and those of the first loss of the
+        step as `actor/first/…`: add it before the first update. In bypass mode the loss also measures
         the mismatch, and its correction is counted with it.
 
         Losses cover the rank's own tokens and add up over both groups. A correction that was computed with a group or
@@ -287,11 +288,18 @@ class Monitor:
                 self._totals.add_statistics("correction" if counts else "counted elsewhere", measured.statistics)
                 self._judged_config = measured.config
         else:
+            measured_here = measured.correction
+            config = None if measured_here is None else measured_here.config
+            bypass = config is not None and config.bypass_mode
+
+            # No update came before the first loss of a step: there π_θ is the policy that scored `old_log_prob`. In
+            # bypass mode the sampler scored it.
+            if not (bypass or self._totals.has_loss):
+                self._totals.add_statistics("first loss", measured.statistics)
             self._totals.add_statistics("loss", measured.statistics)
 
             # A decoupled loss only applies a correction, which `correct` has counted.
-            measured_here = measured.correction
-            if measured_here is not None and measured_here.config is not None and measured_here.config.bypass_mode:
+            if measured_here is not None and bypass:
                 self.add(measured_here)
 
     def step(self, *, reward: object | None = None, **own: object) -> dict[str, float]:

@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
+from rollcorr.diagnostics.health.step_gaps import step_gaps
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.worst_tokens import WorstToken
-from rollcorr.diagnostics.numbers import shown_metrics
+from rollcorr.diagnostics.numbers import format_number, shown_metrics
 from rollcorr.diagnostics.report.verdict_content import (
     CONSEQUENCES,
     EXPECTED,
@@ -59,6 +60,11 @@ def show_health(
         table = Table("", "measured", EXPECTED, box=None, show_header=known, padding=(0, 2, 0, 0), header_style="dim")
         for number in content.numbers:
             table.add_row(number.label, number.value, number.expected)
+        console.print(table)
+    if gaps := step_gaps(health.values):
+        table = Table("gap of a step", "nats per token", "clipped", box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for gap in gaps:
+            table.add_row(gap.name, format_number(gap.kl), "–" if gap.clipped is None else f"{gap.clipped:.1%}")
         console.print(table)
     for entry in content.entries:
         _show(console, entry, depth=0)

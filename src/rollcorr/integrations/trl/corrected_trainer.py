@@ -6,6 +6,7 @@ micro-batches afterwards. So a correction at the end of that method reads its ra
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Mapping
@@ -206,9 +207,7 @@ def attach(
     earlier = getattr(trainer, "_monitored_steps", None)
     if sampling is not None and monitor is None and earlier is None:
         raise ValueError(f"a Monitor records {sampling}: give attach(monitor=…) too, or leave sampling out")
-    _set_up_trainer(trainer, config, engine, monitor, disable_trl_correction)
-    if sampling is not None:
-        trainer._monitored_steps.monitor.use_config(trainer._correction_config, sampling=sampling)
+    _set_up_trainer(trainer, config, engine, monitor, disable_trl_correction, sampling)
     if not isinstance(trainer, RolloutCorrectionMixin):
         plain = type(trainer)
         trainer.__class__ = type(
@@ -218,7 +217,12 @@ def attach(
 
 
 def _set_up_trainer(
-    trainer: Trainer, given: Asked, engine: Engine | None, monitor: Monitor | None, disable_trl_correction: bool | None
+    trainer: Trainer,
+    given: Asked,
+    engine: Engine | None,
+    monitor: Monitor | None,
+    disable_trl_correction: bool | None,
+    sampling: SamplingSpec | None = None,
 ) -> None:
     """Set the configuration, the engine and the Monitor, and log the active correction.
 
@@ -271,6 +275,12 @@ def _set_up_trainer(
         and not isinstance(trainer.vllm_generation, GenerationRecorder)
     ):
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
+
+    # Omit the policy version: TRL numbers its own steps, and may train again on an earlier batch.
+    sampler = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
+    known = sampling or getattr(sampler, "sampling", None)
+    if steps is not None and isinstance(known, SamplingSpec):
+        steps.monitor.use_config(config, sampling=dataclasses.replace(known, policy_version=None))
 
     if trainer.accelerator.is_main_process:
         logger.warning("%s", start_up_line(trainer))
