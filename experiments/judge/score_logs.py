@@ -124,7 +124,7 @@ def places(pairs: list[tuple[Log, Mapping[str, Any]]], root: Path) -> str:
     shares = [
         excess_in(place, root / log.path / "excess.npz")
         for log, answer in pairs
-        if (place := first_cause(answer).get("place")) and (root / log.path / "excess.npz").exists()
+        if (place := first_cause(answer).get("where")) and (root / log.path / "excess.npz").exists()
     ]
     return f"{sum(share >= 0.8 for share in shares)} of {len(shares)}" if shares else ""
 
