@@ -81,8 +81,10 @@ BETWEEN = 0.15
 """Share of the rows that may lie between the null and those that are hit."""
 ONE_SIDED = 0.25
 """Distance from a half of the share of tokens that are higher on one side, which other weights do not reach."""
-FEW_PLACES = 8
-"""Ids that carry an excess which is not that of all weights."""
+CONCENTRATED = 0.45
+"""Share of the noise of ids or probabilities that carry an excess which is not that of all weights."""
+MOST_ROWS = 0.5
+"""Share of the rows that weights which differ do not spare."""
 OF_CONTEXT = 0.1
 """Share that a token and the one before it explain, from which weights that differ are named."""
 EDGE = 0.5
@@ -331,7 +333,7 @@ def _stochastic(seen: _Excess) -> list[Finding]:
     explains = share.share >= MIXED[0] if seen.repeated else share.share + share.error >= STOCHASTIC
     if explains or refutation("stochastic_trainer", seen.case) is not None:
         return []
-    if seen.no_policy:
+    if seen.no_policy or float((_by_row(seen.tokens)[1] < SPARED).mean()) > AT_NULL[0]:
         return []
     of = "an equal prompt with an equal response" if seen.repeated else "the token nor the one before it"
     reason = f", at every position, and not even {of} explains it ({max(share.share, 0.0):.0%} of the variance)"
@@ -344,9 +346,10 @@ def _weights(seen: _Excess) -> list[Finding]:
     grows = refutation("stochastic_trainer", seen.case) is not None
     mixed = seen.repeated and seen.same.share < MIXED[1]
     one_sided = abs(float((seen.tokens.d > 0).mean()) - 0.5) > ONE_SIDED
-    few_ids = any(p.axis == "ids" and len(p.values) <= FEW_PLACES and p.of_noise < 0.5 for p in seen.found)
+    placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
+    spared = float((_by_row(seen.tokens)[1] < SPARED).mean()) > MOST_ROWS
     no_function = known and seen.context.share < OF_CONTEXT
-    if not (seen.repeats or grows) and (seen.no_policy or mixed or one_sided or few_ids or no_function):
+    if not (seen.repeats or grows) and (seen.no_policy or mixed or one_sided or placed or spared or no_function):
         return []
     id_share = seen.evidence.get("token_id_share")
     reason = ""
