@@ -51,7 +51,7 @@ def by_setting():
 @pytest.fixture(params=[by_context, by_setting], ids=["context", "setting"])
 def elsewhere(request):
     """Run a function under a different default device, with empty caches."""
-    kernel._row_layout.cache_clear()
+    kernel._plan_of.cache_clear()
 
     def run(call):
         with request.param():

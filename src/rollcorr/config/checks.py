@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-_Limit = float | None
+_OptionalLimit = float | None
 _Options = TypeVar("_Options")
 
 
@@ -122,7 +122,12 @@ def check_bool(option: str, value: object) -> None:
 
 
 def check_number(
-    option: str, value: object, *, at_least: _Limit = None, above: _Limit = None, at_most: _Limit = None
+    option: str,
+    value: object,
+    *,
+    at_least: _OptionalLimit = None,
+    above: _OptionalLimit = None,
+    at_most: _OptionalLimit = None,
 ) -> float:
     """Return a finite number inside the given limits as a float.
 

@@ -86,7 +86,7 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
             or a correction with `calculate_log_probs: false`.
     """
     check_choice("schema", schema, SCHEMAS, optional=True)
-    options, flat, rollout = _locate(raw)
+    options, flat, rollout = _locate_options(raw)
     config: RolloutCorrectionConfig | None = None
     draft = Draft({})
     if options is None:
@@ -167,9 +167,9 @@ def expand_dotted(document: Mapping[str, Any]) -> dict[str, Any]:
     return expanded
 
 
-def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
+def _locate_options(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
     """Return the options, whether they are flat in `algorithm`, and the rollout section."""
-    raw = expand_dotted(_mapping("the configuration", raw))
+    raw = expand_dotted(_require_mapping("the configuration", raw))
 
     # A full file, an `algorithm` section, or only the options.
     rollout = None
@@ -195,7 +195,7 @@ def _locate(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, 
             f"or write algorithm.{SECTION}=null before the overrides that replace the file's correction"
         )
     if not isinstance(options, str):
-        options = _drop_target(_mapping(f"algorithm.{SECTION}", options))
+        options = _drop_target(_require_mapping(f"algorithm.{SECTION}", options))
     return options, False, rollout
 
 
@@ -273,10 +273,10 @@ def is_option(key: object) -> bool:
 
 def _subsection(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return a nested mapping; empty if it is missing or null."""
-    return _mapping(key, {} if section.get(key) is None else section[key])
+    return _require_mapping(key, {} if section.get(key) is None else section[key])
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 (any plain value)
+def _require_mapping(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 (any plain value)
     """Return the value; raise `TypeError` if it is not a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping of options; got {value!r} of type {type(value).__name__}")

@@ -48,7 +48,7 @@ Normalizer = Literal["kept", "original", "weights"]
 NormalizedUnits = Literal["valid", "kept"]
 Implementation = Literal["auto", "reference", "torch", "cpu", "triton"]
 
-_CHOICES = {
+_OPTION_TYPES = {
     "rollout_is": Level,
     "loss_type": LossType,
     "nonfinite": NonfinitePolicy,
@@ -130,17 +130,17 @@ class RolloutCorrectionConfig(NamedPresets):
 
     def __post_init__(self) -> None:
         # First check each field: choices, switches, numbers. Only `rollout_is` may be `None`.
-        for option, choices in _CHOICES.items():
+        for option, choices in _OPTION_TYPES.items():
             check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
 
-        self._set(
+        self._set_frozen(
             "safety_bound", check_number("safety_bound", self.safety_bound, above=0, at_most=LARGEST_SAFETY_BOUND)
         )
         for option in ("rollout_token_veto_threshold", "rollout_is_floor"):
             if getattr(self, option) is not None:
-                self._set(option, check_number(option, getattr(self, option), above=0))
+                self._set_frozen(option, check_number(option, getattr(self, option), above=0))
 
         # Thresholds are numbers or strings; rejection thresholds belong to the criteria in `rollout_rs`.
         self._parse_thresholds()
@@ -177,7 +177,7 @@ class RolloutCorrectionConfig(NamedPresets):
         # A name without arguments is always the same configuration, so cache it.
         if arguments:
             return cls(**preset_fields(name, arguments))
-        return cast("Self", _resolved_preset(cast("Any", cls), name))
+        return cast("Self", _cached_preset(cast("Any", cls), name))
 
     def with_options(self, **options: Unpack[ConfigOptions]) -> Self:
         """Return a copy with some fields replaced: `dataclasses.replace`, cached for calls with the same options.
@@ -192,7 +192,7 @@ class RolloutCorrectionConfig(NamedPresets):
         """
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         # Equal configurations may differ in `impl`, so the cache key includes it.
-        replaced: Self = _replaced(self, self.impl, tuple(sorted(fields.items())))
+        replaced: Self = _cached_replace(self, self.impl, tuple(sorted(fields.items())))
         return replaced
 
     @cached_property
@@ -242,22 +242,22 @@ class RolloutCorrectionConfig(NamedPresets):
         """Return all fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def _set(self, option: str, value: object) -> None:
+    def _set_frozen(self, option: str, value: object) -> None:
         """Set a field of the frozen dataclass to its checked form during construction."""
         object.__setattr__(self, option, value)
 
     def _parse_thresholds(self) -> None:
         """Parse and normalize the threshold fields: numbers become floats, criteria lose duplicates."""
         if self.is_upper is not None and not isinstance(self.rollout_is_threshold, str):
-            self._set("rollout_is_threshold", self.is_upper)
+            self._set_frozen("rollout_is_threshold", self.is_upper)
 
         threshold = self.rollout_rs_threshold
         if threshold is not None and not isinstance(threshold, str):
             threshold = float(threshold_texts(threshold)[0])
         if self.rollout_rs is not None:
             names, threshold = canonical_rejection(self.rollout_rs, threshold)
-            self._set("rollout_rs", names)
-        self._set("rollout_rs_threshold", threshold)
+            self._set_frozen("rollout_rs", names)
+        self._set_frozen("rollout_rs_threshold", threshold)
 
     def _check_floor(self) -> None:
         """Check the floor: it contradicts a band, which zeroes small weights, and must not exceed the ceiling."""
@@ -278,7 +278,7 @@ class RolloutCorrectionConfig(NamedPresets):
         """Check λ: level "horizon" needs it, and no other level reads it (`_inert_options`)."""
         decay = self.rollout_is_horizon
         if decay is not None:
-            self._set("rollout_is_horizon", check_number("rollout_is_horizon", decay, at_least=0, at_most=1))
+            self._set_frozen("rollout_is_horizon", check_number("rollout_is_horizon", decay, at_least=0, at_most=1))
         elif self.rollout_is == "horizon":
             raise ValueError(
                 "rollout_is='horizon' needs rollout_is_horizon, got None; set a number from 0 (token weights) to 1 "
@@ -349,12 +349,12 @@ class RolloutCorrectionConfig(NamedPresets):
 
 
 @lru_cache(maxsize=256)
-def _resolved_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and an instance of it)
+def _cached_preset(cls: Any, name: str) -> Any:  # noqa: ANN401 (a class, and an instance of it)
     """Return a preset without arguments; the cache skips repeated checks in a training loop."""
     return cls(**preset_fields(name, {}))
 
 
 @lru_cache(maxsize=256)
-def _replaced(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
+def _cached_replace(config: Any, impl: str, options: tuple[tuple[str, Any], ...]) -> Any:  # noqa: ANN401 (a configuration)
     """Return a configuration with some fields replaced; the cache skips repeated checks in a training loop."""
     return dataclasses.replace(config, **({"impl": impl} | dict(options)))

@@ -42,9 +42,9 @@ CRITERIA: dict[str, tuple[Scope, Kind, Threshold]] = {
 # For denoising steps only: the KL of the two means is exact, so no estimate is needed.
 STEP_CRITERIA: dict[str, tuple[Scope, Kind]] = {"step_kl": ("step", "kl")}
 
-_EVERY = {name: (scope, kind) for name, (scope, kind, _) in CRITERIA.items()} | STEP_CRITERIA
+_ALL_CRITERIA = {name: (scope, kind) for name, (scope, kind, _) in CRITERIA.items()} | STEP_CRITERIA
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Criterion:
     def __post_init__(self) -> None:
         check_choice("scope", self.scope, get_args(Scope))
         check_choice("kind", self.kind, get_args(Kind))
-        if self.name not in _EVERY:
+        if self.name not in _ALL_CRITERIA:
             raise ValueError(f"{self.name} does not exist: seq_max takes k2 or k3, and step takes kl alone")
 
         for side, bound in (("lower", self.lower), ("upper", self.upper)):
@@ -115,7 +115,7 @@ def parse_is_threshold(value: Threshold | None) -> Band:
     if not isinstance(value, str):
         return None, check_number(f"{option} (a ceiling on weights; None for no ceiling)", value, above=0)
 
-    ends = _ends(option, value, "a ceiling C")
+    ends = _parse_band(option, value, "a ceiling C")
     if len(ends) == 1:
         return None, ends[0]
     if ends == (None, None):
@@ -152,7 +152,7 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
 
     criteria: dict[str, Criterion] = {}
     for name, text in zip(listed, texts, strict=True):
-        criterion = _criterion(name, text)
+        criterion = _parse_criterion(name, text)
         if criteria.setdefault(name, criterion) != criterion:
             raise ValueError(f"rollout_rs names {name} twice with different bounds in {threshold!r}; keep one of them")
     return tuple(criteria.values())
@@ -165,7 +165,7 @@ def canonical_rejection(names: str | Sequence[str], threshold: Threshold | None)
         TypeError, ValueError: as `parse_rejection`.
     """
     kept = [criterion.name for criterion in parse_rejection(names, threshold)]
-    return _restricted(criterion_names(names), threshold, kept)
+    return _select_criteria(criterion_names(names), threshold, kept)
 
 
 def criterion_names(names: str | Sequence[str]) -> list[str]:
@@ -190,8 +190,8 @@ def criterion_names(names: str | Sequence[str]) -> list[str]:
     if not any(listed):
         raise ValueError(f"rollout_rs {names!r} names no criterion; write None for no rejection")
     for name in listed:
-        if name not in _EVERY:
-            raise ValueError(unknown_name(f"rollout_rs {names!r}: unknown criterion {name!r}", name, _EVERY))
+        if name not in _ALL_CRITERIA:
+            raise ValueError(unknown_name(f"rollout_rs {names!r}: unknown criterion {name!r}", name, _ALL_CRITERIA))
     return listed
 
 
@@ -217,10 +217,12 @@ def without_criterion(names: str, threshold: Threshold, left_out: str) -> tuple[
     """
     listed = criterion_names(names)
     kept = [name for name in listed if name != left_out]
-    return _restricted(listed, threshold, kept) if kept else (None, None)
+    return _select_criteria(listed, threshold, kept) if kept else (None, None)
 
 
-def _restricted(listed: list[str], threshold: Threshold | None, kept: Iterable[str]) -> tuple[str, Threshold | None]:
+def _select_criteria(
+    listed: list[str], threshold: Threshold | None, kept: Iterable[str]
+) -> tuple[str, Threshold | None]:
     """Return a subset of the listed criteria with their thresholds; a shared threshold does not change."""
     if isinstance(threshold, str) and "," in threshold:
         texts = threshold_texts(threshold)
@@ -255,7 +257,7 @@ def join_band(lower: Threshold, upper: Threshold | None) -> str:
     texts = []
     for option, end in ends.items():
         if isinstance(end, str):
-            _number(end, option, end, "a single number, because the band's two ends are given apart")
+            _parse_number(end, option, end, "a single number, because the band's two ends are given apart")
             texts.append(end.strip())
         else:
             number = check_number(option, end)
@@ -263,17 +265,17 @@ def join_band(lower: Threshold, upper: Threshold | None) -> str:
     return "_".join(texts)
 
 
-def _criterion(name: str, text: str) -> Criterion:
+def _parse_criterion(name: str, text: str) -> Criterion:
     """Return a criterion from its name and its threshold string."""
-    scope, kind = _EVERY[name]
+    scope, kind = _ALL_CRITERIA[name]
     option = f"rollout_rs_threshold for {name}"
     if kind != "k1":
         if "_" in text:
             raise ValueError(f"{option} is one upper bound in nats; got the band {text!r}")
-        upper = _bound(text, option, text, "one upper bound in nats such as '0.01'")
+        upper = _parse_bound(text, option, text, "one upper bound in nats such as '0.01'")
         return Criterion(scope=scope, kind=kind, upper=upper)
 
-    ends = _ends(option, text, "x for [1/x, x]")
+    ends = _parse_band(option, text, "x for [1/x, x]")
     if len(ends) == 2:
         return Criterion(scope=scope, kind=kind, lower=ends[0], upper=ends[1])
     (upper,) = ends
@@ -286,7 +288,7 @@ def _criterion(name: str, text: str) -> Criterion:
     return Criterion(scope=scope, kind=kind, lower=1 / upper, upper=upper)
 
 
-def _ends(option: str, text: str, single: str) -> tuple[float] | Band:
+def _parse_band(option: str, text: str, single: str) -> tuple[float] | Band:
     """Read a number x as (x,), or a band lo_hi as (lo, hi). 0 and inf leave their side of a band open.
 
     Raises:
@@ -296,30 +298,30 @@ def _ends(option: str, text: str, single: str) -> tuple[float] | Band:
     if len(parts) > 2:
         raise ValueError(f"{option} {text!r} has {len(parts)} parts; give {single}, or a band lo_hi")
     if len(parts) == 1:
-        return (_bound(text, option, text, f"{single}, or a band lo_hi such as '0.5_2.0'"),)
+        return (_parse_bound(text, option, text, f"{single}, or a band lo_hi such as '0.5_2.0'"),)
 
     wanted = "a band lo_hi such as '0.5_2.0'; '0_hi' and 'lo_inf' leave a side open"
     lower = None
-    if _number(parts[0], option, text, wanted) != 0:
-        lower = _bound(parts[0], option, text, wanted)
+    if _parse_number(parts[0], option, text, wanted) != 0:
+        lower = _parse_bound(parts[0], option, text, wanted)
     if parts[1].strip().lower() == "inf":
         return lower, None
-    upper = _bound(parts[1], option, text, wanted)
+    upper = _parse_bound(parts[1], option, text, wanted)
     if lower is not None and lower > upper:
         raise ValueError(f"{option} {text!r}: the lower bound {lower:g} exceeds the upper bound {upper:g}; swap them")
     return lower, upper
 
 
-def _number(text: str, option: str, whole: str, wanted: str) -> float:
+def _parse_number(text: str, option: str, whole: str, wanted: str) -> float:
     """Parse a finite number from a strict decimal string: no underscore, no NaN, no infinity."""
     text = text.strip()
-    if not _NUMBER.fullmatch(text) or abs(float(text)) == float("inf"):
+    if not _NUMBER_PATTERN.fullmatch(text) or abs(float(text)) == float("inf"):
         raise ValueError(f"{option} {whole!r}: {text!r} is not a finite number; expected {wanted}")
     return float(text)
 
 
-def _bound(text: str, option: str, whole: str, wanted: str) -> float:
-    bound = _number(text, option, whole, wanted)
+def _parse_bound(text: str, option: str, whole: str, wanted: str) -> float:
+    bound = _parse_number(text, option, whole, wanted)
     if bound <= 0:
         raise ValueError(f"{option} {whole!r}: a bound must be > 0, got {bound:g}")
     return bound

@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
         # Composing is recursive, and so is every reader of the document, so check the depth on the way down.
         self._current_depth += 1
         self._composed += 1
-        self._check(self._composed, self._current_depth, mark)
+        self._check_limits(self._composed, self._current_depth, mark)
         node = super().compose_node(parent, index)
         self._current_depth -= 1
         if node is None:
@@ -85,13 +85,13 @@ class _Loader(yaml.SafeLoader):
 
         # PyYAML shares the target of an alias, but walking, copying or printing the document expands it.
         if not is_alias:
-            self._written_out[node] = self._size_of(node)
+            self._written_out[node] = self._expanded_size(node)
         elif node not in self._written_out:
             raise _LimitError(None, None, f"alias *{event.anchor} stands for a block that contains it", mark)
-        self._check(*self._written_out[node], mark)
+        self._check_limits(*self._written_out[node], mark)
         return node
 
-    def _size_of(self, node: yaml.Node) -> tuple[int, int]:
+    def _expanded_size(self, node: yaml.Node) -> tuple[int, int]:
         """Compute the number of values and the depth of a node with composed children."""
         if isinstance(node, yaml.ScalarNode):
             return 1 + len(node.value) // 100, 0
@@ -101,7 +101,7 @@ class _Loader(yaml.SafeLoader):
         sizes = [self._written_out[part] for part in parts]
         return 1 + sum(values for values, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
 
-    def _check(self, values: int, depth: int, mark: yaml.Mark) -> None:
+    def _check_limits(self, values: int, depth: int, mark: yaml.Mark) -> None:
         if values > MAX_VALUES:
             raise _LimitError(
                 None,
@@ -166,9 +166,9 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document contains any plain
     try:
         return yaml.load(text, Loader=_Loader)
     except _LimitError as error:
-        raise ValueError(_in_one_line(error)) from error
+        raise ValueError(_format_error(error)) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"not a YAML document: {_in_one_line(error)}") from error
+        raise ValueError(f"not a YAML document: {_format_error(error)}") from error
 
 
 def read_yaml_text(path: Path) -> str:
@@ -207,7 +207,7 @@ def dump_yaml(document: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _in_one_line(error: yaml.YAMLError) -> str:
+def _format_error(error: yaml.YAMLError) -> str:
     """Return PyYAML's message with the place in front."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
@@ -229,12 +229,12 @@ def load_json(text: bytes) -> Any:  # noqa: ANN401 - a document contains any pla
     if openings(text) > MAX_DEPTH and (depth := _depth(text)) > MAX_DEPTH:
         raise ValueError(f"nested {depth:,} levels deep; the limit is {MAX_DEPTH}. Flatten it")
     try:
-        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_without_repeats)
+        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode(), object_pairs_hook=_build_object)
     except RecursionError as error:  # the caller's stack is already deep
         raise ValueError(f"nested too deep to be read here; the limit is {MAX_DEPTH}. Flatten it") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object; raise for a duplicate key, because parsers disagree on which value to use."""
     found = dict(pairs)
     if len(found) < len(pairs):

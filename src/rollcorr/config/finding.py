@@ -90,19 +90,19 @@ class HasFindings:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """Findings that make the input untrustworthy."""
-        return self._of("error")
+        return self._with_severity("error")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
         """Findings that affect the verdict."""
-        return self._of("warning")
+        return self._with_severity("warning")
 
     @property
     def notes(self) -> tuple[Finding, ...]:
         """Findings that do not affect the verdict."""
-        return self._of("note")
+        return self._with_severity("note")
 
-    def _of(self, severity: Severity) -> tuple[Finding, ...]:
+    def _with_severity(self, severity: Severity) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.severity == severity)
 
 
@@ -113,11 +113,13 @@ def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         key = finding.code, finding.column
         first = merged.get(key)
         if first is not None:
-            finding = replace(first, rows=_sum(first.rows, finding.rows), tokens=_sum(first.tokens, finding.tokens))
+            finding = replace(
+                first, rows=_sum_or_none(first.rows, finding.rows), tokens=_sum_or_none(first.tokens, finding.tokens)
+            )
         merged[key] = finding
     return tuple(merged.values())
 
 
-def _sum(one: int | None, other: int | None) -> int | None:
+def _sum_or_none(one: int | None, other: int | None) -> int | None:
     """Compute the sum; None if either part is None."""
     return None if one is None or other is None else one + other

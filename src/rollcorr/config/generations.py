@@ -24,7 +24,7 @@ SCHEMAS: tuple[Schema, ...] = ("2025-10", "2025-11", "newest")
 OLDER_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 # The options of the older generations, with their defaults.
-_OCTOBER: dict[str, Any] = {
+_OCTOBER_DEFAULTS: dict[str, Any] = {
     "rollout_is_threshold": None,
     "rollout_is": False,
     "rollout_is_threshold_lower": None,
@@ -32,7 +32,7 @@ _OCTOBER: dict[str, Any] = {
     "rollout_is_mode": "truncate",
     "rollout_is_veto_threshold": None,
 }
-_NOVEMBER: dict[str, Any] = {
+_NOVEMBER_DEFAULTS: dict[str, Any] = {
     "rollout_is": None,
     "rollout_is_threshold": 2.0,
     "rollout_rs": None,
@@ -46,8 +46,8 @@ _NOVEMBER: dict[str, Any] = {
 DEFAULTS = RolloutCorrectionConfig().to_dict()
 
 KEYS: dict[Schema, tuple[str, ...]] = {
-    "2025-10": tuple(_OCTOBER),
-    "2025-11": tuple(_NOVEMBER),
+    "2025-10": tuple(_OCTOBER_DEFAULTS),
+    "2025-11": tuple(_NOVEMBER_DEFAULTS),
     "newest": tuple(DEFAULTS),
 }
 
@@ -135,7 +135,7 @@ def from_2025_10(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig | None
     Raises:
         TypeError, ValueError: a value is not valid in this generation.
     """
-    draft = Draft(old, _OCTOBER)
+    draft = Draft(old, _OCTOBER_DEFAULTS)
     apply_is, level, mode = (draft.values[name] for name in ("rollout_is", "rollout_is_level", "rollout_is_mode"))
     check_bool("rollout_is", apply_is)
     check_choice("rollout_is_level", level, OLDER_CRITERIA)
@@ -175,7 +175,7 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
     Raises:
         TypeError, ValueError: a value is not valid in this generation, or the pure loss is set without bypass.
     """
-    draft = Draft(old, _NOVEMBER)
+    draft = Draft(old, _NOVEMBER_DEFAULTS)
     level, threshold, rs = (draft.values[name] for name in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
     if "rollout_is" not in old:
         draft.notes.append("rollout_is is missing: read as null, as in verl's YAML (its Python class said 'sequence').")
@@ -194,7 +194,7 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
         for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
             draft.drop(name, "it had no effect without rollout_rs")
     else:
-        _november_rejection(draft, rs)
+        _convert_november_rejection(draft, rs)
     draft.put_veto("rollout_token_veto_threshold", "unchanged")
     for name in LATE_2025_11:
         if name in old:
@@ -203,7 +203,7 @@ def from_2025_11(old: Mapping[str, Any]) -> tuple[RolloutCorrectionConfig, Draft
     return RolloutCorrectionConfig(**draft.fields), draft
 
 
-def _november_rejection(draft: Draft, rs: str) -> None:
+def _convert_november_rejection(draft: Draft, rs: str) -> None:
     """Set a k1 band from `rollout_rs` and its thresholds: the upper end defaults to the weights', the lower to 1/upper.
 
     Raises:

@@ -170,7 +170,7 @@ _NEWEST: dict[str, _Row] = {
     ),
 }
 
-_ROWS: dict[str, dict[str, _Row]] = {
+_PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
     VERL: _NEWEST,
     OWN: {
         "measure": (
@@ -260,7 +260,7 @@ _ROWS: dict[str, dict[str, _Row]] = {
 
 PRESETS = {
     name: Preset(description=description, values=values, parameters=parameters, source=source)
-    for source, rows in _ROWS.items()
+    for source, rows in _PRESETS_BY_SCHEMA.items()
     for name, (description, values, parameters) in rows.items()
 }
 

@@ -41,7 +41,7 @@ MOST_ROUNDED_UP = 2.0**-8
 _TRUNCATIONS = ("top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 # Raw log-probs ignore every setting; tempered ones only ignore the truncation.
-_LEFT_OUT = {"raw": ("temperature", *_PENALTIES, *_TRUNCATIONS), "tempered": _TRUNCATIONS, "processed": ()}
+_OMITTED_SETTINGS = {"raw": ("temperature", *_PENALTIES, *_TRUNCATIONS), "tempered": _TRUNCATIONS, "processed": ()}
 _LIMITS: Mapping[str, Mapping[str, float]] = {
     "temperature": {"at_least": 0},
     "top_p (1 for off)": {"above": 0, "at_most": 1},
@@ -256,15 +256,15 @@ class Comparison(HasFindings):
     @property
     def reason(self) -> str:
         """The reasons for the verdict; empty for "same"."""
-        return "; ".join(finding.reason for finding in self._decisive)
+        return "; ".join(finding.reason for finding in self._decisive_findings)
 
     @property
     def fix(self) -> str:
         """The change to make; empty for "same"."""
-        return "; ".join(dict.fromkeys(finding.fix for finding in self._decisive))
+        return "; ".join(dict.fromkeys(finding.fix for finding in self._decisive_findings))
 
     @property
-    def _decisive(self) -> tuple[Finding, ...]:
+    def _decisive_findings(self) -> tuple[Finding, ...]:
         return self.errors or self.findings
 
 
@@ -296,39 +296,39 @@ def check_compatible(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison
 
 def compare(rollout: SamplingSpec, trainer: SamplingSpec) -> Comparison:
     """Compare as in `check_compatible`, without raising."""
-    checks = (_greedy, _not_what_was_sampled, _settings, _supports)
+    checks = (_find_greedy, _compare_with_sampling, _compare_settings, _compare_supports)
     return Comparison(tuple(finding for check in checks for finding in check(rollout, trainer)))
 
 
-def _different(code: str, reason: str, fix: str) -> Finding:
+def _different_finding(code: str, reason: str, fix: str) -> Finding:
     return Finding(code=code, title="these log-probs are not comparable", reason=reason, fix=fix, severity="error")
 
 
-def _approximate(code: str, reason: str, fix: str) -> Finding:
+def _approximate_finding(code: str, reason: str, fix: str) -> Finding:
     return Finding(code=code, title="these log-probs are only roughly comparable", reason=reason, fix=fix)
 
 
-def _greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
+def _find_greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     for side, spec in (("rollout", rollout), ("trainer", trainer)):
         if spec.temperature == 0:
             reason = f"the {side}'s temperature is 0: one token has probability 1, and no ratio exists"
-            yield _different("greedy", reason, "sample and score at a temperature above 0")
+            yield _different_finding("greedy", reason, "sample and score at a temperature above 0")
             return
 
 
-def _not_what_was_sampled(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
+def _compare_with_sampling(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Yield the reasons why the rollout's log-probs differ from the distribution that sampled its tokens."""
-    ignored = _settings_on(rollout, _LEFT_OUT[rollout.logprobs])
+    ignored = _settings_on(rollout, _OMITTED_SETTINGS[rollout.logprobs])
     fix = rollout.engine_sampling.processed
     if ignored:
         reason = f"tokens were sampled with {', '.join(ignored)}, which {rollout.logprobs} log-probs leave out"
-        yield _different("not_what_was_sampled", reason, fix)
+        yield _different_finding("not_what_was_sampled", reason, fix)
     if rollout.logprobs != "processed" and rollout.min_new_tokens:
         reason = f"{rollout.logprobs} log-probs include the end token, forbidden for {rollout.min_new_tokens} tokens"
-        yield _approximate("end_token", reason, fix)
+        yield _approximate_finding("end_token", reason, fix)
 
 
-def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
+def _compare_settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Yield differences in settings that change a probability but not the support."""
     # Raw log-probs are at temperature 1, for any sampling temperature.
     ours, theirs = (1.0 if spec.logprobs == "raw" else spec.temperature for spec in (rollout, trainer))
@@ -337,7 +337,7 @@ def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
         reason = f"rollout log-probs are at temperature {ours:g}{raw}, the trainer's at {theirs:g}"
         only_reported_raw = raw and rollout.temperature == trainer.temperature
         fix = rollout.engine_sampling.processed if only_reported_raw else f"divide the trainer's logits by {ours:g}"
-        yield _different("temperature", reason, fix)
+        yield _different_finding("temperature", reason, fix)
 
     ours_on, theirs_on = (
         _settings_on(spec, _PENALTIES) if spec.logprobs != "raw" else [] for spec in (rollout, trainer)
@@ -345,10 +345,10 @@ def _settings(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
     if ours_on != theirs_on:
         texts = [", ".join(names) or "none" for names in (ours_on, theirs_on)]
         reason = f"penalties and biases in the rollout's log-probs: {texts[0]}; in the trainer's: {texts[1]}"
-        yield _different("penalties", reason, "apply them on both sides, or sample without them")
+        yield _different_finding("penalties", reason, "apply them on both sides, or sample without them")
 
 
-def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
+def _compare_supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     """Yield differences in the token sets of the two softmaxes."""
     if rollout == trainer:
         return
@@ -358,7 +358,7 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
     if rollout.logprobs != "processed" or not rollout.truncates:
         if trainer.truncates:
             reason = "the trainer's softmax runs over a truncated set, the rollout's over the whole vocabulary"
-            yield _different(code, reason, "truncate on both sides or on neither")
+            yield _different_finding(code, reason, "truncate on both sides or on neither")
         elif (
             rollout.logprobs == "processed"
             and rollout.min_new_tokens != trainer.min_new_tokens
@@ -367,7 +367,7 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
             reason = (
                 f"the end token was forbidden for {rollout.min_new_tokens} tokens, here for {trainer.min_new_tokens}"
             )
-            yield _approximate("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
+            yield _approximate_finding("end_token", reason, "forbid it on both sides, or set min_new_tokens=0")
         return
 
     # It is over a truncated set. Only a replay uses exactly that set in the trainer.
@@ -375,24 +375,26 @@ def _supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]
     if trainer.support == "replayed":
         return
     if trainer.support == "kept_mass":
-        yield _approximate(code, f"{named}: the trainer's mass on the kept set is taken to be the engine's", replay)
+        yield _approximate_finding(
+            code, f"{named}: the trainer's mass on the kept set is taken to be the engine's", replay
+        )
     elif not trainer.truncates:
         reason = f"the rollout's softmax runs over what {named} kept, the trainer's over the whole vocabulary"
-        yield _different(code, reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")
+        yield _different_finding(code, reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")
     elif any(getattr(rollout, name) != getattr(trainer, name) for name in _TRUNCATIONS):
         theirs = ", ".join(_settings_on(trainer, _TRUNCATIONS))
         reason = f"the rollout was truncated by {named}, the trainer's by {theirs}"
-        yield _different(code, reason, replay)
+        yield _different_finding(code, reason, replay)
     else:
         reason = f"{named} recomputed from other logits: tokens at the boundary fall in or out"
         if rollout.engine not in ENGINES or not rollout.engine_sampling.order:
             reason += ", and the engine's order of transforms is not known"
-        yield _approximate(code, reason, replay)
+        yield _approximate_finding(code, reason, replay)
 
 
 def _settings_on(spec: SamplingSpec, names: Iterable[str]) -> list[str]:
     """Return the settings that are on, with their values."""
-    values = {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(_OFF, name)}
+    values = {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(_DEFAULT_SPEC, name)}
     return [f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}" for name, value in values.items()]
 
 
@@ -417,4 +419,4 @@ def _parse_bias(text: str) -> dict[int, float]:
         raise ValueError(f"logit_bias must read 'id:bias,id:bias'; got {text!r}") from error
 
 
-_OFF = SamplingSpec()
+_DEFAULT_SPEC = SamplingSpec()

@@ -44,7 +44,7 @@ _HARMLESS_SUFFIX = re.compile(
     r"|sort|special|start|stop|unk)_?(?:token|key)$"
 )
 _HEADERS = re.compile(r"(?:^|_)headers?$")
-_SCHEME = re.compile(r"(?i)^(?:bearer|basic|token|digest|apikey)\s+")
+_AUTH_SCHEME = re.compile(r"(?i)^(?:bearer|basic|token|digest|apikey)\s+")
 
 # In a text quoted inside a string, backslashes precede its quotes, and "\n" replaces its line ends.
 _QUOTE = r"\\*[\"']?"
@@ -77,7 +77,7 @@ _SECRETS = tuple(
     )
 )
 _NAME = re.compile(rf"(?<![\w.-])(?:(?P<flag>--[\w-]+){_COMMA}|(?P<name>[\w.-]+)(?P<sign>{_QUOTE}\s*[:=](?:\s|\\+n)*))")
-_NAMED_ITEM = re.compile(rf"{_QUOTE}([\w.-]+)")
+_NAME_AS_VALUE = re.compile(rf"{_QUOTE}([\w.-]+)")
 _VALUE = re.compile(
     r"\\+(?P<quote>[\"']).*?\\+(?P=quote)|\"(?:[^\"\\]|\\.)*\"|'(?:[^']|'')*'|[\[{(](?:[^\n]*[\]})]|[^\n]*)"
     # YAML: lines of a list, and a multi-line string.
@@ -85,9 +85,9 @@ _VALUE = re.compile(
     r"|(?:(?:Bearer|Basic|Token)\s+)?(?:\$\{[^}]*\}|(?!\\+n)[^\s&,;\"'<>()\[\]{}])+"
 )
 
-_SHORTEST = 4
+_MIN_SECRET_CHARACTERS = 4
 """A hidden value with fewer characters is not searched for in other texts: it would match every word."""
-_DISTINCT = 8
+_MIN_DISTINCT_CHARACTERS = 8
 """A hidden value of at least this length is searched for within words, and in other options."""
 
 _hidden_values: dict[str, bool] = {}
@@ -96,7 +96,7 @@ _hidden_values: dict[str, bool] = {}
 
 def is_secret_name(name: str) -> bool:
     """Return whether an option, a header or a variable of this name contains a secret."""
-    words = _words(name)
+    words = _split_words(name)
     if _SECRET_NAME.search(words):
         return True
     return _SECRET_SUFFIX.search(words) is not None and _HARMLESS_SUFFIX.search(words) is None
@@ -132,11 +132,11 @@ def remember(secret: object, *, certain: bool = True) -> None:
         certain: True hides it in other options as well. False means that it may be an ordinary word: hide it only
             in texts, and only from 8 characters on. Defaults to True.
     """
-    plain = _SCHEME.sub("", str(secret).strip())
+    plain = _AUTH_SCHEME.sub("", str(secret).strip())
     encoded = base64.b64encode(plain.encode()).decode()
     forms = {plain, unquote(plain), quote(plain, safe=""), json.dumps(plain)[1:-1], repr(plain)[1:-1], encoded}
     for form in forms:
-        if len(form) >= (_SHORTEST if certain else _DISTINCT) and HIDDEN not in form:
+        if len(form) >= (_MIN_SECRET_CHARACTERS if certain else _MIN_DISTINCT_CHARACTERS) and HIDDEN not in form:
             _hidden_values[form] = certain or _hidden_values.get(form, False)
 
 
@@ -146,7 +146,7 @@ def resolve_references(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any 
     Raises:
         ValueError: a variable is not set, a reference is malformed, or a `***` is in place of a secret.
     """
-    resolved = _resolve(value, name)
+    resolved = _resolve_references(value, name)
     redact(resolved)  # errors must not contain a secret, such as the password of an address
     return resolved
 
@@ -165,7 +165,7 @@ def header_values(headers: Mapping[str, str] | None, headers_env: Mapping[str, s
     for name, variable in (headers_env or {}).items():
         if name in values:
             raise ValueError(f"the header {name} is given twice, in headers and in headers_env; leave one out")
-        values[name] = _environment(str(variable), f"headers_env.{name}")
+        values[name] = _read_environment(str(variable), f"headers_env.{name}")
         remember(values[name])
 
     redact({"headers": values})
@@ -189,7 +189,7 @@ def _redact_record(record: logging.LogRecord) -> bool:
     return True
 
 
-def _words(name: str) -> str:
+def _split_words(name: str) -> str:
     return _BETWEEN_WORDS.sub("_", name).lower()
 
 
@@ -197,7 +197,7 @@ def _redact(value: Any, name: str, path: str, places: list[str], *, inside: bool
     """Redact, and append the place of each secret to `places`. `inside` is None outside secrets and headers."""
     if is_secret_name(name.rpartition(".")[2]):
         inside = True
-    elif inside is None and _HEADERS.search(_words(name)):
+    elif inside is None and _HEADERS.search(_split_words(name)):
         inside = False
 
     if isinstance(value, Mapping):
@@ -312,7 +312,7 @@ def _hide_assigned(text: str, found: dict[str, bool]) -> str:
 
         # `{name: API_KEY, value: …}`
         *blocks, name = (named["flag"] or named["name"]).split(".")
-        beside = _NAMED_ITEM.match(text, position) if name in ("name", "key") else None
+        beside = _NAME_AS_VALUE.match(text, position) if name in ("name", "key") else None
         called = beside[1] if beside else called
         secret = _secret_value_pattern(blocks, called if name == "value" else name, named["sign"])
         given = _VALUE.match(text, position) if secret else None
@@ -326,9 +326,9 @@ def _hide_assigned(text: str, found: dict[str, bool]) -> str:
 
 def _secret_value_pattern(blocks: Sequence[str], name: str, sign: str | None) -> str:
     """Return the pattern of the values that are secrets after a name; empty if there are no such values."""
-    if any(_HEADERS.search(_words(block)) for block in blocks):
+    if any(_HEADERS.search(_split_words(block)) for block in blocks):
         return r"[\s\S]+"
-    if _HEADERS.search(_words(name)):
+    if _HEADERS.search(_split_words(name)):
         return r"[\[{][\s\S]*"
     if not is_secret_name(name):
         return ""
@@ -343,9 +343,9 @@ def _secret_value_pattern(blocks: Sequence[str], name: str, sign: str | None) ->
 
 def _without_hidden_values(text: str, *, in_option: bool = False) -> str:
     for value in sorted(_hidden_values, key=len, reverse=True):
-        if value not in text or (in_option and (len(value) < _DISTINCT or not _hidden_values[value])):
+        if value not in text or (in_option and (len(value) < _MIN_DISTINCT_CHARACTERS or not _hidden_values[value])):
             continue
-        whole_word = len(value) < _DISTINCT
+        whole_word = len(value) < _MIN_DISTINCT_CHARACTERS
         pattern = rf"(?<!\w){re.escape(value)}(?!\w)" if whole_word else re.escape(value)
         text = re.sub(pattern, HIDDEN, text)
     return text
@@ -353,16 +353,20 @@ def _without_hidden_values(text: str, *, in_option: bool = False) -> str:
 
 def _only_references(value: str) -> bool:
     """Return True for a value without a secret: references, `***`, and the word before a token (`Bearer`)."""
-    rest = REFERENCE.sub("", _SCHEME.sub("", value.strip())).replace(HIDDEN, "")
+    rest = REFERENCE.sub("", _AUTH_SCHEME.sub("", value.strip())).replace(HIDDEN, "")
     return not rest.strip(" :}")
 
 
-def _resolve(value: Any, name: str, *, in_headers: bool = False) -> Any:  # noqa: ANN401 (any plain value)
+def _resolve_references(value: Any, name: str, *, in_headers: bool = False) -> Any:  # noqa: ANN401 (any plain value)
+    # A header's value is a secret, whatever its variable is called.
     if isinstance(value, Mapping):
-        headers = in_headers or _HEADERS.search(_words(name)) is not None
-        return {key: _resolve(item, f"{name}.{key}".lstrip("."), in_headers=headers) for key, item in value.items()}
+        headers = in_headers or _HEADERS.search(_split_words(name)) is not None
+        return {
+            key: _resolve_references(item, f"{name}.{key}".lstrip("."), in_headers=headers)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_resolve(item, f"{name}.{index}", in_headers=in_headers) for index, item in enumerate(value)]
+        return [_resolve_references(item, f"{name}.{index}", in_headers=in_headers) for index, item in enumerate(value)]
     if not isinstance(value, str):
         return value
     if HIDDEN in value:
@@ -374,7 +378,7 @@ def _resolve(value: Any, name: str, *, in_headers: bool = False) -> Any:  # noqa
         raise ValueError(f"{name} has a reference of another form than ${{env:NAME}}; correct it")
 
     def found(match: re.Match[str]) -> str:
-        text = _environment(match[1], name)
+        text = _read_environment(match[1], name)
         if in_headers or is_secret_name(match[1]):
             remember(text)
         return text
@@ -382,7 +386,7 @@ def _resolve(value: Any, name: str, *, in_headers: bool = False) -> Any:  # noqa
     return REFERENCE.sub(found, value)
 
 
-def _environment(variable: str, option: str) -> str:
+def _read_environment(variable: str, option: str) -> str:
     value = os.environ.get(variable)
     if value is None:
         shown = _redact_variable(variable, option, [])

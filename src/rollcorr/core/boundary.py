@@ -79,10 +79,12 @@ def check_tensors(**tensors: object) -> None:
         # Torch would read address 0, which kills the process.
         if not traced and not tensor.untyped_storage().nbytes() and tensor.numel():
             raise ValueError(f"the memory of {name} was freed (a sharded parameter?); gather it before the call")
-        first = first or (name, tensor.device)
-        if tensor.device != first[1]:
+        device = tensor.device
+        if first is None:
+            first = name, device
+        elif device != first[1]:
             raise ValueError(
-                f"{first[0]} is on {first[1]} and {name} is on {tensor.device}; move them to one device, e.g. "
+                f"{first[0]} is on {first[1]} and {name} is on {device}; move them to one device, e.g. "
                 f"{name}.to({first[0]}.device)"
             )
 
@@ -167,7 +169,7 @@ def why_no_address(**tensors: Tensor) -> str | None:
             return f"{name} is a {type(tensor).__name__}, whose memory it cannot read"
         if tensor.is_neg():
             return f"{name} is a view of the negative of its memory; call resolve_neg()"
-        if tensor.numel() and not tensor.data_ptr() and not tensor.is_meta:
+        if not tensor.data_ptr() and tensor.numel() and not tensor.is_meta:
             return f"{name} has no memory; call clone()"
     return None
 

@@ -16,6 +16,7 @@ from rollcorr import config
 from rollcorr.core.health_ranges import RANGES
 from rollcorr.core.host_statistics import HostStatistics, row_places
 from rollcorr.core.metric_tables import (
+    BY_TIMESTEP,
     DIFFUSION_METRICS,
     IS_GUIDE,
     MATHS,
@@ -256,23 +257,28 @@ def finalize(statistics: HostStatistics, *, prefix: str = PREFIX) -> dict[str, f
         prefix: put before each name.
     """
     numbers = statistics.numbers
-    metrics = {name: compute(numbers) for name, compute in _computable_metrics(statistics.names, prefix)}
-
-    # Only diffusion has one row for each timestep in the data.
-    return metrics | {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
+    computable, has_timesteps = _computable_metrics(statistics.names, prefix)
+    metrics = {name: compute(numbers) for name, compute in computable}
+    if has_timesteps:
+        metrics |= {f"{prefix}{name}": value for name, value in by_timestep(statistics).items()}
+    return metrics
 
 
 @lru_cache(maxsize=64)
 def _computable_metrics(
     names: tuple[tuple[str, ...], ...], prefix: str
-) -> tuple[tuple[str, Callable[[Numbers], float]], ...]:
+) -> tuple[list[tuple[str, Callable[[Numbers], float]]], bool]:
     """Return the metrics computable from these rows, with their prefix, in the registry's order.
 
     The result is the same at every step of a run, so it is cached.
+
+    Returns:
+        (name, computation) of each metric; and whether the data have rows for single timesteps, as in diffusion.
     """
     places = row_places(names)
-    return tuple(
+    computable = [
         (prefix + name, found.finalizer.at(*(places[row] for row in found.finalizer.rows)))
         for name, found in _ALL_METRICS.items()
         if places.keys() >= set(found.finalizer.rows)
-    )
+    ]
+    return computable, any(row.startswith(f"moments:{BY_TIMESTEP}") for row in places)

@@ -40,7 +40,7 @@ class Fingerprint(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
 
 
-def has_context(correction: Correction, mask: Tensor) -> bool:
+def has_step_counts(correction: Correction, mask: Tensor) -> bool:
     """Return whether a correction has its optimizer step's denominators; False for a full batch changed by hand.
 
     Raises:

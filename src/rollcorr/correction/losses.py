@@ -32,7 +32,7 @@ from rollcorr.core.losses import (
     reinforce_loss,
 )
 from rollcorr.core.mergeable_statistics import Statistics, moments_of
-from rollcorr.correction.correction_checks import check_belongs, compare_policies, context_group_of, has_context
+from rollcorr.correction.correction_checks import check_belongs, compare_policies, context_group_of, has_step_counts
 from rollcorr.correction.denominators import (
     Averaged,
     aggregate,
@@ -207,7 +207,7 @@ def policy_loss(
     counts = loss_denominators(
         normalizer, token.loss_mask, inputs.mask, token.weights, cu_seqlens=cu_seqlens, context_group=context_group
     )
-    if denominators is None and correction is not None and has_context(correction, inputs.mask):
+    if denominators is None and correction is not None and has_step_counts(correction, inputs.mask):
         denominators = correction.denominators(normalizer)
         original_denominators = original_denominators or correction.denominators("original")
     divisor = denominators or (counts if peers is None else sum_denominators(counts, peers))
@@ -375,7 +375,7 @@ def _bypass_loss(
 ) -> _TokenLoss:
     log_prob, rollout_log_prob = inputs.policies.log_prob, inputs.policies.rollout_log_prob
     if rollout_log_prob is None:
-        raise ValueError("bypass mode needs rollout_log_prob, what the sampling policy gave the tokens")
+        raise ValueError("bypass mode needs rollout_log_prob, the sampling policy's log-probs of the tokens")
     old_log_prob = inputs.policies.old_log_prob
     if old_log_prob is not None and old_log_prob is not rollout_log_prob:
         raise ValueError(
@@ -402,7 +402,7 @@ def _bypass_loss(
         config,
         cu_seqlens=inputs.cu_seqlens,
         context_group=inputs.context_group,
-        densities=True,
+        densities=True,  # positive values are accepted: they may be log-densities
     )
     weights = correction.loss_weights
 
@@ -417,7 +417,7 @@ def _bypass_loss(
             inputs.advantages,
             correction.loss_mask,
             weights=weights,
-            behavior_log_prob=rollout_log_prob,
+            behavior_log_prob=rollout_log_prob,  # for policy_kl, which leaves missing values out
             cu_seqlens=inputs.cu_seqlens,
         )
     else:

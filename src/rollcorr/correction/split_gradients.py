@@ -114,7 +114,7 @@ class SplitGradients:
                 raise RuntimeError("the block ended without finish(), and the gradients are lost: call it last")
 
     def _accumulate_parts(self, parts: Sequence[Tensor]) -> None:
-        """Add the gradients of one micro-batch, each part to its own set. Does not synchronize."""
+        """Add the gradients of one micro-batch, each part to its own set. Only FSDP2 reduces here."""
         if any(module.require_forward_param_sync for module in self._ddp):
             raise RuntimeError(
                 "the forward pass ran with DDP's reducer armed, so ranks would keep different gradients: run the "

@@ -67,10 +67,10 @@ def read_fields(
         TypeError: `batch` is not a batch.
         ValueError: the framework is unknown, fields are missing, or several frameworks match.
     """
-    held = _held_by(batch)
-    found = _names_for(held, names)
+    held = _batch_values(batch)
+    found = _detect_names(held, names)
     train, rollout, mask = (
-        next(held[name] for name in group if held.get(name) is not None) for group in _wanted(found)
+        next(held[name] for name in group if held.get(name) is not None) for group in _required_names(found)
     )
     logged = [
         column for column in found.tensors if column not in _NEEDED and (found.name == _CUSTOM or column in LOGGED)
@@ -98,11 +98,11 @@ def read_fields(
     return BatchFields(train, rollout, mask, packed.cu_seqlens, {})
 
 
-def _held_by(batch: object) -> dict[str, Any]:
+def _batch_values(batch: object) -> dict[str, Any]:
     """Return the values of a batch by name."""
     tensors, others = getattr(batch, "batch", None), getattr(batch, "non_tensor_batch", None)
     if others is not None:
-        return {**({} if tensors is None else _held_by(tensors)), **dict(others)}
+        return {**({} if tensors is None else _batch_values(tensors)), **dict(others)}
     keys = getattr(batch, "keys", None)
     if keys is None or isinstance(batch, Tensor) or not hasattr(batch, "__getitem__"):
         raise TypeError(
@@ -112,7 +112,7 @@ def _held_by(batch: object) -> dict[str, Any]:
     return {str(name): batch[name] for name in keys()}
 
 
-def _names_for(held: Mapping[str, Any], names: str | Mapping[str, str] | None) -> Framework:
+def _detect_names(held: Mapping[str, Any], names: str | Mapping[str, str] | None) -> Framework:
     """Return the requested names, or the names of the one framework whose names are all present."""
     if isinstance(names, Mapping):
         check_columns(names)
@@ -125,7 +125,7 @@ def _names_for(held: Mapping[str, Any], names: str | Mapping[str, str] | None) -
     else:
         raise ValueError(f"no framework is called {names!r}; there are {', '.join(ACCEPTED)}")
 
-    missing = {framework: _missing(held, known) for framework, known in candidates.items()}
+    missing = {framework: _missing_tensors(held, known) for framework, known in candidates.items()}
     fitting = [framework for framework, lacking in missing.items() if not lacking]
     if len(fitting) > 1:
         raise ValueError(f"the batch has the fields of {' and of '.join(fitting)}; say which: fields={fitting[0]!r}")
@@ -138,18 +138,18 @@ def _names_for(held: Mapping[str, Any], names: str | Mapping[str, str] | None) -
         if all(lacking.values()):
             raise ValueError(f"{'; '.join(lacking.values())}; the batch has {listed}")
     wanted = "; ".join(
-        f"{framework}: {', '.join(' or '.join(group) for group in _wanted(known))}"
+        f"{framework}: {', '.join(' or '.join(group) for group in _required_names(known))}"
         for framework, known in candidates.items()
     )
     raise ValueError(f"the batch has {listed}, and no framework's fields. {wanted}")
 
 
-def _wanted(names: Framework) -> tuple[tuple[str, ...], ...]:
+def _required_names(names: Framework) -> tuple[tuple[str, ...], ...]:
     """Return the names of each tensor that a correction needs."""
     return tuple(names.names(column) for column in _NEEDED)
 
 
-def _missing(held: Mapping[str, Any], names: Framework) -> dict[str, str]:
+def _missing_tensors(held: Mapping[str, Any], names: Framework) -> dict[str, str]:
     """Return the tensors that are missing or `None`, as in TRL where they were not computed: names → fix for `None`."""
     fixes = (
         "compute it first (the trainer's forward pass over this batch, before the update)",
@@ -157,7 +157,7 @@ def _missing(held: Mapping[str, Any], names: Framework) -> dict[str, str]:
         "it marks the sampled tokens with 1",
     )
     missing = {}
-    for group, fix in zip(_wanted(names), fixes, strict=True):
+    for group, fix in zip(_required_names(names), fixes, strict=True):
         if all(held.get(name) is None for name in group):
             given = [name for name in group if name in held]
             missing[" or ".join(group)] = f"{given[0]} is None: {fix}" if given else ""

@@ -179,7 +179,7 @@ class RolloutBatch:
             return torch.ones(int(lengths.sum()), dtype=torch.bool, device="cpu")
 
         # No id can represent a missing token, so every row must record `response_ids`.
-        values, _, recorded = self._recorded(column)
+        values, _, recorded = self._ragged_column(column)
         self.check_lengths(column, whole=column == "response_ids")
         if not recorded.all():
             whole = np.full(int(lengths.sum()), True if column == "response_mask" else np.nan, dtype=values.dtype)
@@ -227,7 +227,7 @@ class RolloutBatch:
         check_columns([column])
         if not COLUMNS[column].type.startswith("list<") or column == "policy_versions":
             raise ValueError(f"{column!r} is {COLUMNS[column].type}, not a list of numbers; see values(), objects()")
-        values, sizes, _ = self._recorded(column)
+        values, sizes, _ = self._ragged_column(column)
         return torch.from_numpy(values), torch.from_numpy(sizes)
 
     def kept_sets(self) -> KeptSets:
@@ -298,7 +298,7 @@ class RolloutBatch:
         """
         if column not in ("reward", "step", "dimensions"):
             raise ValueError(f"{column!r} is not one number per sequence (reward, step, dimensions); see objects()")
-        array = self._array(column)
+        array = self._require_column(column)
         if column != "reward" and array.null_count:
             row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
             raise self._error("missing", "not recorded", "use objects() to read None", row=row, column=column)
@@ -308,21 +308,21 @@ class RolloutBatch:
 
     def objects(self, column: str) -> list[Any]:
         """Return a column (text, sampling settings, version spans) as Python objects, `None` if not recorded."""
-        return self._array(column).to_pylist()
+        return self._require_column(column).to_pylist()
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per row, as in the JSONL form."""
         return self.records.to_pylist()
 
-    def _array(self, column: str) -> pa.Array:
+    def _require_column(self, column: str) -> pa.Array:
         """Return a column that at least one row records; an empty batch may lack it."""
         if len(self) and not self.has(column):
             found = ", ".join(name for name in self.columns if self.has(name))
             raise self._error("missing", "not recorded", f"recorded are {found or 'no columns'}", column=column)
         return self.records.column(column) if column in self.columns else pa.nulls(0, arrow_type(column))
 
-    def _recorded(self, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        values, sizes, recorded = ragged(self._array(column))
+    def _ragged_column(self, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        values, sizes, recorded = ragged(self._require_column(column))
         return np.array(values.to_numpy(zero_copy_only=False)), sizes, recorded
 
     def _error(

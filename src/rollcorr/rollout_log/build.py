@@ -76,7 +76,7 @@ def _kept_columns(kept: KeptSets | None, mask: Tensor, sizes: np.ndarray) -> dic
     """Compute `kept_ids` and `kept_offsets`, one of each per row.
 
     Args:
-        kept: the keep-sampling-mask of the sampled tokens, row after row; optional.
+        kept: the kept sets of the sampled tokens, row after row; optional.
         mask: (N,) over the tokens of all responses, true on sampled ones; masked tokens have empty sets.
         sizes: tokens of each response, summing to N.
 
@@ -135,7 +135,7 @@ def records(
             raise ValueError(f"{name} {tuple(tokens.shape)} and response_mask {tuple(response_mask.shape)} differ")
         given[name] = tokens if inside is None else tokens[inside]
     given |= _kept_columns(kept, given["response_mask"], sizes)
-    given = _with_settings(given, len(sizes))
+    given = _add_spec_columns(given, len(sizes))
     arrays = {name: _array(name, value, sizes, prompt_mask) for name, value in given.items()}
     return conform(pa.RecordBatch.from_pydict(arrays))
 
@@ -154,7 +154,7 @@ def records_of_rows(
     """
     found = columns or set().union(*rows) or COLUMNS
     arrays = {
-        name: _objects_array(name, [row.get(name) for row in rows], file=file, first_row=first_row) for name in found
+        name: _checked_array(name, [row.get(name) for row in rows], file=file, first_row=first_row) for name in found
     }
     return conform(pa.RecordBatch.from_pydict(arrays), file=file, first_row=first_row)
 
@@ -168,13 +168,13 @@ def _array(name: str, value: object, sizes: np.ndarray, prompt_mask: Tensor | No
             raise ValueError(f"prompt_ids {tuple(value.shape)} needs a prompt_mask of its shape, got {shape}")
         value = [ids[inside] for ids, inside in zip(value, prompt_mask != 0, strict=True)]
 
-    rows = _one_per_row(name, value, len(sizes))
+    rows = _list_per_row(name, value, len(sizes))
     if name == "policy_versions":
         rows = [_row_spans(row, size) for row, size in zip(rows, sizes.tolist(), strict=True)]
-    return _objects_array(name, [_numpy(row) if isinstance(row, Tensor) else row for row in rows])
+    return _checked_array(name, [_numpy(row) if isinstance(row, Tensor) else row for row in rows])
 
 
-def _one_per_row(name: str, value: object, count: int) -> list[Any]:
+def _list_per_row(name: str, value: object, count: int) -> list[Any]:
     if isinstance(value, (Tensor, np.ndarray)):
         value = value.tolist()
     rows = list(value) if isinstance(value, (list, tuple)) else [value] * count
@@ -183,7 +183,7 @@ def _one_per_row(name: str, value: object, count: int) -> list[Any]:
     return rows
 
 
-def _objects_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
+def _checked_array(name: str, values: list[Any], *, file: str | None = None, first_row: int = 0) -> pa.Array:
     own = name not in COLUMNS
     kind = "one number, flag or text for each sequence, all of one type" if own else COLUMNS[name].type
     if kind == "string":
@@ -223,11 +223,11 @@ def _row_spans(row: object, size: int) -> list[dict[str, int]] | None:
     return [dict(span) if isinstance(span, Mapping) else dict(zip(names, span, strict=True)) for span in row]
 
 
-def _with_settings(columns: Mapping[str, object], rows: int) -> dict[str, object]:
+def _add_spec_columns(columns: Mapping[str, object], rows: int) -> dict[str, object]:
     """Turn sampling specs into dictionaries, which fill engine, engine_version and policy_versions if not given."""
     filled = dict(columns)
     if "sampling" in columns:
-        specs = [_settings(spec) for spec in _one_per_row("sampling", columns["sampling"], rows)]
+        specs = [_spec_fields(spec) for spec in _list_per_row("sampling", columns["sampling"], rows)]
         for name in IDENTITY:
             column = "policy_versions" if name == "policy_version" else name
             found = [None if spec is None else spec.pop(name, None) for spec in specs]
@@ -237,7 +237,7 @@ def _with_settings(columns: Mapping[str, object], rows: int) -> dict[str, object
     return filled
 
 
-def _settings(spec: object) -> dict[str, Any] | None:
+def _spec_fields(spec: object) -> dict[str, Any] | None:
     """Return the fields of a sampling spec that the log records, and the identity of the engine."""
     if spec is None:
         return None

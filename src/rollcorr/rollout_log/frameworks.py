@@ -52,7 +52,7 @@ OWN = Framework(
 """This library's own names in a batch."""
 
 # Further spellings in users' own files.
-_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+_COLUMN_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "rollout_log_prob": ("rollout_logprob", "sampling_logprobs", "sampler_logprobs", "behavior_logprobs"),
     "old_log_prob": ("old_logprobs", "old_logprob", "prox_logp", "proximal_logprobs", "train_log_probs"),
     "log_prob": ("logprobs", "train_logprobs"),
@@ -67,8 +67,8 @@ def recognize(names: Collection[str], *, form: str) -> tuple[Framework, Dump] | 
     return next((found for found in known if found[1].recognized_by.issubset(names)), None)
 
 
-_FORMS = {".parquet": "Parquet", ".pt": "torch.save", ".pkl": "pickle"}
-_SHOWN_FIELDS = 30
+_FORMAT_NAMES = {".parquet": "Parquet", ".pt": "torch.save", ".pkl": "pickle"}
+_MAX_SHOWN_FIELDS = 30
 
 
 def parse_column_names(texts: Iterable[str]) -> dict[str, str]:
@@ -113,7 +113,7 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
     """
     file = batch.file or ""
     fields = source.fields(Path(file))
-    form = next((form for ending, form in _FORMS.items() if file.endswith(ending)), "JSONL")
+    form = next((form for ending, form in _FORMAT_NAMES.items() if file.endswith(ending)), "JSONL")
     known = recognize(fields, form=form)
     if known is not None:
         framework, dump = known
@@ -134,7 +134,7 @@ def missing_column(columns: Sequence[str], batch: RolloutBatch, source: LogSourc
         fix = "give a rollout log; `rollcorr report RUN` and `rollcorr watch RUN` read metrics"
         return log_error("missing", "these are the metrics of steps, without tokens", fix=fix, file=file)
 
-    shown = found or ", ".join(recorded[:_SHOWN_FIELDS])[:600] or "no columns"
+    shown = found or ", ".join(recorded[:_MAX_SHOWN_FIELDS])[:600] or "no columns"
     title = f"no column {' or '.join(columns)}{so}; the file has {shown}"
 
     option = ",".join(f"{column}={field}" for column, field in near.items()) if found else f"{columns[0]}=THEIR_NAME"
@@ -169,7 +169,7 @@ def near_names(columns: Sequence[str], fields: Sequence[str]) -> dict[str, str]:
         if column in fields or (column in columns and any(other in found for other in columns)):
             continue
         tensors = [name for framework in FRAMEWORKS for name in framework.names(column)]
-        names = [name for name in (*tensors, *_OTHER_NAMES.get(column, ())) if name in free]
+        names = [name for name in (*tensors, *_COLUMN_SPELLINGS.get(column, ())) if name in free]
         if not names and column in columns:
             names = get_close_matches(column, free, n=1, cutoff=0.8)
         if names:

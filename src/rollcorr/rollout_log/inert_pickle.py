@@ -49,10 +49,10 @@ class Call:
     arguments: object
     state: object = None
 
-    def _drop(self, *items: object) -> None:
+    def _ignore_items(self, *items: object) -> None:
         """Drop items of an object that subclasses a list or dictionary: no reader uses them."""
 
-    append = extend = add = __setitem__ = _drop
+    append = extend = add = __setitem__ = _ignore_items
 
 
 def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
@@ -68,7 +68,7 @@ def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
         return reader.load()
     except RolloutLogError:
         raise
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise DamagedPickleError(f"{type(error).__name__}: {in_one_line(error, characters=200)}") from error
     finally:
         # A stored error would keep the loaded data alive through its traceback.
@@ -77,7 +77,7 @@ def load_pickle(data: bytes, *, limits: FileLimits, file: object) -> object:
 
 
 # Exceptions of the unpickler for invalid bytes.
-_DAMAGE = (
+_DAMAGE_ERRORS = (
     pickle.UnpicklingError,
     EOFError,
     AttributeError,
@@ -91,7 +91,7 @@ _DAMAGE = (
 )
 
 # Opcodes that need objects outside the pickle, that allocate memory before they read, or that are obsolete.
-_REFUSED = b"".join(
+_REFUSED_OPCODES = b"".join(
     (
         pickle.EXT1,
         pickle.EXT2,
@@ -105,7 +105,7 @@ _REFUSED = b"".join(
 # Memory of an object, in units of a number in a list (40 bytes). An entry of the memo also counts.
 _CONTAINER, _MEMO = 4, 3
 _TEXT_BYTES = 8
-_COSTS = {
+_OPCODE_COSTS = {
     **dict.fromkeys(pickle.EMPTY_LIST + pickle.EMPTY_DICT + pickle.EMPTY_SET + pickle.LIST + pickle.DICT, _CONTAINER),
     **dict.fromkeys(pickle.FROZENSET + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3, _CONTAINER),
     **dict.fromkeys(pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.INST + pickle.OBJ, _CONTAINER),
@@ -161,7 +161,7 @@ class _InertUnpickler(pickle._Unpickler):
         self.stack.append(Call(klass, args))
 
 
-def _counted(step: Callable[[Any], None], cost: int) -> Callable[[Any], None]:
+def _with_cost(step: Callable[[Any], None], cost: int) -> Callable[[Any], None]:
     def counted(reader: _InertUnpickler) -> None:
         reader.charge(cost)
         step(reader)
@@ -178,9 +178,9 @@ _INERT_OPCODES: Mapping[int, Callable[[Any], None]] = {
     pickle.BINUNICODE8[0]: lambda reader: reader._text("<Q"),
 }
 _InertUnpickler.dispatch = {
-    code: _counted(_INERT_OPCODES.get(code, step), _COSTS.get(code, 1))
+    code: _with_cost(_INERT_OPCODES.get(code, step), _OPCODE_COSTS.get(code, 1))
     for code, step in pickle._Unpickler.dispatch.items()
-    if code not in _REFUSED
+    if code not in _REFUSED_OPCODES
 }
 
 
@@ -225,7 +225,7 @@ class TorchArchive:
             raise DamagedPickleError("not a file of torch.save: its archive has another form")
         self._entries, self._root = entries, pickles[0].filename.removesuffix("data.pkl")
         check_pickle_bytes(pickles[0].file_size, file=name, limits=limits)
-        self.content = load_pickle(self._read(pickles[0].filename), limits=limits, file=name)
+        self.content = load_pickle(self._read_entry(pickles[0].filename), limits=limits, file=name)
 
     def array(self, tensor: object, *, limit: str = "row_tokens") -> np.ndarray | None:
         """Return the values of a tensor of this file, or `None` for any other object.
@@ -261,10 +261,10 @@ class TorchArchive:
             raise DamagedPickleError("a tensor that is not contiguous")
 
         size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-        data = self._read(f"{self._root}data/{key}", first=offset * size, count=count * size)
+        data = self._read_entry(f"{self._root}data/{key}", first=offset * size, count=count * size)
         return decode(data, dtype).reshape(shape)
 
-    def _read(self, path: str, *, first: int = 0, count: int | None = None) -> bytes:
+    def _read_entry(self, path: str, *, first: int = 0, count: int | None = None) -> bytes:
         entry = self._entries.get(path)
         if entry is None:
             raise DamagedPickleError(f"the archive has no {path}")

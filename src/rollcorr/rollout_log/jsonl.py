@@ -25,9 +25,9 @@ from rollcorr.rollout_log.source import LogSource, check_lists
 
 VERSION_FIELD = "schema_version"
 # Blank lines that a log may have in addition to one per row: gzip packs a million of them into a kilobyte.
-_BLANK_LINES = 1000
+_MAX_BLANK_LINES = 1000
 # Bytes of text with the memory of an empty list or object, when both are Python objects.
-_OPENING_BYTES = 32
+_PROBE_BYTES = 32
 
 
 class JsonlSource(LogSource):
@@ -64,7 +64,7 @@ class JsonlSource(LogSource):
             return value
 
         fields = {} if known is None else known[1].fields
-        convert = _CONVERTERS.get(known[0].name) if known is not None and fields else None
+        convert = _ROW_CONVERTERS.get(known[0].name) if known is not None and fields else None
         if known is not None and convert is not None:
             if self.names:
                 raise log_error("columns", "the names in this dump are known", fix="leave out --columns", file=file)
@@ -79,14 +79,14 @@ class JsonlSource(LogSource):
             return tuple(_parse(line, path, row=0, number=number))
         return ()
 
-    def _count(self, path: Path) -> int:
+    def _count_rows(self, path: Path) -> int:
         return sum(1 for _ in _lines(path, self.limits))
 
-    def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+    def _read_rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Yield each row, and the approximate memory of its parsed line, in bytes of text."""
         for row, (number, line) in enumerate(_lines(path, self.limits)):
             value = _parse(line, path, row=row, number=number)
-            yield self.row(value, file=str(path), row=row), len(line) + _OPENING_BYTES * openings(line)
+            yield self.row(value, file=str(path), row=row), len(line) + _PROBE_BYTES * openings(line)
 
 
 def prime_rl_row(record: Mapping[str, Any], dump: Dump, *, file: str, row: int) -> Mapping[str, Any]:
@@ -177,7 +177,7 @@ def _split(lists: Mapping[str, Any], dump: Dump, trained: list[bool], sampled: l
     return {**columns, "response_mask": sampled[start:]}
 
 
-_CONVERTERS = {PRIME_RL.name: prime_rl_row, NEMO_RL.name: nemo_rl_row}
+_ROW_CONVERTERS = {PRIME_RL.name: prime_rl_row, NEMO_RL.name: nemo_rl_row}
 
 
 def to_lines(batch: RolloutBatch) -> Iterator[str]:
@@ -206,7 +206,7 @@ def _lines(path: Path, limits: FileLimits) -> Iterator[tuple[int, bytes]]:
                         file=path,
                         row=rows,
                     )
-                if number - rows > rows + _BLANK_LINES:
+                if number - rows > rows + _MAX_BLANK_LINES:
                     raise log_error(
                         "json",
                         f"line {number:,} of {rows:,} rows: too many blank lines",

@@ -20,7 +20,7 @@ from rollcorr.rollout_log.schema import COLUMNS, TOKEN_COLUMNS, VERSION_KEY, che
 from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's pre-buffering, a complete row group is in memory.
-_READ_BUFFER = 1 << 16
+_READ_BUFFER_BYTES = 1 << 16
 # Ids of kept sets with about the memory of one token and its log-probs, when both are read.
 _KEPT_IDS_PER_TOKEN = 8
 # Values of all columns together that are read at once. Arrow needs up to 14 bytes for each while it decodes.
@@ -28,8 +28,8 @@ _MAX_BATCH_VALUES = 1 << 24
 # Bytes of text that the rows read at once may have, if each repeats the largest page of texts.
 _MAX_BATCH_TEXT_BYTES = 1 << 26
 # Most leaf columns of the file that the columns of the schema may consist of. This library's files have 39.
-_MOST_LEAVES = 256
-_WIDEST_VALUE = 16
+_MAX_LEAVES = 256
+_MAX_VALUE_BYTES = 16
 _Leaves = list[tuple[int, Any, str]]
 
 
@@ -55,10 +55,10 @@ class ParquetSource(LogSource):
         """
         with self._open(path) as (file, _, footer):
             leaves = _leaves(file, columns_of_fields(file.schema_arrow.names, self.names))
-            sizes = [_tokens(chunks, leaves) for chunks in footer.groups]
+            sizes = [_tokens_of_group(chunks, leaves) for chunks in footer.groups]
 
         first_row = 0
-        for groups in _runs(sizes, tokens):
+        for groups in _group_runs(sizes, tokens):
             rows = [footer.rows[group] for group in groups]
             if any(rows):
                 yield Shard(
@@ -109,9 +109,9 @@ class ParquetSource(LogSource):
             leaves = _leaves(file, found)
             _check_types(leaves, schema, path)
             groups = range(len(footer.rows)) if groups is None else groups
-            plan = _Plan(path, pages, footer, leaves, self.limits)
+            plan = _ReadPlan(path, pages, footer, leaves, self.limits)
             # Join row groups until they reach half of the values that can be decoded at once.
-            for run in _runs([plan.list_values(group) for group in groups], _MAX_BATCH_VALUES // 2):
+            for run in _group_runs([plan.list_values(group) for group in groups], _MAX_BATCH_VALUES // 2):
                 piece = list(groups[run.start : run.stop])
                 size = plan.batch_rows(piece, rows)
                 for records in file.iter_batches(batch_size=size, columns=list(found), row_groups=piece):
@@ -147,7 +147,7 @@ class ParquetSource(LogSource):
                 footer = read_footer(str(path), state.st_size, state.st_mtime_ns, self.limits)
                 self.limits.check_rows(sum(footer.rows), file=path)
                 with pq.ParquetFile(
-                    path, buffer_size=_READ_BUFFER, pre_buffer=False, page_checksum_verification=True
+                    path, buffer_size=_READ_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
                 ) as file:
                     check_version((file.metadata.metadata or {}).get(VERSION_KEY.encode()), file=str(path))
                     if (len(file.schema), file.metadata.num_rows) != (footer.leaves, sum(footer.rows)):
@@ -188,17 +188,17 @@ def _check_types(leaves: _Leaves, schema: pa.Schema, path: Path) -> None:
     Raises:
         RolloutLogError: a type does not fit.
     """
-    if len(leaves) > _MOST_LEAVES:
+    if len(leaves) > _MAX_LEAVES:
         raise log_error(
             "type",
-            f"its columns consist of {len(leaves):,} parts; the limit is {_MOST_LEAVES}",
+            f"its columns consist of {len(leaves):,} parts; the limit is {_MAX_LEAVES}",
             fix="keep to the columns of the schema",
             file=path,
         )
     for _, leaf, column in leaves:
         nested = leaf.max_repetition_level > 1
         of_texts = leaf.max_repetition_level == 1 and leaf.physical_type == "BYTE_ARRAY"
-        wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _WIDEST_VALUE
+        wide = leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > _MAX_VALUE_BYTES
         if nested or of_texts or wide:
             found = schema.field(leaf.path.split(".")[0]).type
             raise log_error(
@@ -206,14 +206,14 @@ def _check_types(leaves: _Leaves, schema: pa.Schema, path: Path) -> None:
             )
 
 
-def _tokens(chunks: Sequence[Chunk], leaves: _Leaves) -> int:
+def _tokens_of_group(chunks: Sequence[Chunk], leaves: _Leaves) -> int:
     """Compute the tokens of a row group, or the equivalent of its kept sets. Empty and null lists count as 1."""
     values = {column: chunks[index].values for index, _, column in leaves}
     tokens = max((values[name] for name in TOKEN_COLUMNS if name in values), default=0)
     return max(tokens, values.get("kept_ids", 0) // _KEPT_IDS_PER_TOKEN)
 
 
-def _runs(sizes: Sequence[int], least: int) -> Iterator[range]:
+def _group_runs(sizes: Sequence[int], least: int) -> Iterator[range]:
     """Yield runs of consecutive positions whose sizes sum to at least `least`; the last run may have less."""
     start = held = 0
     for position, size in enumerate(sizes, 1):
@@ -223,7 +223,7 @@ def _runs(sizes: Sequence[int], least: int) -> Iterator[range]:
             start, held = position, 0
 
 
-class _Plan:
+class _ReadPlan:
     """Plan of the number of rows to read at once, from the headers of a file's pages."""
 
     def __init__(self, path: Path, pages: BinaryIO, footer: Footer, leaves: _Leaves, limits: FileLimits) -> None:

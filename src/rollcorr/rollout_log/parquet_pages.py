@@ -31,10 +31,10 @@ UNCOMPRESSED = 0
 CODECS = {1: "snappy", 2: "gzip", 4: "brotli", 5: "lz4_raw", 6: "zstd", 7: "lz4_raw"}
 
 _FLAGS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 12
-_FIXED_SIZES = {**dict.fromkeys(_FLAGS, 0), _BYTE: 1, _DOUBLE: 8}
+_FIXED_SIZE_BYTES = {**dict.fromkeys(_FLAGS, 0), _BYTE: 1, _DOUBLE: 8}
 """Types of Thrift's compact protocol, and bytes of a value. The type of a flag contains its value."""
 _I32, _I64, _LIST = 5, 6, 9
-_HEADER_BYTES = (1 << 9, 1 << 16, 1 << 20)
+_HEADER_READ_BYTES = (1 << 9, 1 << 16, 1 << 20)
 """Bytes to read for a page's header, in the order of attempts: statistics rarely make it long."""
 
 
@@ -156,7 +156,7 @@ def _parse_footer(thrift: _Thrift) -> Footer:
 
 
 def _parse_chunk(thrift: _Thrift) -> Chunk:
-    chunk = thrift.struct(_CHUNK).get(3, {})
+    chunk = thrift.struct(_CHUNK_FIELDS).get(3, {})
     codec, values, stored, start = (chunk.get(number, -1) for number in (4, 5, 7, 9))
     if min(values, stored, start) < 0:
         raise DamagedParquetError("a column chunk lacks its place or its number of values")
@@ -197,7 +197,7 @@ def row_starts(file: BinaryIO, chunk: Chunk, *, rows: int) -> np.ndarray:
     for page in pages_of(file, chunk):
         if page.kind == DICTIONARY_PAGE:
             continue
-        for zeros in _zeros(_repetition_levels(file, chunk, page), page.values, most=rows):
+        for zeros in _zero_positions(_repetition_levels(file, chunk, page), page.values, most=rows):
             found += len(zeros)
             if found > rows:
                 raise DamagedParquetError(f"a column has more rows than the {rows:,} of its row group")
@@ -217,7 +217,7 @@ def _read(file: BinaryIO, position: int, size: int) -> bytes:
 
 def _read_header(file: BinaryIO, position: int) -> Page:
     """Read the header of the page at a position."""
-    for size in _HEADER_BYTES:
+    for size in _HEADER_READ_BYTES:
         thrift = _Thrift(_read(file, position, size))
         with suppress(IndexError):
             return _parse_header(thrift, position)
@@ -225,10 +225,11 @@ def _read_header(file: BinaryIO, position: int) -> Page:
 
 
 def _parse_header(thrift: _Thrift, position: int) -> Page:
-    header = thrift.struct(_PAGE_HEADER)
+    header = thrift.struct(_PAGE_HEADER_FIELDS)
     kind, size, stored = (header.get(number, -1) for number in (1, 2, 3))
 
-    # Each kind of page has its own header, which begins with the number of values.
+    # Each kind of page has its own header, which begins with the number of values. Field 4 is the encoding of the
+    # repetition levels in version 1; field 6 is their size in version 2.
     details = header.get(5 + max(kind, 0), {})
     values, levels = details.get(1, 0), details.get(6, 0)
     if kind not in (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, DATA_PAGE_V2) or min(size, stored, values, levels) < 0:
@@ -257,7 +258,7 @@ def _repetition_levels(file: BinaryIO, chunk: Chunk, page: Page) -> bytes:
     return bytes(body[4 : 4 + length])
 
 
-def _zeros(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
+def _zero_positions(levels: bytes, count: int, *, most: int) -> Iterator[np.ndarray]:
     """Yield the positions of zeros in one-bit levels, run by run.
 
     A run of ones has a constant cost; a run of zeros yields at most `most` + 1 positions.
@@ -332,7 +333,7 @@ class _Thrift:
                 raise DamagedParquetError(f"a field of the number {number}")
             yield number, head & 15
 
-    def struct(self, wanted: _Fields) -> dict[int, Any]:
+    def struct(self, wanted: _FieldParsers) -> dict[int, Any]:
         """Return the wanted fields of a struct by number; skip fields with other numbers or types."""
         found: dict[int, Any] = {}
         for number, kind in self.fields():
@@ -353,8 +354,8 @@ class _Thrift:
         """Skip a value."""
         if kind in _INTEGERS:
             self.varint()
-        elif kind in _FIXED_SIZES or kind == _BINARY:
-            self.take(_FIXED_SIZES[kind] if kind in _FIXED_SIZES else self.varint())
+        elif kind in _FIXED_SIZE_BYTES or kind == _BINARY:
+            self.take(_FIXED_SIZE_BYTES[kind] if kind in _FIXED_SIZE_BYTES else self.varint())
         elif kind in _LISTS:
             element, count = self.list_header()
             for _ in range(count):
@@ -366,22 +367,22 @@ class _Thrift:
             raise DamagedParquetError(f"a value of the unknown type {kind}")
 
 
-_Fields = Mapping[tuple[int, int], Callable[[_Thrift], Any]]
+_FieldParsers = Mapping[tuple[int, int], Callable[[_Thrift], Any]]
 """(Number, type) of a field → function that reads its value."""
 
 
-def _integers(*fields: tuple[int, int]) -> _Fields:
+def _integer_fields(*fields: tuple[int, int]) -> _FieldParsers:
     return dict.fromkeys(fields, _Thrift.integer)
 
 
 # Codec, number of values, bytes in the file, first page, dictionary.
-_COLUMN_METADATA_FIELDS = _integers((4, _I32), (5, _I64), (7, _I64), (9, _I64), (11, _I64))
-_CHUNK: _Fields = {(3, _STRUCT): partial(_Thrift.struct, wanted=_COLUMN_METADATA_FIELDS)}
+_COLUMN_METADATA_FIELDS = _integer_fields((4, _I32), (5, _I64), (7, _I64), (9, _I64), (11, _I64))
+_CHUNK_FIELDS: _FieldParsers = {(3, _STRUCT): partial(_Thrift.struct, wanted=_COLUMN_METADATA_FIELDS)}
 
 # Kind, size, and bytes in the file. Then the number of values, with the encoding or the bytes of the repetition levels.
-_PAGE_HEADER: _Fields = {
-    **_integers((1, _I32), (2, _I32), (3, _I32)),
-    (5 + DATA_PAGE, _STRUCT): partial(_Thrift.struct, wanted=_integers((1, _I32), (4, _I32))),
-    (5 + DICTIONARY_PAGE, _STRUCT): partial(_Thrift.struct, wanted=_integers((1, _I32))),
-    (5 + DATA_PAGE_V2, _STRUCT): partial(_Thrift.struct, wanted=_integers((1, _I32), (6, _I32))),
+_PAGE_HEADER_FIELDS: _FieldParsers = {
+    **_integer_fields((1, _I32), (2, _I32), (3, _I32)),
+    (5 + DATA_PAGE, _STRUCT): partial(_Thrift.struct, wanted=_integer_fields((1, _I32), (4, _I32))),
+    (5 + DICTIONARY_PAGE, _STRUCT): partial(_Thrift.struct, wanted=_integer_fields((1, _I32))),
+    (5 + DATA_PAGE_V2, _STRUCT): partial(_Thrift.struct, wanted=_integer_fields((1, _I32), (6, _I32))),
 }

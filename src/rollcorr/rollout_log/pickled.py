@@ -40,10 +40,10 @@ class PickledSource(LogSource):
 
     _most_size = "tokens"
 
-    def _count(self, path: Path) -> int:
+    def _count_rows(self, path: Path) -> int:
         return self._open(path).rows
 
-    def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+    def _read_rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Yield each row and its approximate number of tokens: most rows have four lists of tokens."""
         dump = self._open(path)
         for index in range(dump.rows):
@@ -67,14 +67,14 @@ class PickledSource(LogSource):
             )
         try:
             state = path.stat()
-            return _load(path, state.st_size, state.st_mtime_ns, self.limits)
+            return _load_dump(path, state.st_size, state.st_mtime_ns, self.limits)
         except DamagedPickleError as error:
             raise unreadable(error, path) from error
 
 
 # Counting, looking at the first row and reading are three calls. Cache the file to load it once.
 @lru_cache(maxsize=1)
-def _load(path: Path, size: int, changed: int, limits: FileLimits) -> SlimeDump | SkyrlDump:
+def _load_dump(path: Path, size: int, changed: int, limits: FileLimits) -> SlimeDump | SkyrlDump:
     if path.suffix == ".pt":
         return SlimeDump(path, limits=limits)
     check_pickle_bytes(size, file=path, limits=limits)
@@ -95,7 +95,7 @@ class SlimeDump:
         self._content: Mapping[str, Any] = self._archive.content if isinstance(self._archive.content, dict) else {}
         samples = self._content.get("samples")
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
-            raise _unknown(path)
+            raise _unknown_dump_error(path)
         self.rows = len(samples)
         limits.check_rows(self.rows, file=path)
         self._samples: Sequence[Mapping[str, Any]] = samples
@@ -103,7 +103,7 @@ class SlimeDump:
 
         known = recognize(self.fields, form="torch.save")
         if samples and (known is None or known[0] is not SLIME):
-            raise _unknown(path, self.fields)
+            raise _unknown_dump_error(path, self.fields)
         self._names: Mapping[str, str] = {} if known is None else known[1].fields
 
     def row(self, index: int) -> Mapping[str, Any]:
@@ -117,7 +117,7 @@ class SlimeDump:
         of_training = "response_lengths" in self._samples[index]
         length = "response_lengths" if of_training else "response_length"
         needed = {*self._names.values(), "tokens", length, "rollout_position"}
-        sample: dict[str, Any] = {name: self._value(self._samples[index].get(name), name) for name in needed}
+        sample: dict[str, Any] = {name: self._read_value(self._samples[index].get(name), name) for name in needed}
         tokens, count = sample["tokens"], sample[length]
         check_lists({"tokens": tokens}, file=self._path, row=index)
         if type(count) is not int or not 0 <= count <= len(tokens):
@@ -145,12 +145,12 @@ class SlimeDump:
 
     def _raw_reward(self, position: object) -> object:
         """Return a reward before normalization, from the batch's list in the order of the rollout."""
-        rewards = self._value(self._content.get("raw_reward"), "raw_reward")
+        rewards = self._read_value(self._content.get("raw_reward"), "raw_reward")
         if not isinstance(rewards, list) or type(position) is not int or not 0 <= position < len(rewards):
             return None
         return rewards[position]
 
-    def _value(self, value: object, name: str) -> object:
+    def _read_value(self, value: object, name: str) -> object:
         if not isinstance(value, Call):
             return value
         of_kept_ids = name == self._names.get("kept_ids")
@@ -160,7 +160,7 @@ class SlimeDump:
         return array.item() if array.ndim == 0 else array.reshape(-1)
 
 
-_WHOLE = {"sequences", "attention_mask"}
+_FULL_LENGTH_FIELDS = {"sequences", "attention_mask"}
 """Tensors over prompt and response; all remaining tensors cover only the response."""
 
 
@@ -173,14 +173,14 @@ class SkyrlDump:
         self.fields = tuple(map(str, found))
         known = recognize(self.fields, form="pickle")
         if known is None or known[0] is not SKYRL:
-            raise _unknown(path, self.fields)
+            raise _unknown_dump_error(path, self.fields)
         self._names = known[1].fields
 
         needed = {"sequences", "attention_mask", "response_mask", *self._names.values()} & found.keys()
         values = {name: _skyrl_tensor(found[name], name, file=path, limits=limits) for name in needed}
         self._tensors = {name: value for name, value in values.items() if value is not None}
         self._check_shapes(known[1])
-        self._of_response = self._tensors.keys() - _WHOLE
+        self._of_response = self._tensors.keys() - _FULL_LENGTH_FIELDS
 
         # Padding rows of the batch repeat its first row.
         padding = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
@@ -228,7 +228,7 @@ class SkyrlDump:
             if name not in self._tensors:
                 raise DamagedPickleError(f"{name} is no tensor")
         for name, values in self._tensors.items():
-            like = self._tensors["sequences" if name in _WHOLE else "response_mask"]
+            like = self._tensors["sequences" if name in _FULL_LENGTH_FIELDS else "response_mask"]
             if values.ndim != 2 or values.shape != like.shape or len(values) != len(self._tensors["sequences"]):
                 shapes = ", ".join(f"{key} {array.shape}" for key, array in sorted(self._tensors.items()))
                 raise DamagedPickleError(f"tensors that do not fit together: {shapes}")
@@ -266,7 +266,7 @@ def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -
     raise DamagedPickleError(f"{name} is no tensor that SkyRL writes")
 
 
-def _unknown(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:
+def _unknown_dump_error(path: Path, fields: Sequence[str] = ()) -> RolloutLogError:
     has = f"; it has {', '.join(fields[:20])[:300]}" if fields else ""
     return log_error(
         "form",

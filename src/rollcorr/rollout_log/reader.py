@@ -34,7 +34,7 @@ OWN_SOURCES: tuple[LogSource, ...] = (ParquetSource(), JsonlSource())
 """Formats of this library."""
 SOURCES: tuple[LogSource, ...] = (*OWN_SOURCES, PickledSource())
 """Formats of this library and of foreign dumps."""
-_NO_ROLLOUTS = (
+_NO_ROLLOUTS_ERROR = (
     "this run kept no rollouts: it has metrics, and no log-probs of tokens",
     "let it keep them: rollouts=RolloutSample() of the Monitor, log.rollouts of `rollcorr train`; or name rollout logs",
 )
@@ -174,17 +174,17 @@ def log_files(paths: Paths, *, source: LogSource | None = None) -> list[Path]:
     found: dict[Path, None] = {}
     for path in path_texts(paths):
         try:
-            files = _expand(Path(path), sources)
+            files = _expand_directory(Path(path), sources)
         except PermissionError as error:
             raise log_error(
                 "unreadable", f"it cannot be read ({error.strerror})", fix="check who may read it", file=path
             ) from error
         if not files:
-            title = f"no rollout log here; looked for {', '.join(_endings(sources))}"
+            title = f"no rollout log here; looked for {', '.join(_file_endings(sources))}"
             fix = f"how a framework writes one: rollcorr check {'|'.join(framework.name for framework in FRAMEWORKS)}"
             named = next((framework for framework in FRAMEWORKS if framework.name.lower() == path.lower()), None)
             if RunDirectory(Path(path)).metrics.is_file():
-                title, fix = _NO_ROLLOUTS
+                title, fix = _NO_ROLLOUTS_ERROR
             elif named is not None:
                 title, fix = f"no file, but a framework (read at {named.version})", how_to_log(named)
             raise log_error("missing", title, fix=fix, file=path)
@@ -210,14 +210,14 @@ def source_of(path: Path, sources: Sequence[LogSource] = SOURCES) -> LogSource:
     for source in sources:
         if path.name.endswith(source.endings):
             return source
-    raise log_error("suffix", f"a rollout log ends in {', '.join(_endings(sources))}", file=path)
+    raise log_error("suffix", f"a rollout log ends in {', '.join(_file_endings(sources))}", file=path)
 
 
-def _endings(sources: Sequence[LogSource]) -> tuple[str, ...]:
+def _file_endings(sources: Sequence[LogSource]) -> tuple[str, ...]:
     return tuple(ending for source in sources for ending in source.endings)
 
 
-def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
+def _expand_directory(path: Path, sources: Sequence[LogSource]) -> list[Path]:
     if path.exists() and not path.is_dir():
         source_of(path, sources)
         if not path.is_file():  # opening a pipe waits for a writer
@@ -230,7 +230,7 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
         candidates = [file for file in folder.iterdir() if file != RunDirectory(path).metrics]
     else:
         candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
-    named = [file for file in candidates if file.name.endswith(_endings(sources)) and file.name[0] != "."]
+    named = [file for file in candidates if file.name.endswith(_file_endings(sources)) and file.name[0] != "."]
     logs = [file for file in named if file.is_file()]
     logs = [file for file in logs if not file.name.endswith(PickledSource.endings)] or logs
     for framework in FRAMEWORKS:
@@ -238,8 +238,8 @@ def _expand(path: Path, sources: Sequence[LogSource]) -> list[Path]:
         incomplete = [f for f in logs if any(dump.lacks and dump.is_named(f.name) for dump in framework.dumps)]
         if any(not dump.lacks and dump.is_named(f.name) for dump in framework.dumps for f in logs):
             logs = [file for file in logs if file not in incomplete]
-    return sorted(logs, key=_natural)
+    return sorted(logs, key=_natural_sort_key)
 
 
-def _natural(path: Path) -> list[tuple[int, int | str]]:
+def _natural_sort_key(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(path))]

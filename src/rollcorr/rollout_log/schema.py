@@ -225,11 +225,11 @@ def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int 
 def _conform_column(array: pa.Array, column: str, *, file: str | None, first_row: int) -> pa.Array:
     target = arrow_type(column)
     try:
-        array = _convert(array, target)
+        array = _cast_array(array, target)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         title = f"{array.type} cannot be read as {target}: {error}"
         rows = [array.slice(row, 1) for row in range(len(array))]
-        row = first_row + first_failure(rows, lambda one: one.null_count or _convert(one, target))
+        row = first_row + first_failure(rows, lambda one: one.null_count or _cast_array(one, target))
         raise log_error("type", title, file=file, row=row, column=column) from error
 
     if column == "step" and len(array) and (pc.min(array).as_py() or 0) < 0:
@@ -280,17 +280,17 @@ def list_array(values: pa.Array, lengths: np.ndarray, *, valid: np.ndarray | Non
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, mask=mask)
 
 
-def _convert(array: pa.Array, target: pa.DataType) -> pa.Array:
+def _cast_array(array: pa.Array, target: pa.DataType) -> pa.Array:
     if pa.types.is_list(target) and not pa.types.is_null(array.type):
         if not hasattr(array, "flatten"):
             raise pa.ArrowInvalid("it is not a list")
         values, lengths, valid = ragged(array)
-        return list_array(_fill(_convert(values, target.value_type)), lengths, valid=valid)
+        return list_array(_fill_null_with_nan(_cast_array(values, target.value_type)), lengths, valid=valid)
 
     # Fields that a foreign structure lacks become null; fields that the schema lacks are dropped.
     if pa.types.is_struct(target) and pa.types.is_struct(array.type):
         fields = {field.name: part for field, part in zip(array.type, array.flatten(), strict=True)}
-        parts = [_convert(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
+        parts = [_cast_array(fields.get(field.name, pa.nulls(len(array))), field.type) for field in target]
         return pa.StructArray.from_arrays(parts, fields=list(target), mask=array.is_null())
 
     # Older versions of Arrow cannot cast float16.
@@ -312,5 +312,5 @@ def first_failure(values: Sequence[Any], convert: Callable[[Any], object]) -> in
     return 0
 
 
-def _fill(values: pa.Array) -> pa.Array:
+def _fill_null_with_nan(values: pa.Array) -> pa.Array:
     return values.fill_null(np.nan) if pa.types.is_floating(values.type) else values

@@ -63,7 +63,7 @@ class Shard:
 class LogSource:
     """Base class of a file format. Its state is the limits of its files and their column names; it can be pickled.
 
-    By default a file is one shard, and a subclass implements `_rows`. A format that can be read in parts overrides
+    By default a file is one shard, and a subclass implements `_read_rows`. A format that can be read in parts overrides
     `shards` and `read`.
 
     Args:
@@ -78,7 +78,7 @@ class LogSource:
     """
 
     endings: tuple[str, ...]
-    _most_size = "text_bytes"  # attribute of `BatchLimits` that bounds the sizes from `_rows`
+    _most_size = "text_bytes"  # attribute of `BatchLimits` that bounds the sizes from `_read_rows`
 
     def __init__(self, limits: FileLimits | None = None, names: Mapping[str, str] | None = None) -> None:
         self.limits = limits or FileLimits()
@@ -95,7 +95,7 @@ class LogSource:
         Raises:
             RolloutLogError: the file is damaged or has a newer schema.
         """
-        rows = self._count(path)
+        rows = self._count_rows(path)
         if rows:
             yield Shard(file=str(path), source=self, rows=rows)
 
@@ -115,7 +115,7 @@ class LogSource:
         """
         held: list[Mapping[str, Any]] = []
         first_row = held_size = 0
-        for row, size in self._rows(path):
+        for row, size in self._read_rows(path):
             held.append(row)
             held_size += size
             if len(held) == limits.rows or held_size >= getattr(limits, self._most_size):
@@ -128,11 +128,11 @@ class LogSource:
         """Return the names in the first row of a file, or an empty tuple if the format does not support it."""
         return ()
 
-    def _count(self, path: Path) -> int:
+    def _count_rows(self, path: Path) -> int:
         """Return the number of rows of a file."""
-        return sum(1 for _ in self._rows(path))
+        return sum(1 for _ in self._read_rows(path))
 
-    def _rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+    def _read_rows(self, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Yield each row of a file, and its size."""
         raise NotImplementedError(f"{type(self).__name__} says neither how to read a file nor what its rows are")
 

@@ -100,7 +100,7 @@ def validate_rollout_log(
                 rows += len(batch)
                 recorded |= {name for name in batch.columns if batch.has(name)}
                 found = merge_findings([*found, *validate_batch(batch)])
-            found = (*found, *_missing(file, required, recorded, rows))
+            found = (*found, *_check_columns(file, required, recorded, rows))
         except RolloutLogError as error:
             # A damaged file does not stop the validation of the next file.
             found = merge_findings([*found, *error.findings])
@@ -114,11 +114,11 @@ def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
     """Return the findings of `validate_rollout_log` in one batch with any columns."""
     if not len(batch) or not any(name in batch.columns for name in TOKEN_COLUMNS):
         return ()
-    wrong_lengths = list(_lengths(batch))
+    wrong_lengths = list(_check_lengths(batch))
     fits = ~np.any([np.zeros(len(batch), bool), *(bad for bad, _ in wrong_lengths)], axis=0)
-    found = [*wrong_lengths, *_ids(batch), *_spans(batch)]
-    for check in (_kept_sets, _log_probs, _zeros):
-        found += _in_rows(fits, check, batch)
+    found = [*wrong_lengths, *_check_ids(batch), *_check_spans(batch)]
+    for check in (_check_kept_sets, _check_log_probs, _check_zeros):
+        found += _check_selected_rows(fits, check, batch)
     return tuple(
         replace(finding, file=batch.file, first_row=batch.first_row + int(bad.argmax()), rows=int(bad.sum()))
         for bad, finding in found
@@ -126,20 +126,22 @@ def validate_batch(batch: RolloutBatch) -> tuple[Finding, ...]:
     )
 
 
-def _in_rows(rows: np.ndarray, check: Callable[[RolloutBatch], RowFindings], batch: RolloutBatch) -> RowFindings:
+def _check_selected_rows(
+    rows: np.ndarray, check: Callable[[RolloutBatch], RowFindings], batch: RolloutBatch
+) -> RowFindings:
     """Run a check on the selected rows of a batch, and yield its findings."""
     if rows.any():
-        for bad, finding in check(_part(batch, rows)):
+        for bad, finding in check(_select_rows(batch, rows)):
             whole = np.zeros(len(batch), bool)
             whole[rows] = bad
             yield whole, finding
 
 
-def _part(batch: RolloutBatch, rows: np.ndarray) -> RolloutBatch:
+def _select_rows(batch: RolloutBatch, rows: np.ndarray) -> RolloutBatch:
     return batch if rows.all() else RolloutBatch(batch.records.filter(pa.array(rows)))
 
 
-def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str], rows: int) -> Iterator[Finding]:
+def _check_columns(file: Path, required: Sequence[Sequence[str]], recorded: set[str], rows: int) -> Iterator[Finding]:
     """Check that a file has rows and the required columns."""
     if not rows:
         yield Finding(code="empty", title="no rows", file=str(file))
@@ -157,7 +159,7 @@ def _missing(file: Path, required: Sequence[Sequence[str]], recorded: set[str], 
             )
 
 
-def _lengths(batch: RolloutBatch) -> RowFindings:
+def _check_lengths(batch: RolloutBatch) -> RowFindings:
     """Check that each token column has one value per token of the response."""
     for name in TOKEN_COLUMNS:
         if batch.has(name):
@@ -165,23 +167,23 @@ def _lengths(batch: RolloutBatch) -> RowFindings:
             yield bad, _error("length", name, title, LENGTH_FIX)
 
 
-def _ids(batch: RolloutBatch) -> RowFindings:
+def _check_ids(batch: RolloutBatch) -> RowFindings:
     """Check that token ids are not negative."""
     for name in ("prompt_ids", "response_ids", "kept_ids"):
         if batch.has(name):
-            ids, sizes, _ = _values(batch, name)
+            ids, sizes, _ = _ragged_numbers(batch, name)
             if len(ids) and ids.min() < 0:
                 finding = _error("negative", name, "negative ids", "leave padding out instead of marking it")
-                yield _where(batch, _rows(sizes)[ids < 0], finding)
+                yield _locate(batch, _row_of_value(sizes)[ids < 0], finding)
 
 
-def _spans(batch: RolloutBatch) -> RowFindings:
+def _check_spans(batch: RolloutBatch) -> RowFindings:
     """Check that version spans tile the response from the first token to the last."""
     if not batch.has("policy_versions"):
         return
     spans, sizes, recorded = ragged(batch.records.column("policy_versions"))
     start, length = (np.asarray(spans.field(name)).astype(np.int64) for name in ("start", "length"))
-    row_of = _rows(sizes)
+    row_of = _row_of_value(sizes)
 
     # Each span starts at the end of the previous one, and is not empty. Their lengths sum to the response's length.
     first = np.diff(row_of, prepend=-1) != 0
@@ -195,19 +197,19 @@ def _spans(batch: RolloutBatch) -> RowFindings:
     yield bad, _error("spans", "policy_versions", title, "start at 0, leave no gap, end at the end")
 
 
-def _kept_sets(batch: RolloutBatch) -> RowFindings:
+def _check_kept_sets(batch: RolloutBatch) -> RowFindings:
     """Check that offsets of kept sets are valid, that the ids of a set are distinct, and that it has the sampled id."""
-    yield from _kept_offsets(batch)
-    usable = _usable_sets(batch)
-    yield from _in_rows(usable, _kept_twice, batch)
+    yield from _check_kept_offsets(batch)
+    usable = _rows_with_sets(batch)
+    yield from _check_selected_rows(usable, _check_duplicates, batch)
     if batch.has("response_ids"):
-        yield from _in_rows(usable & _values(batch, "response_ids")[2], _membership, batch)
+        yield from _check_selected_rows(usable & _ragged_numbers(batch, "response_ids")[2], _check_membership, batch)
 
 
-def _kept_offsets(batch: RolloutBatch) -> RowFindings:
+def _check_kept_offsets(batch: RolloutBatch) -> RowFindings:
     """Check that kept offsets increase from 0 to the number of kept ids, with one entry more than tokens."""
-    _, ids_sizes, ids_recorded = _values(batch, "kept_ids")
-    offset, sizes, recorded = _values(batch, "kept_offsets")
+    _, ids_sizes, ids_recorded = _ragged_numbers(batch, "kept_ids")
+    offset, sizes, recorded = _ragged_numbers(batch, "kept_offsets")
     lengths = batch.lengths.numpy()
 
     one_sided = recorded != ids_recorded
@@ -222,7 +224,7 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
 
     # Only the offsets of these rows have a first and a last entry to compare.
     usable = recorded & ~one_sided & ~wrong
-    row_of, ends = _rows(sizes), np.cumsum(sizes)
+    row_of, ends = _row_of_value(sizes), np.cumsum(sizes)
     falls = (np.diff(offset) < 0) & (row_of[1:] == row_of[:-1])
     bad = np.bincount(row_of[1:][falls], minlength=len(batch)) > 0
     bad[usable] |= (offset[(ends - sizes)[usable]] != 0) | (offset[ends[usable] - 1] != ids_sizes[usable])
@@ -230,32 +232,32 @@ def _kept_offsets(batch: RolloutBatch) -> RowFindings:
     yield bad & usable, _error("kept_offsets", "kept_offsets", title, fix, _BAD_KEPT_SETS_REASON)
 
 
-def _usable_sets(batch: RolloutBatch) -> np.ndarray:
+def _rows_with_sets(batch: RolloutBatch) -> np.ndarray:
     """Return the rows with one kept set per token: (B,) bool."""
-    return _values(batch, "kept_offsets")[2] & ~np.any([bad for bad, _ in _kept_offsets(batch)], axis=0)
+    return _ragged_numbers(batch, "kept_offsets")[2] & ~np.any([bad for bad, _ in _check_kept_offsets(batch)], axis=0)
 
 
-def _sets(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
+def _kept_ids_and_tokens(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
     """Return the kept ids of a batch whose rows are all usable, and the token index of each id."""
     kept = batch.kept_sets()
-    return kept.ids.numpy(), _rows(kept.offsets.diff())
+    return kept.ids.numpy(), _row_of_value(kept.offsets.diff())
 
 
-def _kept_twice(batch: RolloutBatch) -> RowFindings:
+def _check_duplicates(batch: RolloutBatch) -> RowFindings:
     """Check that no id occurs twice in the kept set of a token, because its probability would count twice."""
-    ids, token = _sets(batch)
+    ids, token = _kept_ids_and_tokens(batch)
 
     # After sorting by token and then by id, equal ids of one token are adjacent.
     order = np.lexsort((ids, token))
     again = (ids[order][1:] == ids[order][:-1]) & (token[order][1:] == token[order][:-1])
     finding = _error("kept_twice", "kept_ids", "ids twice in one set", "record each id once", _BAD_KEPT_SETS_REASON)
-    yield _where(batch, _rows(batch.lengths)[token[order][1:][again]], finding)
+    yield _locate(batch, _row_of_value(batch.lengths)[token[order][1:][again]], finding)
 
 
-def _membership(batch: RolloutBatch) -> RowFindings:
+def _check_membership(batch: RolloutBatch) -> RowFindings:
     """Check that the kept set of each token contains the sampled id."""
-    ids, token = _sets(batch)
-    responses, sampled = _sampled(batch, "response_ids")
+    ids, token = _kept_ids_and_tokens(batch)
+    responses, sampled = _recorded_tokens(batch, "response_ids")
     hits = token[ids == responses[token]]
     outside = (np.bincount(hits, minlength=len(responses)) == 0) & sampled
     finding = Finding(
@@ -264,7 +266,7 @@ def _membership(batch: RolloutBatch) -> RowFindings:
         title="sampled ids outside their kept set",
         reason="the sampled token always belongs to its set; the trainer inserts it and counts it",
     )
-    yield _where(batch, _rows(batch.lengths)[outside], finding)
+    yield _locate(batch, _row_of_value(batch.lengths)[outside], finding)
 
 
 _POSITIVE = Finding(
@@ -292,27 +294,27 @@ _ZEROS = Finding(
 )
 
 
-def _log_probs(batch: RolloutBatch) -> RowFindings:
+def _check_log_probs(batch: RolloutBatch) -> RowFindings:
     """Check that log-probs of sampled tokens are valid. For denoising steps they are densities, and may be positive."""
     densities = batch.has("dimensions")
     largest = np.finfo(np.float32).max if densities else MOST_ROUNDED_UP
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
             # If the minimum and the maximum of all tokens are valid, so are all tokens. NaN fails both comparisons.
-            every, _, _ = _values(batch, name)
+            every, _, _ = _ragged_numbers(batch, name)
             if not len(every) or (every.min() > JSON_MINUS_INFINITY and every.max() <= largest):
                 continue
-            value, sampled = _sampled(batch, name)
+            value, sampled = _recorded_tokens(batch, name)
             checks = (
                 ((value > MOST_ROUNDED_UP) & (not densities), _POSITIVE),
                 (value == JSON_MINUS_INFINITY, _SENTINEL),
                 (~np.isfinite(value), _NONFINITE),
             )
             for bad, finding in checks:
-                yield _where(batch, _rows(batch.lengths)[bad & sampled], replace(finding, column=name))
+                yield _locate(batch, _row_of_value(batch.lengths)[bad & sampled], replace(finding, column=name))
 
 
-def _zeros(batch: RolloutBatch) -> RowFindings:
+def _check_zeros(batch: RolloutBatch) -> RowFindings:
     """Check that at most half of a row's log-probs are exactly 0.
 
     Skip tokens for which truncation kept a single id. Also skip tokens that are certain in a second log-prob column,
@@ -320,14 +322,14 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
     """
     for name in LOG_PROB_COLUMNS:
         if batch.has(name):
-            every, _, _ = _values(batch, name)
+            every, _, _ = _ragged_numbers(batch, name)
             if np.count_nonzero(every == 0) <= ZERO_SHARE * ZERO_TOKENS:
                 continue  # fewer zeros than any row needs
-            value, sampled = _sampled(batch, name)
+            value, sampled = _recorded_tokens(batch, name)
             others = [other for other in LOG_PROB_COLUMNS if other != name and batch.has(other)]
             certain_elsewhere = np.any([batch.packed(other).numpy() > CERTAIN for other in others], axis=0)
-            judged = sampled & ~_without_choice(batch) & ~certain_elsewhere
-            value, row_of = value[judged], _rows(batch.lengths)[judged]
+            judged = sampled & ~_tokens_without_choice(batch) & ~certain_elsewhere
+            value, row_of = value[judged], _row_of_value(batch.lengths)[judged]
             zeros = np.bincount(row_of[value == 0], minlength=len(batch))
             tokens = np.bincount(row_of, minlength=len(batch))
             bad = (tokens >= ZERO_TOKENS) & (zeros > ZERO_SHARE * tokens)
@@ -339,7 +341,7 @@ def _zeros(batch: RolloutBatch) -> RowFindings:
             yield bad, replace(_ZEROS, reason=reason, column=name, tokens=int(zeros[bad].sum()))
 
 
-def _without_choice(batch: RolloutBatch) -> np.ndarray:
+def _tokens_without_choice(batch: RolloutBatch) -> np.ndarray:
     """Return the tokens that may have probability 1, packed: (N,) bool.
 
     Their kept set contains one id, or is not recorded although the settings truncate.
@@ -348,9 +350,9 @@ def _without_choice(batch: RolloutBatch) -> np.ndarray:
     settings = batch.objects("sampling") if batch.has("sampling") else [{}] * len(batch)
     truncated = [bool(row) and row.get("logprobs") == "processed" and _truncates(row) for row in settings]
     alone = np.repeat(truncated, lengths)
-    usable = _usable_sets(batch)
+    usable = _rows_with_sets(batch)
     if usable.any():
-        alone[np.repeat(usable, lengths)] = _part(batch, usable).kept_sets().offsets.diff().numpy() <= 1
+        alone[np.repeat(usable, lengths)] = _select_rows(batch, usable).kept_sets().offsets.diff().numpy() <= 1
     return alone
 
 
@@ -363,7 +365,7 @@ def _error(code: str, column: str, title: str, fix: str, reason: str = "") -> Fi
     return Finding(code=code, column=column, title=title, reason=reason, fix=fix, severity="error")
 
 
-def _where(batch: RolloutBatch, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
+def _locate(batch: RolloutBatch, row_of: np.ndarray, finding: Finding) -> tuple[np.ndarray, Finding]:
     """Compute the rows with a bad value, and add the counts to the finding.
 
     Args:
@@ -380,19 +382,19 @@ def _where(batch: RolloutBatch, row_of: np.ndarray, finding: Finding) -> tuple[n
     return counts > 0, replace(finding, reason=reason, tokens=int(counts.sum()))
 
 
-def _sampled(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
+def _recorded_tokens(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Return a token column, packed, and the tokens where it is recorded and the mask is true: both (N,)."""
-    recorded = np.repeat(_values(batch, column)[2], batch.lengths.numpy())
+    recorded = np.repeat(_ragged_numbers(batch, column)[2], batch.lengths.numpy())
     return batch.packed(column).numpy(), recorded & batch.packed("response_mask").numpy()
 
 
-def _values(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _ragged_numbers(batch: RolloutBatch, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return `ragged` of a list of numbers as arrays; the batch may lack the column."""
     array = batch.records.column(column) if column in batch.columns else pa.nulls(len(batch), arrow_type(column))
     values, sizes, recorded = ragged(array)
     return values.to_numpy(zero_copy_only=False), sizes, recorded
 
 
-def _rows(sizes: np.ndarray | Tensor) -> np.ndarray:
+def _row_of_value(sizes: np.ndarray | Tensor) -> np.ndarray:
     """Compute the row of each value from the number of values of each row."""
     return np.repeat(np.arange(len(sizes)), sizes)

@@ -96,7 +96,7 @@ class RolloutLogWriter:
             raise
         self._sink = None
         if not self._overwrite:
-            _rename_new(self._hidden, self.path)
+            _rename_without_replacing(self._hidden, self.path)
 
     def discard(self) -> None:
         """Drop all rows and delete the file."""
@@ -178,7 +178,7 @@ class _ParquetSink:
         self._rows = row_group_rows
         self._writer: pq.ParquetWriter | None = None
 
-    def _opened(self, own: list[pa.Field]) -> pq.ParquetWriter:
+    def _open_writer(self, own: list[pa.Field]) -> pq.ParquetWriter:
         """Return the writer. The first batch creates it, and defines the user's own columns."""
         if self._writer is not None:
             for field in own:
@@ -209,7 +209,7 @@ class _ParquetSink:
         return self._writer
 
     def write(self, batch: RolloutBatch) -> None:
-        writer = self._opened([batch.records.schema.field(name) for name in own_columns(batch.columns)])
+        writer = self._open_writer([batch.records.schema.field(name) for name in own_columns(batch.columns)])
         arrays = [
             batch.records.column(field.name) if field.name in batch.columns else pa.nulls(len(batch), field.type)
             for field in self._schema
@@ -217,7 +217,7 @@ class _ParquetSink:
         writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._rows)
 
     def close(self) -> None:
-        self._opened([]).close()
+        self._open_writer([]).close()
 
 
 class _JsonlSink:
@@ -244,7 +244,7 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _rename_new(source: Path, target: Path) -> None:
+def _rename_without_replacing(source: Path, target: Path) -> None:
     """Rename a file unless the target exists. A hard link cannot replace a file, so only one writer succeeds."""
     try:
         os.link(source, target)

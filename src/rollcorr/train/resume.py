@@ -171,7 +171,7 @@ def beginning_lines(beginning: Beginning, config: RunConfig, *, is_finished: boo
     """
     lines = [f"passed over: {line}" for line in beginning.damaged]
     if is_finished:
-        lines.append(f"finished: step {beginning.step} of {config.steps} is done; the same command with more continues")
+        lines.append(f"finished: step {beginning.step} of {config.steps} is done; give more steps to continue")
     elif beginning.checkpoint is not None:
         lines.append(f"continuing after step {beginning.step} of {config.steps}, from {beginning.checkpoint.path}")
 

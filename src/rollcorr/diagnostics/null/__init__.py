@@ -1,4 +1,4 @@
-"""The null: how far two correct policies lie apart here, what a log shows beyond it, and the profile of both."""
+"""The null: the mismatch of two correct sides, a log's excess over it, and the profiles of null and log."""
 
 import lazy_loader as _lazy
 

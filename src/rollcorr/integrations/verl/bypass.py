@@ -86,7 +86,7 @@ def wire_bypass_mode(config: Config) -> bool:
 
     # An actor's own correction must not differ from the algorithm's.
     of_actor = policy_loss.get("rollout_correction", None)
-    for name, theirs in RolloutCorrectionConfig.read(correction if of_actor is None else of_actor).items():
+    for name, theirs in ({} if of_actor is None else RolloutCorrectionConfig.read(of_actor)).items():
         if settings[name] != theirs:
             raise ValueError(
                 f"algorithm.rollout_correction.{name} is {settings[name]!r}, but "

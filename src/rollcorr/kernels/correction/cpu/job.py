@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,6 @@ OF_BATCH = struct.Struct("=10Q6q3q3i")
 """The fields of a job that follow from the batch: addresses, sizes, strides and types, in the order of `Job`."""
 
 
-@lru_cache(maxsize=64)
 def thresholds_of(config: RolloutCorrectionConfig) -> bytes:
     """Return the fields that depend only on the configuration: the bytes of a job after `OF_BATCH`."""
     bound, veto = config.safety_bound, config.rollout_token_veto_threshold

@@ -24,6 +24,7 @@ TASK_TOKENS = 1 << 15
 NO_MEMORY, BAD_MASK = 0, 2
 """What `rollcorr_correct` returns in place of 1."""
 
+_NUMBERS = torch.empty(0, dtype=STATISTICS_DTYPE, device="cpu")
 _LARGE_BATCH_BYTES = 4 << 20  # bytes; large pages are faster from this size on
 
 
@@ -90,15 +91,15 @@ def cpu_correction(
         if fresh is not None and fresh.nbytes >= _LARGE_BATCH_BYTES:
             lib.functions.rollcorr_large_pages(fresh.data_ptr(), fresh.nbytes)
 
-    # On the CPU, even with another default of `torch.set_default_device`: C writes to their addresses.
-    sequences = sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
-    kept = torch.empty(sequences, dtype=torch.bool, device="cpu")
-
     # The library computes the rows of every configuration. `places` selects this one's rows; it returns their numbers.
-    template, places = _row_layout(config, lib.level)
-    numbers = torch.empty(places.numel(), dtype=STATISTICS_DTYPE, device="cpu")
-    policy_sums = torch.empty(4, sequences, dtype=STATISTICS_DTYPE, device="cpu")
-    job = _pack_job(batch, config, sequences, weights, loss_mask, kept, places, numbers, policy_sums)
+    template, places, thresholds = _plan_of(config, lib.level)
+    sequences = sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
+
+    # C writes to these addresses. They are on the CPU with any default device, because `new_empty` takes no default.
+    kept = loss_mask.new_empty(sequences)
+    numbers = _NUMBERS.new_empty(places.numel())
+    policy_sums = _NUMBERS.new_empty(4, sequences)
+    job = _pack_job(batch, thresholds, sequences, weights, loss_mask, kept, places, numbers, policy_sums)
     status = lib.functions.rollcorr_correct(job)
     if status == NO_MEMORY:
         raise MemoryError(f"no memory for the statistics of {sequences} sequences")
@@ -125,7 +126,7 @@ def cpu_detail(
     lib = library(level)
     batch = _make_readable(batch, lib)
     sequences = sequence_count(batch.mask, cu_seqlens=batch.cu_seqlens)
-    job = _pack_job(batch, config, sequences, weights)
+    job = _pack_job(batch, thresholds_of(config), sequences, weights)
 
     # A row of eight-byte numbers for each thread: both histograms, which are integers, and then the entries.
     threads = torch.get_num_threads()
@@ -144,7 +145,7 @@ def cpu_detail(
 
 def _pack_job(
     batch: Batch,
-    config: RolloutCorrectionConfig,
+    thresholds: bytes,
     sequences: int,
     weights: Tensor | None,
     loss_mask: Tensor | None = None,
@@ -176,7 +177,7 @@ def _pack_job(
         LOG_PROB_TYPES[rollout.dtype],
         MASK_TYPES[mask.dtype],
     )
-    return of_batch + thresholds_of(config)
+    return of_batch + thresholds
 
 
 def _make_readable(batch: Batch, lib: Library) -> Batch:
@@ -196,9 +197,13 @@ def _rows_are_contiguous(tensor: Tensor) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _row_layout(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor]:
-    """Return the rows of a configuration without values, and the index of each value in the library's rows."""
+def _plan_of(config: RolloutCorrectionConfig, level: str) -> tuple[Statistics, Tensor, bytes]:
+    """Return what depends only on the configuration, under one cache, because hashing the configuration takes time.
+
+    Returns:
+        Its rows without values, the index of each value in the library's rows, and its fields of a job.
+    """
     template = empty_statistics(config, "cpu")
     places = places_of(library(level).names, [criterion.name for criterion in config.criteria])
     found = [place for kind, names in template.names.items() for name in names for place in places[kind, name]]
-    return template, torch.tensor(found, dtype=torch.int64, device="cpu")
+    return template, torch.tensor(found, dtype=torch.int64, device="cpu"), thresholds_of(config)

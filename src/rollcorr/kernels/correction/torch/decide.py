@@ -40,10 +40,11 @@ class _Tally(NamedTuple):
 
     def finish(self) -> None:
         """Compute the rows from the collected values."""
+        # torch.stack needs tensors of one dtype: flags are bool, sums are float64.
         for dtype in (torch.bool, STATISTICS_DTYPE):
-            chosen = {name: values for name, values in self.sums.items() if values.dtype == dtype}
-            totals = torch.stack(list(chosen.values())).sum(-1, dtype=STATISTICS_DTYPE)
-            self.rows.sums.update(zip(chosen, totals.unbind(), strict=True))
+            of_dtype = {name: values for name, values in self.sums.items() if values.dtype == dtype}
+            totals = torch.stack(list(of_dtype.values())).sum(-1, dtype=STATISTICS_DTYPE)
+            self.rows.sums.update(zip(of_dtype, totals.unbind(), strict=True))
         if not self.samples:
             return
         values = torch.stack(list(self.samples.values()))

@@ -66,7 +66,7 @@ class TokenPass:
         order = mu.abs().add_(pi)
         self._compared = _compare_as_float(torch.lt, order, torch.inf).mul_(self._valid)
         self._measured = _compare_as_float(torch.gt, order, -torch.inf).mul_(self._compared)
-        self._zero = self._compared - self._measured
+        self._is_zero = self._compared - self._measured
         self._counted = self._valid if self._config.nonfinite == "neutral" else self._compared
 
         # Probabilities are also compared where log π is −inf; a log-ratio needs two finite log-probs.
@@ -78,7 +78,7 @@ class TokenPass:
         self.rows.extremes["prob_diff_abs"] = torch.stack([least.clamp(max=0.0), largest])  # no metric reads the least
 
         self._d = pi.mul_(self._measured) - mu.mul_(self._measured)
-        self._log_ratio = torch.sub(self._d, self._zero, alpha=FAR)  # below every bound at probability zero
+        self._log_ratio = torch.sub(self._d, self._is_zero, alpha=FAR)  # below every bound at probability zero
         columns = {
             "valid": self._valid,
             "compared": self._compared,
@@ -101,11 +101,11 @@ class TokenPass:
 
         # k3 = expm1(d) − d, and ρ² − 1 = (ρ − 1)² + 2 (ρ − 1).
         capped = torch.clamp(d, max=SAFETY_BOUND, out=size)
-        rho_1 = capped.clamp(min=-SAFETY_BOUND).expm1_()
-        self._k3 = rho_1 - capped
+        rho_minus_1 = capped.clamp(min=-SAFETY_BOUND).expm1_()
+        self._k3 = rho_minus_1 - capped
         self.table["k3"] = self._block.sum(self._k3).clamp_(min=0.0)  # rounding may return −1e-17
-        rho_1 = rho_1.sub_(self._zero).view(-1)
-        sums["chi2_token"] = torch.dot(rho_1, rho_1) + 2.0 * rho_1.sum()
+        rho_minus_1 = rho_minus_1.sub_(self._is_zero).view(-1)  # −1 where the probability is zero, since ρ = 0 there
+        sums["chi2_token"] = torch.dot(rho_minus_1, rho_minus_1) + 2.0 * rho_minus_1.sum()
         self.rows.add_tokens(self._log_ratio, self._measured, self._compared, self._config, {*sums, *self.table})
 
         # The maximum over a sequence follows from the range of d: the divergences are convex.
@@ -117,7 +117,7 @@ class TokenPass:
     def _compute_token_weights(self, log_weights: Tensor | None) -> Tensor:
         """Compute weights of tokens, 0 on tokens that are not counted."""
         config, sums, counted = self._config, self.rows.sums, self._counted
-        log_weight, zero, judged = self._d, self._zero, self._log_ratio
+        log_weight, zero, judged = self._d, self._is_zero, self._log_ratio
         if log_weights is not None:
             zero = _compare_as_float(torch.eq, log_weights, -torch.inf).mul_(counted)
             log_weight = log_weights.nan_to_num(neginf=0.0).mul_(counted)
@@ -176,7 +176,7 @@ class TokenPass:
 
     def _apply_criterion(self, criterion: Criterion) -> Tensor:
         """Return the tokens that a token-level criterion rejects, and add its rows."""
-        row, zero, (low, high) = f"rs/{criterion.name}", self._zero, accepted_band(criterion)
+        row, zero, (low, high) = f"rs/{criterion.name}", self._is_zero, accepted_band(criterion)
         values = self._k3 if criterion.kind == "k3" else ESTIMATES[criterion.kind](self._d)
         self._add_distribution(row, values, self._measured)
 

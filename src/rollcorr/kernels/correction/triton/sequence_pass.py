@@ -108,8 +108,10 @@ def _apply_criterion(
     value = _sequence_divergence(cells, there, counted, zero, measured, log_ratio, low, high, WHICH, PLAN)
     has_counted = counted > 0
     if C.kind == "k1":
+        # The value is −log ρ, and the limits are on log ρ.
         above, below = has_counted & (-value > limits[C.limit + 1]), has_counted & (-value < limits[C.limit])
     else:
+        # A divergence has no lower limit: only NaN counts as below.
         above, below = has_counted & (value > limits[C.limit + 1]), has_counted & (value != value)
     put_sample(rows, C.moments, C.extremes, value, has_counted, PLAN)
     put(rows, C.statistic_sums, above)

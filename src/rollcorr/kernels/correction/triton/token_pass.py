@@ -460,7 +460,7 @@ def _add_weights(cell, again, counts, state, limits, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _add_rejections(cell, again, counts, state, PLAN: tl.constexpr):
+def _add_token_criteria(cell, again, counts, state, PLAN: tl.constexpr):
     """Add a chunk's lanes to the columns of token criteria. Call it before `measured` is updated."""
     bounds, alone, keeps, k2s, k3s, kept_weight = state
     add_lanes(cell, again, PLAN.columns["kept"], keeps)
@@ -586,7 +586,7 @@ def read_tokens(
                 )  # fmt: skip
         again = chunk > begin
         if PLAN.token_criteria:
-            _add_rejections(cell, again, counts, reject, PLAN)
+            _add_token_criteria(cell, again, counts, reject, PLAN)
         if PLAN.level == "token":
             _add_weights(cell, again, counts, weigh, limits, PLAN)
         _add_mismatch(cell, again, counts, state, PLAN)
