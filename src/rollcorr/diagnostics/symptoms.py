@@ -56,6 +56,14 @@ SYMPTOMS = (
         confirm="score a few of these rows with the sampler's own weights: the excess vanishes",
     ),
     Fault(
+        code="unknown",
+        kind="course",
+        needs="null",
+        score=0.2,
+        title="the two sides differ beyond the null, and no known cause fits",
+        confirm="score one row of this place by hand on both sides, with the ids that the engine saw",
+    ),
+    Fault(
         code="step_divergence",
         kind="course",
         needs="metrics",

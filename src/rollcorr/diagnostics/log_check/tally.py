@@ -6,7 +6,7 @@ log, they give the same numbers to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -246,10 +246,11 @@ class Measurement:
         ids = _ids(batch)
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
+        recorded = {"response_ids": ids, "steps": steps, "prompts": _prompts(batch)}
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
             columns = (train, rollout, mask, batch.lengths)
-            return PairSample.of(*columns, first=first, stride=stride, response_ids=ids, steps=steps, wanted=wanted)
+            return PairSample.of(*columns, first=first, stride=stride, wanted=wanted, **recorded)
 
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
@@ -430,6 +431,14 @@ def _ids(batch: RolloutBatch) -> Tensor | None:
     if not batch.has("response_ids") or batch.records.column("response_ids").null_count:
         return None
     return batch.packed("response_ids")
+
+
+def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
+    """The ids of each prompt, where they are recorded."""
+    if not batch.has("prompt_ids"):
+        return None
+    ids, lengths, _ = ragged(batch.records.column("prompt_ids"))
+    return torch.from_numpy(ids.to_numpy(zero_copy_only=False).astype(np.int64)).split(lengths.tolist())
 
 
 def _claims(batch: RolloutBatch) -> dict[str, Finding]:
