@@ -102,7 +102,7 @@ _ROWS = (
         score=3,
         number="sum_above_1",
         limit="as many as where both score one id",
-        title=f"{_NOT_COMPARABLE}one side has those of other ids than the sampled ones",
+        title="one side has the log-probs of other ids than the sampled ones",
         fix="take the log-prob of the sampled id, not the first of the top ones; shift logits by one against labels",
         confirm="gather one row by hand: log_softmax(logits[t - 1])[id[t]]",
     ),

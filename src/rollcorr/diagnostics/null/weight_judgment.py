@@ -39,6 +39,8 @@ NOT_JUDGED = "weights not judged"
 """How the sentence on a log without a null begins; where nothing else is wrong, "settings agree" goes before it."""
 DECLARE = "measure it with equal weights, or declare a quantized engine (rollcorr null --engine-precision int8)"
 """What to do about a doubtful null."""
+OF_ALL_TOKENS = ("weights_differ", "noise_without_pattern", "stochastic_trainer", "unknown")
+"""Causes of a small excess that a null which does not fit any more would show as well."""
 AGAIN = "measure the null again: rollcorr null --engine NAME --model DIR --prompts LOG -o NULL"
 """What to do if a null may not fit the policy any more."""
 _START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
@@ -169,8 +171,8 @@ def _with_null(
     confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
     found = name_causes(profile, null, excess, sample, leave_out=leave_out, course=course)
 
-    # A policy that becomes sharper, or other prompts, make as much: only the ids could tell weights from that.
-    if excess.ratio < FACTOR and not by_id and found[0].code == "weights_differ":
+    # A policy that becomes sharper, or other prompts, make as much: only ids or a place could tell weights from that.
+    if excess.ratio < FACTOR and not by_id and found[0].code in OF_ALL_TOKENS:
         reason = f"k3 is {format_number(excess.ratio)} times that of {null.name}: other weights, or a sharper policy"
         return [_measure_again(excess, reason, AGAIN)], [f"{NOT_JUDGED}: {reason}; {AGAIN}"]
     return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
