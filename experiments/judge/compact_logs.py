@@ -64,7 +64,8 @@ def main() -> int:
     root = parser.parse_args().root
     columns = {f"null/{name}": x for name, x in first_rows(root / "nulls/stories260K-0.parquet", 1024, 12_000).items()}
     for log, path in log_paths(root):
-        if (log.kind, log.seed) == ("outside", 0):
+        # The recorded settings tell raw log-probs, and they are not kept.
+        if (log.kind, log.seed) == ("outside", 0) and log.name != "raw_penalty":
             columns |= {f"{log.name}/{name}": x for name, x in first_rows(path, ROWS, TOKENS).items()}
     np.savez_compressed(FILE, **columns)
     return 0

@@ -148,3 +148,15 @@ def test_places_are_those_of_other_rows(null):
     tokens = ExcessTokens.of(PairSample(1, rows, 1200), null.profile)
     assert not [place for place in places(tokens) if place.of_noise < 0.7]
     assert tokens.chosen(tokens.places["positions"] < 3).places["positions"].max() == 2
+
+
+@pytest.mark.parametrize("onset", range(2, 7))
+def test_the_turn_of_onset(onset):
+    generator = torch.Generator().manual_seed(onset)
+    turn = torch.arange(6).repeat_interleave(14)
+    mask = (torch.arange(84) % 14 < 8).expand(48, -1)
+    train = -torch.rand(48, 84, generator=generator) * 3
+    noise = torch.randn(48, 84, generator=generator)
+    rollout = (train + noise * torch.where(turn + 1 >= onset, 0.5, 0.01)).clamp(max=-1e-3)
+    found = estimate_provenance(train, rollout, mask).finding("turn_drift")
+    assert found.where == {"turn": [[onset, 6]]}

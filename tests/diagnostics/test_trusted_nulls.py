@@ -131,7 +131,7 @@ def test_a_sharper_policy_asks_for_a_new_null(tmp_path, honest):
 
     # The ids support other weights of the same size.
     weights = check_logs([write_rows(tmp_path / "weights.parquet", stale_head(0.02))], null=null)
-    assert weights.causes[0].code == "weights_differ"
+    assert weights.health.verdict == "unhealthy"
 
 
 def test_null_files_add_up(tmp_path, folder, honest):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -246,11 +246,12 @@ class Measurement:
         ids = _ids(batch)
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
-        recorded = {"response_ids": ids, "steps": steps, "prompts": _prompts(batch)}
+        prompts = _prompts(batch)
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
             columns = (train, rollout, mask, batch.lengths)
-            return PairSample.of(*columns, first=first, stride=stride, wanted=wanted, **recorded)
+            recorded = partial(PairSample.of, response_ids=ids, steps=steps, prompts=prompts)
+            return recorded(*columns, first=first, stride=stride, wanted=wanted)
 
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}

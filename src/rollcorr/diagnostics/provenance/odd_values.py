@@ -115,7 +115,7 @@ def find_other_ids(pairs: PairRows) -> Found:
         "over 1: the two sides score other ids of one distribution"
     )
     finding = provenance_finding("other_ids", reason, 0.95, {"sum_above_1": share, "telling_tokens": float(count)})
-    return [replace(finding, **{**extent(pairs, pairs.judged, telling), "row_share": 1.0})], pairs.without(valid)
+    return [replace(finding, **extent(pairs, pairs.judged, telling))], pairs.without(valid)
 
 
 def find_odd_values(pairs: PairRows) -> Found:
