@@ -25,7 +25,7 @@ from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weig
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
 from rollcorr.diagnostics.log_check.tally import Tally
-from rollcorr.diagnostics.log_check.worst_tokens import WorstToken
+from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
@@ -112,7 +112,7 @@ class CheckResult:
     profile: MismatchProfile = field(repr=False)
     null: MismatchNull | None = field(repr=False)
     what_if: tuple[WhatIf, ...] = ()
-    worst_tokens: tuple[WorstToken, ...] = ()
+    worst_tokens: tuple[HeavyToken, ...] = ()
 
     @property
     def causes(self) -> tuple[Finding, ...]:

@@ -18,7 +18,7 @@ FEW = 1e-3
 """Share of the tokens up to which they are few."""
 
 
-class WorstToken(NamedTuple):
+class HeavyToken(NamedTuple):
     """One token.
 
     Attributes:
@@ -43,7 +43,7 @@ class WorstTokens:
     """The tokens with the largest k3, which merge.
 
     Attributes:
-        values: (6, n): k3, then the fields of `WorstToken` up to log π, by falling k3; equal ones in the log's order.
+        values: (6, n): k3, then the fields of `HeavyToken` up to log π, by falling k3; equal ones in the log's order.
     """
 
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros((6, 0)))
@@ -67,7 +67,7 @@ class WorstTokens:
         both = np.concatenate([self.values, later.values], axis=1)
         return WorstTokens(both[:, np.argsort(-both[0], kind="stable")[:MOST]])
 
-    def carriers(self, total: float, tokens: int) -> tuple[WorstToken, ...]:
+    def carriers(self, total: float, tokens: int) -> tuple[HeavyToken, ...]:
         """Return the few tokens that carry the log's k3, the worst first; empty if no few do.
 
         Args:
@@ -80,5 +80,5 @@ class WorstTokens:
             return ()
         columns = zip(*self.values[1:, :number].tolist(), share[:number].tolist(), strict=True)
         return tuple(
-            WorstToken(int(row), int(place), int(own), mu, pi, part) for row, place, own, mu, pi, part in columns
+            HeavyToken(int(row), int(place), int(own), mu, pi, part) for row, place, own, mu, pi, part in columns
         )

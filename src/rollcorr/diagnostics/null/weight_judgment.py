@@ -171,10 +171,11 @@ def _with_null(
     confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
     found = name_causes(profile, null, excess, sample, leave_out=leave_out, course=course)
 
-    # A policy that becomes sharper, or other prompts, make as much: only ids or a place could tell weights from that.
+    # A policy that becomes sharper, or other prompts, make as much: only the ids could tell weights from that.
     if excess.ratio < FACTOR and not by_id and found[0].code in OF_ALL_TOKENS:
         reason = f"k3 is {format_number(excess.ratio)} times that of {null.name}: other weights, or a sharper policy"
-        return [_measure_again(excess, reason, AGAIN)], [f"{NOT_JUDGED}: {reason}; {AGAIN}"]
+        again = replace(_measure_again(excess, reason, AGAIN), where=found[0].where)
+        return [again], [f"{NOT_JUDGED}: {reason}; {AGAIN}"]
     return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.health.step_gaps import step_gaps
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.worst_tokens import WorstToken
+from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.numbers import format_number, shown_metrics
 from rollcorr.diagnostics.report.verdict_content import (
     CONSEQUENCES,
@@ -36,7 +36,7 @@ def show_health(
     *,
     subject: str,
     remarks: Sequence[str] = (),
-    worst_tokens: Sequence[WorstToken] = (),
+    worst_tokens: Sequence[HeavyToken] = (),
 ) -> None:
     """Print the verdict with its cause, the fix and the place; then the numbers, and each cause with its evidence."""
     content = verdict_content(health)
@@ -120,7 +120,7 @@ def row_progress(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
         yield lambda rows, total: progress.update(task, advance=rows, total=total)
 
 
-def _show_worst(console: Console, tokens: Sequence[WorstToken], count: float) -> None:
+def _show_worst(console: Console, tokens: Sequence[HeavyToken], count: float) -> None:
     """Print the few tokens that carry most of k3: a cause of all rows would not explain them."""
     share = sum(token.share for token in tokens)
     console.print(f"[bold]{len(tokens)} of {count:,.0f} tokens carry {share:.0%} of k3: look at them first[/]")
