@@ -30,7 +30,13 @@ SHOWN = {
     "replay_buffer.py": ["sequence weights: mean reward 0.063", "no weights: 0.025, exact 0.062", "staleness 3: 50%"],
     "behavior_cloning.py": ["difference from the gradient of cross-entropy: 0.0000", "policy [0.711, 0.186, 0.104]"],
     "filtered_data.py": ["exact 2.40", "with log μ: 4.05", "with log μ − log Z: 2.44", "10% never pass"],
-    "write_and_check_a_log.py": ["not judged  64 sequences", "exit code 3", "KL is too far from 0", "exit code 1"],
+    "write_and_check_a_log.py": [
+        "not judged: ",
+        "64 sequences in",
+        "exit code 3",
+        "KL is too far from 0",
+        "exit code 1",
+    ],
     "convert_old_config.py": [
         "seq_is_rs.yaml: schema 2025-11",
         "rollout_rs: 'sequence' → rollout_rs: seq_sum_k1",

@@ -25,6 +25,8 @@ from make_logs import ROOT, Log, log_paths
 
 from rollcorr.cli import main as rollcorr
 
+CONFIDENCE_BINS = (0.7, 0.9, 0.95, 0.99)
+"""Edges of the bins of the printed confidence."""
 OUTCOMES = ("right", "unknown", "false", "not judged", "healthy")
 
 
@@ -124,9 +126,26 @@ def places(pairs: list[tuple[Log, Mapping[str, Any]]], root: Path) -> str:
     shares = [
         excess_in(place, root / log.path / "excess.npz")
         for log, answer in pairs
-        if (place := first_cause(answer).get("place")) and (root / log.path / "excess.npz").exists()
+        if (place := first_cause(answer).get("where")) and (root / log.path / "excess.npz").exists()
     ]
     return f"{sum(share >= 0.8 for share in shares)} of {len(shares)}" if shares else ""
+
+
+def confidences(root: Path, found: Mapping[str, Mapping[str, Any]], key: Key) -> list[str]:
+    """Return the share of right first causes for each bin of the printed confidence; "unknown" names no cause."""
+    bins: dict[int, list[bool]] = collections.defaultdict(list)
+    for log, _path in log_paths(root):
+        cause = first_cause(found.get(str(log.path), {"findings": []}))
+        if cause.get("confidence") is not None and cause["severity"] != "note":
+            outcome = key.judge(log, found[str(log.path)])
+            if outcome in ("right", "false"):
+                bins[sum(cause["confidence"] >= edge for edge in CONFIDENCE_BINS)].append(outcome == "right")
+    lines = ["", "| confidence from | logs | right | 95 % |", "|---|---|---|---|"]
+    for number, right in sorted(bins.items()):
+        low, high = wilson(sum(right), len(right))
+        edge = (0.0, *CONFIDENCE_BINS)[number]
+        lines.append(f"| {edge:g} | {len(right)} | {sum(right) / len(right):.2f} | {low:.2f}–{high:.2f} |")
+    return lines
 
 
 def main() -> int:
@@ -138,7 +157,7 @@ def main() -> int:
     chosen = parser.parse_args()
     key = read_key()
     found = answers(chosen.root, chosen.answers or chosen.root / "answers.jsonl", key, chosen.only)
-    print("\n".join(table(chosen.root, found, key)))  # noqa: T201
+    print("\n".join([*table(chosen.root, found, key), *confidences(chosen.root, found, key)]))  # noqa: T201
     return 0
 
 

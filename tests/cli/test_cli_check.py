@@ -17,6 +17,8 @@ from rollcorr.diagnostics.log_check import tally as module
 from rollcorr.diagnostics.null import noise_of
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
+DRAWN = {"sampling": {"temperature": 1.0, "logprobs": "processed"}}
+
 
 @pytest.fixture
 def log(tmp_path):
@@ -28,7 +30,7 @@ def log(tmp_path):
             for step in (1, 2):
                 rollout = -3 * torch.rand(16, 20, generator=generator) - 1
                 train = (rollout + noise * torch.randn(16, 20, generator=generator)).clamp(max=-0.01)
-                columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step} | changes
+                columns = {"rollout_log_prob": rollout, "old_log_prob": train, "step": step} | DRAWN | changes
                 writer.write(RolloutBatch.from_padded(torch.ones(16, 20), **columns))
         return tmp_path / name
 
@@ -51,12 +53,15 @@ def test_a_null_of_few_tokens_is_written_and_says_how_many_it_needs_and_why(log,
 
     # A verdict with it is the same.
     judged = health({"token_count": 5000.0, "k3_kl": 1e-4}, null=noise_of(read_null(tmp_path / "null.json")))
-    assert "null.json has too few tokens (640 in 32 sequences; at least 1,000 in 8 are needed)" in judged.not_judged[0]
+    assert (
+        "null.json (unvetted) has too few tokens (640 in 32 sequences; at least 1,000 in 8 are needed)"
+        in judged.not_judged[0]
+    )
 
     done = measure(log(0.01, "a.parquet"), log(0.01, "b.parquet", seed=1), "-o", tmp_path / "larger.json")
     assert "note: 1,280 tokens in 64 sequences show what is typical, and hardly what is rare" in done.stdout
     done = measure(*(log(0.01, f"{i}.parquet", seed=i) for i in range(16)), "-o", tmp_path / "good.json")
-    assert "note" not in done.output
+    assert "hardly what is rare" not in done.output
 
 
 def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):
@@ -68,6 +73,12 @@ def test_a_log_that_is_like_its_null_gives_exit_code_0(log, tmp_path):
     result = invoke(log(0.01, seed=2), "--null", null)
     assert result.exit_code == 0
     assert result.stdout.startswith("healthy  32 sequences in 1 file")
+    without = log(0.01, "unknown.parquet", seed=2, sampling=None)
+    unknown = invoke(without, "--null", null)
+    assert unknown.exit_code == 3
+    first, fix = unknown.stdout.splitlines()[:2]
+    assert first == "not judged: log-probs agree; whether tokens were drawn from them is not judged"
+    assert fix.startswith("fix: record the sampling settings: the column `sampling` of the log")
     assert invoke(log(0.1, "large.parquet", seed=2), "--null", null).exit_code == 1
 
 
@@ -90,7 +101,10 @@ def test_a_null_is_not_overwritten_and_bad_input_gives_exit_code_2(log, tmp_path
 def test_a_log_without_a_null_is_not_judged_and_gives_exit_code_3(log):
     result = invoke(log(0.01))
     assert result.exit_code == 3
-    assert result.stdout.startswith("not judged  32 sequences in 1 file")
+    first, fix, subject = result.stdout.splitlines()[:3]
+    assert first == "not judged: settings agree; there is no null, and there are no earlier steps to compare with"
+    assert fix.startswith("fix: give --null FILE (`rollcorr null` writes one), or --null-steps")
+    assert subject == "32 sequences in 1 file"
     assert "settings agree; weights not judged" in result.stdout
     assert "note: π is the column old_log_prob" in result.stdout
     assert "\x1b" not in result.stdout
@@ -107,7 +121,7 @@ def test_findings_give_exit_code_1(log):
 def test_jsonl_logs_and_several_files_are_read(log, name):
     result = invoke(log(0.01), log(0.01, name))
     assert result.exit_code == 3
-    assert result.stdout.startswith("not judged  64 sequences in 2 files")
+    assert result.stdout.splitlines()[2] == "64 sequences in 2 files"
 
 
 def test_a_preset_or_a_configuration_file_says_what_to_measure(log, tmp_path):
@@ -135,6 +149,7 @@ def test_json_is_for_machines(log):
     assert (document["verdict"], document["rows"], document["train_column"]) == ("not judged", 32, "old_log_prob")
     assert (document["interrupted"], document["report"]) == (False, None)
     assert document["metrics"]["token_count"] == 640
+    assert [finding["code"] for finding in document["hypotheses"]] == ["matched"]
 
 
 def test_densities_are_allowed_for_diffusion(log):
@@ -177,7 +192,7 @@ def test_ctrl_c_prints_what_was_seen_and_gives_exit_code_130(log, monkeypatch):
     monkeypatch.setattr(module, "validate_batch", interrupt)
     result = invoke(log(0.01), log(0.01, "second.parquet"))
     assert result.exit_code == 130
-    assert result.stdout.startswith("not judged  32 sequences")
+    assert "\n32 sequences in 2 files" in result.stdout
     assert "interrupted: this covers 32 of 64 rows only" in result.stdout
 
 

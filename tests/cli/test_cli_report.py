@@ -37,7 +37,8 @@ def test_a_run_without_findings_gives_a_page_in_its_folder_and_exit_code_3(run):
     path = run()
     result = invoke(path)
     assert result.exit_code == 3
-    assert result.stdout.startswith("not judged  Run run: 3 steps, the last is 3")
+    assert result.stdout.startswith("not judged: ")
+    assert result.stdout.splitlines()[2] == "Run run: 3 steps, the last is 3"
     assert f"report: {path / 'report' / 'report.html'}" in result.stdout
     assert "\x1b" not in result.stdout
     assert len(list((path / "report").glob("*.png"))) == 7
@@ -47,7 +48,8 @@ def test_a_run_without_findings_gives_a_page_in_its_folder_and_exit_code_3(run):
 def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     result = invoke(run(kl=0.5, rollout_is_std=3.0), "-o", tmp_path / "elsewhere")
     assert result.exit_code == 1
-    assert result.stdout.startswith("unhealthy, 2 findings")
+    assert result.stdout.startswith("unhealthy: KL is too far from 0\nfix: ")
+    assert "\n2 findings  Run " in result.stdout
     finding = (
         "KL is too far from 0: kl 0.5, limit −0.1 to 0.1, from noise alone −3.40e−04 to 5.40e−04; first at step 1, "
         "3 steps in all"

@@ -6,9 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rollcorr import Monitor, RolloutSample
+from rollcorr import Monitor, RolloutSample, SamplingSpec
 from rollcorr.cli import app
 from rollcorr.run_directory.metrics_file import GrowingMetrics
+
+SPEC = SamplingSpec(logprobs="processed")
 
 
 def noisy(noise, seed):
@@ -134,7 +136,7 @@ def test_compare_names_a_metric_that_no_run_has(runs):
 def test_report_reads_what_a_monitor_leaves(runs):
     shown = invoke("report", runs[0])
     assert shown.exit_code == 3
-    assert shown.stdout.startswith("not judged  Run healthy: 3 steps, the last is 3")
+    assert shown.stdout.splitlines()[2] == "Run healthy: 3 steps, the last is 3"
     assert "note:" not in shown.stdout
 
 
@@ -150,7 +152,7 @@ def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
         run.mkdir()
         assert invoke("null", tmp_path / "source" / "rollouts", "-o", run / "null.json").exit_code == 0
     for run, noise, verdict, code in ((right, 0.01, "healthy", 0), (wrong, 0.05, "unhealthy", 1)):
-        with Monitor(run, rollouts=RolloutSample()) as monitor:
+        with Monitor(run, rollouts=RolloutSample(), sampling=SPEC) as monitor:
             for step in range(3):
                 monitor.correct(*noisy(noise, step))
                 monitor.step()
@@ -161,9 +163,29 @@ def test_a_null_in_the_run_directory_judges_the_run_everywhere(tmp_path):
             assert str(run / "null.json") in shown.stdout.replace("\n", ""), command
         assert f"judged against {run / 'null.json'}" in invoke("advise", run).stderr
         assert json.loads(invoke("compare", run, "--json").stdout)[0]["verdict"] == verdict
-        assert json.loads(invoke("compare", run, "--json").stdout)[0]["judged_against"] == str(run / "null.json")
+        assert (
+            json.loads(invoke("compare", run, "--json").stdout)[0]["judged_against"]
+            == f"{run / 'null.json'} (unvetted)"
+        )
         assert str(run / "null.json") in invoke("compare", run).stdout.replace("\n", "")
-    assert f"times that of {wrong / 'null.json'}" in invoke("watch", wrong, "--once").stdout
+    assert f"times that of {wrong / 'null.json'} (unvetted)" in invoke("watch", wrong, "--once").stdout
+
+
+def test_without_recorded_settings_no_verdict_is_healthy(tmp_path):
+    """Raw log-probs agree also if only the sampler truncates."""
+    run = leave_run(tmp_path / "run", 0.01, rollouts=RolloutSample())
+    assert invoke("null", run / "rollouts", "-o", run / "null.json").exit_code == 0
+    sentence = "log-probs agree; whether tokens were drawn from them is not judged"
+    with Monitor(run, start=3) as monitor:
+        assert any(sentence in one for one in monitor.not_judged)
+        monitor.use_config(monitor.config, sampling=SPEC)
+        assert not any(sentence in one for one in monitor.not_judged)
+    for recorded in (True, False):
+        if not recorded:
+            (run / "config.yaml").write_text("rollout_correction: {}\n", encoding="utf-8")
+        for command in (("watch", run, "--once"), ("report", run)):
+            shown = invoke(*command)
+            assert (shown.exit_code, sentence in shown.stdout) == (0 if recorded else 3, not recorded), shown.output
 
 
 def test_check_takes_no_null_where_another_one_counts(tmp_path):
@@ -176,9 +198,9 @@ def test_check_takes_no_null_where_another_one_counts(tmp_path):
     def judged_against(*arguments):
         return json.loads(invoke("check", *arguments, "--json").stdout)["judged_against"]
 
-    assert judged_against(run) == str(run / "null.json")
-    assert judged_against(run, "--null", tmp_path / "given.json") == "given.json"
-    assert judged_against(run, "--null-steps", "1:2") == "steps 1 to 2 of this log"
+    assert judged_against(run) == f"{run / 'null.json'} (unvetted)"
+    assert judged_against(run, "--null", tmp_path / "given.json") == "given.json (unvetted)"
+    assert judged_against(run, "--null-steps", "1:2") == "steps 1 to 2 of this log (unvetted)"
     assert judged_against(run / "rollouts") == ""
     assert judged_against(run, other) == ""
 

@@ -93,7 +93,8 @@ def rollouts(
 
 
 def write_rows(path: Path, rows, **columns):
-    """A log of rows; `columns` are added to each."""
+    """A log of rows; `columns` are added to each. The rows were drawn from their log-probs, and the log says so."""
+    columns = {"sampling": {"temperature": 1.0, "logprobs": "processed"}} | columns
     with RolloutLogWriter(path) as log:
         log.write(RolloutBatch.from_rows([{**row, **columns} for row in rows]))
     return path

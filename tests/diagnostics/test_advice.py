@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import RolloutCorrectionConfig, SamplingSpec
 from rollcorr.config.conversion import resolve
 from rollcorr.config.documents import load_yaml
 from rollcorr.diagnostics import advise, check_logs, null_of_logs
@@ -35,9 +35,14 @@ def noisy_log(path, sigma, *, rows=300, length=40, seed=0, judged=True):
     rollout = torch.full((rows, length), -4.0)
     with RolloutLogWriter(path) as log:
         log.write(
-            RolloutBatch.from_padded(torch.ones(rows, length), rollout_log_prob=rollout, old_log_prob=rollout + d)
+            RolloutBatch.from_padded(
+                torch.ones(rows, length),
+                rollout_log_prob=rollout,
+                old_log_prob=rollout + d,
+                sampling=SamplingSpec(logprobs="processed"),
+            )
         )
-    return check_logs([path], null=null_of_logs([path]) if judged else None)
+    return check_logs([path], null=null_of_logs([path], engine_precision="int8") if judged else None)
 
 
 def test_a_fault_is_repaired_and_not_corrected(folder, null):
@@ -95,12 +100,12 @@ def test_a_calibrated_threshold_spares_the_null_and_the_known_drift(tmp_path, mo
     assert rough == pytest.approx(3 * k3, rel=0.01)
 
     # A null ten times as noisy allows more, and the text names it.
-    loud = null_of_logs([tmp_path / "log.parquet"])
+    loud = null_of_logs([tmp_path / "log.parquet"], engine_precision="int8")
     louder = advise(result, null=loud)
     assert louder.thresholds["rollout_rs_threshold"] == pytest.approx(3 * k3, rel=0.01)
     assert any("would reject the known drift as well" in reason for reason in louder.reasons)
     noisy_log(tmp_path / "loud.parquet", 0.9, seed=5)
-    loudest = advise(result, null=null_of_logs([tmp_path / "loud.parquet"]))
+    loudest = advise(result, null=null_of_logs([tmp_path / "loud.parquet"], engine_precision="int8"))
     assert loudest.thresholds["rollout_rs_threshold"] > 4 * k3
     assert any("rejects 5% of the sequences" in reason for reason in loudest.reasons)
 

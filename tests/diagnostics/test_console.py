@@ -6,18 +6,23 @@ import math
 
 from rich.console import Console
 
-from rollcorr.diagnostics.health.health_check import health
+from rollcorr.config import Finding
+from rollcorr.diagnostics.health.health_check import HealthReport, health
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.report.console import row_progress, show_health, to_json
 
 SICK = {"token_count": 100.0, "kl": 0.5, "chi2_token": math.inf, "ppl_ratio": 1.6}
 
 
-def shown(metrics, *, judged=False, **options):
+def printed(report, **options):
     console = Console(file=io.StringIO(), width=100, **options)
-    null = Noise(sigma=0.01, source="null.json", is_null=True) if judged else None
-    show_health(console, health(metrics, null=null), subject="log [1]", remarks=["read [partly]"])
+    show_health(console, report, subject="log [1]", remarks=["read [partly]"])
     return console.file.getvalue()
+
+
+def shown(metrics, *, judged=False, **options):
+    null = Noise(sigma=0.01, source="null.json", is_null=True) if judged else None
+    return printed(health(metrics, null=null), **options)
 
 
 def test_a_pipe_gets_plain_text():
@@ -27,13 +32,44 @@ def test_a_pipe_gets_plain_text():
 
 def test_every_finding_is_printed_with_its_numbers_reason_and_fix():
     text = " ".join(shown(SICK).split())
-    assert text.startswith("unhealthy, 2 findings log [1] weights not judged: ")
+    assert text.startswith("unhealthy: KL is too far from 0 fix: ")
+    assert "where: everything that was measured 2 findings log [1] weights not judged: " in text
     assert "note: read [partly]" in text
     for finding in health(SICK).warnings:
         assert finding.title in text
         assert finding.reason in text
         assert finding.fix in text
     assert "kl 0.5, limit −0.1 to 0.1" in text
+
+
+def opening(text):
+    return text.splitlines()[:3]
+
+
+def test_three_lines_open_a_verdict():
+    """The fix was on line 29 of a check."""
+    cause = Finding(
+        code="frozen_sampler",
+        title="the sampler [a] is not synchronized",
+        fix=f"check the weight sync: {'every parameter, ' * 9}its version",
+        first_step=15,
+        steps=6,
+        row_share=0.25,
+        file="log.parquet",
+        first_row=3,
+    )
+    symptom = Finding(code="out_of_range", metric="kl", title="KL is too far from 0")
+    shown = HealthReport(findings=(symptom, cause), values={"kl": 0.5})
+    lines = opening(printed(shown))
+    assert lines[0] == "unhealthy: the sampler [a] is not synchronized"
+    assert lines[1].startswith("fix: check the weight sync: every parameter, every")
+    assert lines[1].endswith(" …")
+    assert lines[2] == "where: 25.0% of the rows; first at step 15, 6 steps in all; log.parquet, row 3"
+    assert max(map(len, lines)) <= 100
+
+    # Without a warning, what could not be judged takes the place of the cause.
+    reason, fix, subject = opening(printed(HealthReport(findings=(), values={}, not_judged=("a reason; give --null",))))
+    assert (reason, fix, subject) == ("not judged: a reason", "fix: give --null", "log [1]")
 
 
 def test_a_healthy_verdict_is_one_word_and_its_numbers():

@@ -72,7 +72,9 @@ def test_a_series_that_stays_as_it_began_says_that_its_start_was_not_judged():
 @pytest.mark.parametrize("steps", [3, 40])
 def test_a_null_that_is_too_small_is_named_with_what_it_lacks(steps):
     """A report of a long run said "measure a null" to somebody who had just put one there."""
-    small = replace(NULL, is_null=False, too_small="437 in 40 sequences; at least 1,000 in 8 are needed")
+    small = replace(
+        NULL, is_null=False, unusable="has too few tokens (437 in 40 sequences; at least 1,000 in 8 are needed)"
+    )
     (sentence,) = health(series(steps), null=small).not_judged
     assert "null.json has too few tokens (437 in 40 sequences; at least 1,000 in 8 are needed)" in sentence
 

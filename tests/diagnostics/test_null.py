@@ -154,7 +154,9 @@ def test_recorded_settings_that_contradict_themselves_make_no_null(tmp_path, set
     """Raw log-probs of a tempered sampler are of what was never sampled, however well the two sides agree."""
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=64), sampling=settings)
     name, value = next(iter(settings.items()))
-    with pytest.raises(BadInputError, match=f"these rollouts are no null: .*recorded settings say so.*{name}.?{value}"):
+    with pytest.raises(
+        BadInputError, match=f"these rollouts are no null: .*recorded sampling settings.*{name}.?{value}"
+    ):
         null_of_logs([log])
 
 

@@ -187,7 +187,9 @@ def test_a_null_of_some_steps_is_judged_by_these_alone(tmp_path):
     assert null_of_logs([late_fault], steps=(1, 5)).profile.row_count == 5 * ROWS
 
     early_fault = write_rows(tmp_path / "early.parquet", series(faults=[(late, 3, STEPS, 4)]))
-    with pytest.raises(BadInputError, match=r"no null: .*early.parquet, row 24: .*shifted \(and 11 more rows\)"):
+    with pytest.raises(
+        BadInputError, match=r"no null: .*early.parquet, row 24: .*neighboring token \(and 11 more rows\)"
+    ):
         null_of_logs([early_fault], steps=(1, 5))
 
 
@@ -200,7 +202,7 @@ def test_the_steps_of_a_null_have_a_sample_of_their_own_in_a_large_log(tmp_path)
         result = check_logs([log], null_steps=(1, 5))
         assert "shifted" not in result.provenance.codes
         assert result.null.profile.row_count == 5 * ROWS - 3
-        with pytest.raises(BadInputError, match=r"shifted \(and 2 more rows\)"):
+        with pytest.raises(BadInputError, match=r"neighboring token \(and 2 more rows\)"):
             null_of_logs([log], steps=(1, 5))
 
 

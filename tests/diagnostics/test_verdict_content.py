@@ -110,8 +110,10 @@ def test_the_terminal_the_page_and_json_have_the_same_content():
     assert (verdict_content(again), verdict) == (content, shown.verdict)
 
     terminal, page = on_terminal(shown), on_page(shown)
+    assert content.headline in page
+    assert " ".join(content.opening) in terminal
     for form in (terminal, page):
-        place = form.index(content.headline)
+        place = form.index(content.count)
         for sentence in content.sentences:
             assert sentence in form
         for text in texts_of(content):

@@ -13,7 +13,7 @@ from faulty_disk import Faults, faulty_disk
 from trl_stand_in import StandInRLOOTrainer, StandInTrainer, recorded_batch
 
 from rollcorr import Monitor, RolloutCorrectionConfig, RolloutSample, correct, read_rollout_log, read_run
-from rollcorr.config import InertOptionWarning
+from rollcorr.config import InertOptionWarning, SamplingSpec
 from rollcorr.config.documents import BadInputError
 from rollcorr.diagnostics import check_logs
 from rollcorr.integrations.trl import RolloutCorrectionMixin, attach
@@ -257,6 +257,19 @@ def test_a_sampler_without_a_spec_leaves_the_settings_out(tmp_path, watched, gen
     rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
     assert len(rows) == 8
     assert {row.get("sampling") for row in rows} == {None}
+
+
+def test_attach_records_the_settings_of_trls_sampler(tmp_path, monitor_in):
+    spec = SamplingSpec(top_p=0.9, logprobs="raw", engine="vllm")
+    monitor = monitor_in(tmp_path, rollouts=RolloutSample())
+    trainer = attach(StandInTrainer(), monitor=monitor, sampling=spec)
+    trainer.train(1)
+    monitor.close()
+    rows = [row for part in read_rollout_log(tmp_path) for row in part.to_rows()]
+    assert {(row["sampling"]["top_p"], row["sampling"]["logprobs"]) for row in rows} == {(0.9, "raw")}
+    assert read_run(tmp_path).sampling
+    with pytest.raises(ValueError, match="a Monitor records SamplingSpec"):
+        attach(StandInTrainer(), sampling=spec)
 
 
 def test_alarms_sound_in_the_loop_of_trl(tmp_path, watched):

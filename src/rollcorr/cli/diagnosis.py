@@ -133,6 +133,8 @@ def check(
     if as_json:
         verdict = reports.to_json(
             result.health,
+            worst_tokens=[token._asdict() for token in result.worst_tokens],
+            hypotheses=[asdict(finding) for finding in result.hypotheses],
             rows=result.rows,
             files=result.files,
             train_column=result.train_column,
@@ -148,7 +150,9 @@ def check(
         what = "pictures" if result.health.diffusion else "sequences"
         subject = f"{result.rows:,} {what} in {len(result.files)} file{plural}"
         console = terminal()
-        reports.show_health(console, result.health, subject=subject, remarks=result.remarks)
+        reports.show_health(
+            console, result.health, subject=subject, remarks=result.remarks, worst_tokens=result.worst_tokens
+        )
         if what_if:
             show_what_if(console, result.what_if)
         if page is not None:

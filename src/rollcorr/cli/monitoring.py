@@ -44,10 +44,11 @@ def watch(
         while True:
             if metrics.begins_again():
                 typer.echo("the run went on from an earlier step")
-                judge = RunningJudge(null)
+                judge = RunningJudge(null, sampling=judge.sampling)
             for number, step in enumerate(metrics.new_steps()):
                 if number == 0 and config is None:
-                    config = run_directory.read_run(run).config
+                    known = run_directory.read_run(run)
+                    config, judge.sampling = known.config, known.sampling
                 numbers = {name: value for name, value in step.items() if isinstance(value, (int, float))}
                 typer.echo(step_line(step["step"], numbers))
                 changes = judge.judge(step["step"], diagnostics.bare_metrics(numbers), config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -48,7 +49,7 @@ def measure(
         list[Path] | None,
         typer.Argument(
             metavar="[LOG]...",
-            help="Rollout logs whose two sides are the same policy: files, folders or glob patterns. "
+            help="Rollout logs whose two sides are the same policy: files, folders or glob patterns; or null files. "
             "None with --engine.",
         ),
     ] = None,
@@ -92,6 +93,10 @@ def measure(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="An option of the engine, for example url=http://localhost:8000."),
     ] = None,
+    engine_precision: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Declare a quantized engine: fp8, int8, fp4 or int4. The null records it."),
+    ] = "",
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
@@ -103,6 +108,10 @@ def measure(
     A log whose sides show different sampling settings is an error.
 
         rollcorr null run/rollouts --steps 1:3 -o null.json
+
+    Null files add up to one null, which records the step of each:
+
+        rollcorr null a.json b.json -o null.json
 
     From an engine: it samples from a model, and the trainer scores the same tokens with the same weights. Use the
     engine, precision, prompts, lengths and sampling settings of the run: all of them change the null.
@@ -118,7 +127,8 @@ def measure(
 
     with exit_on(engines.EngineError, unwritten=output):
         check_unused(output, overwrite=overwrite)
-        _check_one_source(logs or [], engine, model, prompts)
+        logs = logs or []
+        _check_one_source(logs, engine, model, prompts)
         file_limits, column_names = file_options(limit, columns)
         with TemporaryDirectory() as folder:
             rollouts = Path(folder) / "rollouts.parquet"
@@ -136,22 +146,34 @@ def measure(
                     dtype=dtype,
                     train_dtype=train_dtype,
                 )
-            with row_progress() as on_rows:
-                null = diagnostics.null_of_logs(
-                    [rollouts] if engine else logs or [],
-                    name=output.name,
-                    kind="engine" if engine else "log",
-                    sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
-                    steps=parse_steps(steps),
-                    train_column=train_column,
-                    workers=workers,
-                    file_limits=file_limits,
-                    column_names=column_names,
-                    on_rows=on_rows,
+            # Null files are there already; everything else is measured.
+            merging = bool(logs) and all(path.suffix == ".json" for path in logs)
+            if merging and (steps or train_column or engine_precision):
+                raise BadInputError(
+                    "null files add up as they are; leave out --steps, --train-column, --engine-precision"
                 )
+            with row_progress() as on_rows:
+                if merging:
+                    null = reduce(diagnostics.MismatchNull.merge, map(diagnostics.read_null, logs))
+                else:
+                    null = diagnostics.null_of_logs(
+                        [rollouts] if engine else logs,
+                        name=output.name,
+                        kind="engine" if engine else "log",
+                        sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
+                        steps=parse_steps(steps),
+                        train_column=train_column,
+                        workers=workers,
+                        file_limits=file_limits,
+                        column_names=column_names,
+                        on_rows=on_rows,
+                        engine_precision=engine_precision,
+                    )
         null.save(output)
     profile = null.profile
     typer.echo(f"{output}: {profile.row_count:,} sequences, {profile.tokens:,} tokens, k3 {profile.k3:.3g} per token")
+    for text in null.remarks:
+        typer.echo(f"note: {text}")
     remark = remark_on_size(null)
     if remark:
         judges = is_large(null)

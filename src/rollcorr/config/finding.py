@@ -39,6 +39,7 @@ class Finding:
         evidence: further numbers behind it, by name.
         confirm: a measurement that would confirm it or rule it out.
         row_share: share of the rows that show it; of a mixture of causes, the share of this one.
+        where: what carries it, by axis ("rows", "ids": lists; "positions", "from_end", …: [first, last] of stretches).
         follows_from: the code of the finding that causes this one. Reports show a consequence under its cause.
     """
 
@@ -61,6 +62,7 @@ class Finding:
     evidence: Mapping[str, float] = field(default_factory=dict)
     confirm: str = ""
     row_share: float | None = None
+    where: Mapping[str, list[int] | list[list[int]]] = field(default_factory=dict)
     follows_from: str | None = None
 
     @property

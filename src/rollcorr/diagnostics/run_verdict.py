@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from rollcorr.config.finding import Finding
@@ -53,6 +54,7 @@ def run_health(run: Run, *, diffusion: bool = False, tokens: bool = False) -> He
 
         null = noise_beside(run.path)
     evidence = evidence_of(run.series, run.config, diffusion=diffusion, null=null)
+    evidence = replace(evidence, sampling=run.sampling)
     of_tokens = _of_tokens(run.path) if tokens and not diffusion else ()
     found = resolve_findings(pairs=of_tokens, metrics=measured_findings(evidence), evidence=evidence)
     return report_of(evidence, found)

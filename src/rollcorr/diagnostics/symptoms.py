@@ -37,6 +37,16 @@ SYMPTOMS = (
         confirm="sync by hand, and restart the engine: the one that brings k3 back to its start tells the cause",
     ),
     Fault(
+        code="surprise_jumped",
+        kind="course",
+        needs="metrics",
+        part="nothing",
+        score=0.1,
+        reason="the sampler draws from another distribution since then, and log-probs of both sides may agree on that",
+        fix="compare the sampler's temperature, top-p, top-k, penalties and prompts before and after that step",
+        confirm="sample the same prompts with the settings from before that step",
+    ),
+    Fault(
         code="above_null",
         kind="course",
         needs="null",
@@ -44,6 +54,14 @@ SYMPTOMS = (
         reason="two policies with the same weights differ by less on this engine",
         fix=SYNC,
         confirm="score a few of these rows with the sampler's own weights: the excess vanishes",
+    ),
+    Fault(
+        code="unknown",
+        kind="course",
+        needs="null",
+        score=0.2,
+        title="the two sides differ beyond the null, and no known cause fits",
+        confirm="score one row of this place by hand on both sides, with the ids that the engine saw",
     ),
     Fault(
         code="step_divergence",
@@ -174,6 +192,13 @@ SYMPTOMS = (
         kind="no finding",
         needs="null",
         title="the mismatch is the ordinary noise of this engine",
+    ),
+    Fault(
+        code="measure_null_again",
+        kind="no finding",
+        needs="null",
+        title="the null may not fit this policy: weights and noise cannot be told apart",
+        fix="measure the null again with these weights on both sides",
     ),
     Fault(
         code="mixed_settings",

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import RolloutCorrectionConfig, SamplingSpec
 from rollcorr.config.documents import dump_yaml
 from rollcorr.config.finding import Finding
 from rollcorr.core.mergeable_statistics import Statistics
@@ -93,12 +94,14 @@ class Monitor:
         on_alarm: callback for the `Finding` of each alarm that begins, called on every rank. Its exceptions are logged.
         rollouts: the sampling of the rollout log, which has a file for each step and rank. By default no log is
             written.
+        sampling: the sampler's settings, for the rollout log and config.yaml; without them no verdict is "healthy".
         strict: wait for the files and sinks in every step, and raise their errors and errors of the judgment.
         options: fields of `RolloutCorrectionConfig` that override `config`.
 
     Attributes:
         steps: completed steps.
         config: the default configuration of every call of `correct`.
+        sampling: the sampler's settings.
         config_was_given: whether the constructor received a configuration, by `config` or by `options`.
         directory: the directory of the files.
 
@@ -119,6 +122,7 @@ class Monitor:
         sinks: str | Sequence[str | Sink] = (),
         on_alarm: OnAlarm | Sequence[OnAlarm] = (),
         rollouts: RolloutSample | None = None,
+        sampling: SamplingSpec | None = None,
         strict: bool = False,
         **options: Unpack[ConfigOptions],
     ) -> None:
@@ -136,7 +140,8 @@ class Monitor:
             from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
 
             null = noise_beside(self.directory.path)
-        self._judge = RunningJudge(null)
+        self.sampling = sampling
+        self._judge = RunningJudge(null, sampling=sampling is not None)
         self._judged_config = self.config
         self._sample = rollouts
         self._strict = strict
@@ -247,7 +252,8 @@ class Monitor:
         # Do not count a part of an invalid batch: the caller may catch the error, and retry.
         sampled = None
         if self._rollouts is not None:
-            logged = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, **(columns or {})}
+            own = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, "sampling": self.sampling}
+            logged: dict[str, object] = {**own, **(columns or {})}
             sampled = self._rollouts.sampled(
                 self.steps + 1,
                 response_mask,
@@ -264,7 +270,8 @@ class Monitor:
     def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
         """Count a correction, a loss, or a loss's statistics that were computed without `Monitor.correct`.
 
-        For a loss, the metrics of `rollcorr.loss_metrics` are added as `actor/…`. In bypass mode the loss also measures
+        For a loss, the metrics of `rollcorr.loss_metrics` are added as `actor/…`, and those of the first loss of the
+        step as `actor/first/…`: add it before the first update. In bypass mode the loss also measures
         the mismatch, and its correction is counted with it.
 
         Losses cover the rank's own tokens and add up over both groups. A correction that was computed with a group or
@@ -281,11 +288,18 @@ class Monitor:
                 self._totals.add_statistics("correction" if counts else "counted elsewhere", measured.statistics)
                 self._judged_config = measured.config
         else:
+            measured_here = measured.correction
+            config = None if measured_here is None else measured_here.config
+            bypass = config is not None and config.bypass_mode
+
+            # No update came before the first loss of a step: there π_θ is the policy that scored `old_log_prob`. In
+            # bypass mode the sampler scored it.
+            if not (bypass or self._totals.has_loss):
+                self._totals.add_statistics("first loss", measured.statistics)
             self._totals.add_statistics("loss", measured.statistics)
 
             # A decoupled loss only applies a correction, which `correct` has counted.
-            measured_here = measured.correction
-            if measured_here is not None and measured_here.config is not None and measured_here.config.bypass_mode:
+            if measured_here is not None and bypass:
                 self.add(measured_here)
 
     def step(self, *, reward: object | None = None, **own: object) -> dict[str, float]:
@@ -349,9 +363,16 @@ class Monitor:
         """
         return all(writer.flush() for writer in self._writers())
 
-    def use_config(self, config: RolloutCorrectionConfig) -> None:
-        """Set the configuration of a trainer that uses this Monitor, also in the run's directory."""
+    def use_config(self, config: RolloutCorrectionConfig, *, sampling: SamplingSpec | None = None) -> None:
+        """Set the configuration of a trainer that uses this Monitor, also in the run's directory.
+
+        Args:
+            config: the configuration.
+            sampling: the sampler's settings; defaults to those that are known.
+        """
         self.config = self._judged_config = config
+        self.sampling = sampling or self.sampling
+        self._judge.sampling = self.sampling is not None
         self._write_config()
 
     @property
@@ -515,7 +536,11 @@ class Monitor:
 
     def _write_config(self) -> None:
         if self._writes and self._files is not None and self.config is not None:
-            text = dump_yaml({"rollout_correction": self.config.to_dict()})
+            # Reports and `watch` read from here that the settings are known.
+            content: dict[str, object] = {"rollout_correction": self.config.to_dict()}
+            if self.sampling is not None:
+                content["sampling"] = asdict(self.sampling)
+            text = dump_yaml(content)
             self._files.put(WriteTask(CONFIG, self.steps, partial(write_text_durably, self.directory.config, text)))
 
     def _report_sink(self, line: str, error: BaseException) -> None:

@@ -71,9 +71,11 @@ class RunningJudge:
 
     Args:
         null: the noise between two equal policies, from a null run; defaults to the noise of the first steps.
+        sampling: whether the sampler's settings are recorded.
     """
 
-    def __init__(self, null: Noise | None = None) -> None:
+    def __init__(self, null: Noise | None = None, *, sampling: bool = True) -> None:
+        self.sampling = sampling
         # Recent steps that measured a token, as (step, metrics by bare name), and the metrics outside their range.
         self._history: deque[tuple[int, dict[str, float]]] = deque(maxlen=RECENT_STEPS)
         self._broken: deque[list[str]] = deque(maxlen=RECENT_STEPS)
@@ -101,7 +103,13 @@ class RunningJudge:
     def not_judged(self) -> tuple[str, ...]:
         """Return a sentence for each check without a verdict so far, with the reason."""
         current = self._history[-1][1] if self._history else {}
-        evidence = Evidence(current=current, history=self._first, changes=self._watch.changes, noise=self._null)
+        evidence = Evidence(
+            current=current,
+            history=self._first,
+            changes=self._watch.changes,
+            noise=self._null,
+            sampling=self.sampling,
+        )
         return unjudged(evidence, counted=self._counted)[1]
 
     @property

@@ -44,11 +44,12 @@ from rollcorr.correction.process_groups import (
     reads_host_memory,
 )
 from rollcorr.diagnostics.health.evidence import bare_metrics
+from rollcorr.diagnostics.health.step_gaps import FIRST
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Source = Literal["correction", "counted elsewhere", "loss", "values", "number"]
+Source = Literal["correction", "counted elsewhere", "loss", "first loss", "values", "number"]
 """Source of a part. A correction counted elsewhere is sent by a different rank that also has it; values have a
 distribution."""
 
@@ -81,6 +82,11 @@ class StepTotals:
     def __init__(self) -> None:
         self._statistics: dict[tuple[Source, str], list[Statistics]] = {}
         self._numbers: dict[str, Tensor | float] = {}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss was counted."""
+        return ("loss", "") in self._statistics
 
     def forget_values(self) -> None:
         """Drop the trainer's own metrics: after a failed call of `step` they are passed again."""
@@ -282,8 +288,9 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
         host = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
         if source == "correction":
             metrics |= finalize(host)
-        elif source == "loss":
-            metrics |= {LOSS_PREFIX + row: moments.mean for row, moments in host.moments.items()}
+        elif source in ("loss", "first loss"):
+            prefix = LOSS_PREFIX if source == "loss" else FIRST
+            metrics |= {prefix + row: moments.mean for row, moments in host.moments.items()}
         else:
             metrics |= _distribution_metrics(name, host)
     return metrics | {name: sum(values) / len(values) for name, values in numbers.items()}

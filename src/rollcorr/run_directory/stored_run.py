@@ -35,6 +35,7 @@ class Run:
         config_text: config.yaml, without secrets.
         remarks: notes for the reader, for example that the last line was cut off.
         diffusion: whether the run trained a diffusion model, from the recipe in config.yaml.
+        sampling: whether config.yaml has the settings that the sampler used.
         pictures: (heading, PNG file) of each picture.
     """
 
@@ -44,6 +45,7 @@ class Run:
     config_text: str
     remarks: tuple[str, ...]
     diffusion: bool = False
+    sampling: bool = False
     pictures: tuple[tuple[str, Path], ...] = ()
 
 
@@ -109,6 +111,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         config_text=config_text,
         remarks=(*remarks, *config_remarks, *_describe_changes(directory.history, path)),
         diffusion=re.search(r"^recipe: flow_grpo\b", config_text, re.MULTILINE) is not None,
+        sampling=re.search(r"^(rollout:\n(  .*\n)*?  )?sampling:", config_text, re.MULTILINE) is not None,
         pictures=tuple((heading, file) for heading, file in drawn if file not in strange and file.is_file()),
     )
 

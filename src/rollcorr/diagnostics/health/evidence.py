@@ -51,6 +51,8 @@ class Evidence:
         changes: metric → its latest lasting rise, of those that were watched and had one.
         noise: the noise of a token, measured where both policies were the same; None without such a null.
         differed: the policies differed in an earlier step, which the history may no longer hold.
+        sampling: the sampler's settings are recorded. Without them, log-probs may agree on tokens that were drawn from
+            another distribution.
         first: (step, numbers by bare name) of the first step that measured anything; None without a series.
     """
 
@@ -62,6 +64,7 @@ class Evidence:
     noise: Noise | None = None
     differed: bool = False
     first: tuple[int, Mapping[str, float]] | None = None
+    sampling: bool = True
 
     @property
     def level(self) -> Level | None:

@@ -73,6 +73,11 @@ _OF_WEIGHTS = frozenset(
     }
 )
 """Ranges of the weights: they warn where weights reach the loss."""
+DRAWS_NOT_JUDGED = (
+    "log-probs agree; whether tokens were drawn from them is not judged; record the sampling settings: the column "
+    "`sampling` of the log, or Monitor(sampling=SamplingSpec(…))"
+)
+"""The sentence on policies that agree where nothing tells how the tokens were drawn."""
 _GIVE_A_NULL = "measure a null (`rollcorr null`)"
 _RECORD_EXACT_KL = "record the exact KL of each step (prev_sample_mean of both policies)"
 
@@ -184,6 +189,8 @@ def evidence_of(
 def report_of(evidence: Evidence, findings: Sequence[Finding], judged_against: str | None = None) -> HealthReport:
     """Return the report of some resolved findings: `judged_against` as in `health`."""
     against, not_judged = unjudged(evidence, judged_against)
+    if any(finding.severity != "note" for finding in findings):
+        not_judged = tuple(sentence for sentence in not_judged if sentence != DRAWS_NOT_JUDGED)
     expected, ranges, expected_from = _expected(evidence)
     return HealthReport(
         findings=unfolded(findings),
@@ -261,12 +268,13 @@ def unjudged(
         if seen < fewest:
             sentences.append(f"too little data: {seen:,.0f} {what}s, and {fewest} are needed")
 
+    draws = () if evidence.sampling or evidence.diffusion else (DRAWS_NOT_JUDGED,)
     if judged_against is not None:
-        return judged_against, tuple(sentences)
+        return judged_against, (*sentences, *(draws if judged_against else ()))
     if evidence.diffusion and "exact_kl_mean" in evidence.current:
         return JUDGED_BY_EXACT_KL, tuple(sentences)
     if evidence.noise is not None and evidence.noise.is_null:
-        return evidence.noise.source, tuple(sentences)
+        return evidence.noise.source, (*sentences, *draws)
     against, sentence = _by_the_first_steps(evidence)
     return against, (*sentences, sentence)
 
@@ -277,8 +285,7 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     fix = _RECORD_EXACT_KL if evidence.diffusion else _GIVE_A_NULL
     lacking = "there is no null"
     if evidence.noise is not None:
-        size = evidence.noise.too_small
-        lacking = f"{evidence.noise.source} has too few tokens{size and f' ({size})'}"
+        lacking = f"{evidence.noise.source} {evidence.noise.unusable or 'is no null'}"
     if evidence.diffusion:
         lacking = "the exact KL is not recorded"
     if not any(name in evidence.current for name in WATCHED):
@@ -296,7 +303,7 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     if mixed and not evidence.changes:
         return "", f"weights not judged: {lacking}, and {against} {mixed}; {fix}"
     since = "" if evidence.changes else f"unchanged since steps {steps[0]} to {steps[FIRST_STEPS - 1]}; "
-    why = f": {lacking}" if evidence.noise is not None and evidence.noise.too_small and not evidence.diffusion else ""
+    why = f": {lacking}" if evidence.noise is not None and evidence.noise.unusable and not evidence.diffusion else ""
     return against, f"{since}the start was not judged{why}; {fix}"
 
 

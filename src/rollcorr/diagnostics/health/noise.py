@@ -40,14 +40,14 @@ class Noise:
         source: where it was measured, in words.
         k3: mean k3 per token there, nats; None: σ²/2.
         is_null: it was measured where both policies were known to be the same.
-        too_small: what it was measured on and what is needed, where that is too little to judge weights by.
+        unusable: why weights are not judged by it, as a clause after its source; empty if they are.
     """
 
     sigma: float
     source: str
     k3: float | None = None
     is_null: bool = False
-    too_small: str = ""
+    unusable: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dataclasses import replace
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.step_gaps import loss_pass_differs
+from rollcorr.diagnostics.health.surprise import surprise_jumped
 from rollcorr.diagnostics.health.weight_sync_rules import above_null, lasting_rise, token_share_rose
 
 SAFETY_BOUND = 20.0
@@ -307,6 +309,8 @@ RULES: tuple[Rule, ...] = (
     low_weights,
     skipped_updates,
     contradicted_zeros,
+    loss_pass_differs,
+    surprise_jumped,
 )
 
 

@@ -25,6 +25,7 @@ from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weig
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
 from rollcorr.diagnostics.log_check.tally import Tally
+from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
@@ -93,6 +94,7 @@ class CheckResult:
         profile: the mismatch of all rows.
         null: what it was compared with; None without any.
         what_if: what each preset would do, where that was asked for and the tokens are of a language model.
+        worst_tokens: the few tokens that carry most of k3; empty if no few do.
     """
 
     health: HealthReport
@@ -110,6 +112,7 @@ class CheckResult:
     profile: MismatchProfile = field(repr=False)
     null: MismatchNull | None = field(repr=False)
     what_if: tuple[WhatIf, ...] = ()
+    worst_tokens: tuple[HeavyToken, ...] = ()
 
     @property
     def causes(self) -> tuple[Finding, ...]:
@@ -196,6 +199,7 @@ def check_logs(
     # All rows together are judged. The steps are history, for the rules and the panels. Densities of a diffusion
     # sampler have no tokens, and rules of their own.
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
+    evidence = replace(evidence, sampling=bool(tally.origin.sampling))
     judged = _JudgedRows()
     if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
         judged = _judge_rows(tally, null, null_steps, provenance, evidence, measured.ages)
@@ -216,6 +220,7 @@ def check_logs(
         profile=tally.profile,
         null=judged.used,
         what_if=tally.presets.rows(),
+        worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
@@ -13,11 +15,11 @@ from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, Sides
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, Measured, MismatchNull, Sides, unvetted_by_ids
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
-from rollcorr.diagnostics.null.weight_judgment import judge_weights
+from rollcorr.diagnostics.null.weight_judgment import doubt_of, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import FileLimits, RolloutBatch
 from rollcorr.rollout_log.reader import Paths
@@ -25,6 +27,8 @@ from rollcorr.run_directory.stored_run import BadInputError
 
 MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
 """What a pass for a null measures besides the profile: as little as possible."""
+QUANTIZED = ("fp8", "int8", "fp4", "int4")
+"""Precisions of an engine that explain weights other than the trainer's."""
 
 
 @one_thread()
@@ -40,6 +44,7 @@ def null_of_logs(
     file_limits: FileLimits | None = None,
     column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
+    engine_precision: str = "",
 ) -> MismatchNull:
     """Measure the null of rollouts whose two sides are the same policy.
 
@@ -55,6 +60,8 @@ def null_of_logs(
         file_limits: what a file may hold; None for the defaults.
         column_names: column of the log → its name in the files.
         on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
+        engine_precision: of a quantized engine, one of `QUANTIZED`: its weights may differ from the trainer's, by token
+            id as well. The null keeps the remark.
 
     Returns:
         The null; `MismatchNull.save` writes it.
@@ -62,7 +69,7 @@ def null_of_logs(
     Raises:
         BadInputError: there is no row or no row of these steps, the log lacks a side, or its two sides are visibly not
             of one policy: other sampling settings, also where only the recorded ones say so, a shift, or weights that
-            differ so much that the token id tells.
+            differ so much that the token id tells, if no quantized engine is declared.
         RolloutLogError: a log cannot be read.
         KeyboardInterrupt: it was interrupted; part of a log is no null.
     """
@@ -78,7 +85,15 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    return _null_of(read.tally, name=name, kind=kind, sides=sides, steps=steps, placed=read.in_its_file)
+    return _null_of(
+        read.tally,
+        name=name,
+        kind=kind,
+        sides=sides,
+        steps=steps,
+        placed=read.in_its_file,
+        engine_precision=engine_precision,
+    )
 
 
 def null_of_batch(
@@ -88,6 +103,7 @@ def null_of_batch(
     kind: Kind = "engine",
     sides: Sides = "run",
     train_column: str = "old_log_prob",
+    engine_precision: str = "",
 ) -> MismatchNull:
     """The same for rollouts in memory, as `rollcorr.engines.measure_null` returns them.
 
@@ -97,12 +113,14 @@ def null_of_batch(
         kind: who made the rollouts.
         sides: as in `null_of_logs`: "engine" for `measure_null` without `score`, "trainer" for one with `again`.
         train_column: where π is.
+        engine_precision: as in `null_of_logs`.
 
     Raises:
         BadInputError: the two sides are visibly not of one policy, or the recorded settings contradict themselves.
     """
     measurement = Measurement(config=MEASUREMENT, train_column=train_column, batch_size=len(batch))
-    return _null_of(measurement.of_batch(batch, first=0), name=name, kind=kind, sides=sides)
+    tally = measurement.of_batch(batch, first=0)
+    return _null_of(tally, name=name, kind=kind, sides=sides, engine_precision=engine_precision)
 
 
 def _null_of(
@@ -113,30 +131,54 @@ def _null_of(
     sides: Sides,
     steps: tuple[int, int] | None = None,
     placed: Callable[[Finding], Finding] | None = None,
+    engine_precision: str = "",
 ) -> MismatchNull:
     """The null of a tally, unless it shows two policies; `placed` gives a finding the file that its first row is in."""
+    if engine_precision and engine_precision not in QUANTIZED:
+        raise BadInputError(
+            f"engine precision {engine_precision!r} is none of {', '.join(QUANTIZED)}; an engine in another precision "
+            "needs no declaration"
+        )
     if steps is not None:
         tally = replace(tally, sample=_sample_of_steps(tally))
     profile = tally.profile if steps is None else _of_steps(tally, steps)
 
     # Numbers may agree by chance where settings do not, as raw log-probs of short answers that a sampler is sure of.
-    claim = next(iter(tally.claims.values()), None)
-    if claim is not None:
-        raise BadInputError(f"these rollouts are no null: {claim}")
-    for finding in (*tally.sample.estimate().warnings, *judge_weights(profile, None).findings):
-        if fault(finding.code).number or finding.code == "weights_differ":
-            raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
+    findings = (*tally.claims.values(), *(f for f in tally.sample.estimate().warnings if fault(f.code).number))
+    for finding in findings or _two_weights(profile, engine_precision):
+        raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
 
     rows = tally.sample.rows
     return MismatchNull(
         name=name,
         kind=kind,
-        profile=profile,
-        share=profile.share,
-        origin=tally.origin,
+        **_described(tally, profile, steps, engine_precision=engine_precision),
         sides=sides,
         sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
     )
+
+
+def _two_weights(profile: MismatchProfile, engine_precision: str = "") -> tuple[Finding, ...]:
+    """Return the finding that the token ids show two sets of weights, which a quantized engine has."""
+    return () if engine_precision else judge_weights(profile, None).findings
+
+
+def _described(
+    tally: Tally, profile: MismatchProfile, steps: tuple[int, int] | None, *, engine_precision: str = ""
+) -> dict[str, Any]:
+    """Return the fields of a null that its rollouts decide, by name."""
+    low, high = steps or (-math.inf, math.inf)
+    own = [step for step in tally.parts if step is not None and low <= step <= high]
+    first, last = (min(own), max(own)) if own else (None, None)
+    return {
+        "profile": profile,
+        "share": profile.share,
+        "origin": tally.origin,
+        "engine_precision": engine_precision,
+        "unvetted": unvetted_by_ids(profile),
+        "doubted": "" if engine_precision else doubt_of(profile),
+        "measured": (Measured(first, last, profile.row_count, profile.tokens, profile.k3),),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +217,14 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
 
     name = f"steps {lowest} to {highest} of this log"
     baseline = Baseline(
-        null=MismatchNull(name=name, kind="first steps", profile=profile, share=profile.share, origin=tally.origin),
+        null=MismatchNull(name=name, kind="first steps", **_described(tally, profile, (lowest, highest))),
         steps=(lowest, highest),
         profile=profile,
     )
+
+    # Steps that the user vouches for pass the guard of every null. Others are a start that nobody judged.
+    if steps is not None and (two := _two_weights(profile)):
+        return replace(baseline, null=None, remark=f"they are no null: {two[0]}")
     return _without_certain_rows(baseline, _sample_of_steps(tally))
 
 

@@ -6,9 +6,9 @@ log, they give the same numbers to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
+from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.routing import RoutingSums
@@ -103,6 +104,7 @@ class Tally:
         versions: the mismatch by step and version of the weights, where both are recorded.
         routing: the mismatch by whether the routing of experts differs, where that is recorded.
         presets: what each preset would do, where that was asked for.
+        worst: the tokens with the largest k3.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Tally:
     versions: VersionCells = field(default_factory=VersionCells)
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
+    worst: WorstTokens = field(default_factory=WorstTokens)
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
@@ -147,6 +150,7 @@ class Tally:
             versions=self.versions.merge(later.versions),
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
+            worst=self.worst.merge(later.worst),
         )
 
 
@@ -242,10 +246,12 @@ class Measurement:
         ids = _ids(batch)
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
+        prompts = _prompts(batch)
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
             columns = (train, rollout, mask, batch.lengths)
-            return PairSample.of(*columns, first=first, stride=stride, response_ids=ids, steps=steps, wanted=wanted)
+            recorded = partial(PairSample.of, response_ids=ids, steps=steps, prompts=prompts)
+            return recorded(*columns, first=first, stride=stride, wanted=wanted)
 
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
@@ -268,6 +274,7 @@ class Measurement:
             versions=_versions(batch, ratios),
             routing=_routing(batch, ratios),
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
+            worst=WorstTokens.of(ratios, columns.ids, first=first),
         )
 
     def _wanted_first(self, steps: Tensor, beyond: int | None) -> dict[int, Tensor]:
@@ -425,6 +432,14 @@ def _ids(batch: RolloutBatch) -> Tensor | None:
     if not batch.has("response_ids") or batch.records.column("response_ids").null_count:
         return None
     return batch.packed("response_ids")
+
+
+def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
+    """The ids of each prompt, where they are recorded."""
+    if not batch.has("prompt_ids"):
+        return None
+    ids, lengths, _ = ragged(batch.records.column("prompt_ids"))
+    return torch.from_numpy(ids.to_numpy(zero_copy_only=False).astype(np.int64)).split(lengths.tolist())
 
 
 def _claims(batch: RolloutBatch) -> dict[str, Finding]:

@@ -8,11 +8,12 @@ a null of the same engine, sampling settings and vocabulary; another one is refu
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from rollcorr.diagnostics.null.mismatch_profile import CELL, LENGTH, ROW_STATIST
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenShare, TokenSums
+from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -41,6 +43,24 @@ _SIDES_IN_WORDS: Mapping[Sides, str] = {
 }
 
 
+class Measured(NamedTuple):
+    """One measurement of a null.
+
+    Attributes:
+        first_step: the first training step of its rollouts; None where none is recorded.
+        last_step: the last one.
+        rows: its rows.
+        tokens: its valid tokens.
+        k3: of these, nats per token.
+    """
+
+    first_step: int | None
+    last_step: int | None
+    rows: int
+    tokens: int
+    k3: float
+
+
 class NullMismatchError(BadInputError):
     """A null that is not of the kind of log that it was given for."""
 
@@ -57,6 +77,10 @@ class MismatchNull:
         origin: the engines, versions, models and sampling settings behind it.
         sides: which two log-probs were compared, as `rollcorr null --sides`; None where a file does not record it.
         sample: d of the valid tokens of some rows, nats, a tensor's worth of at most 131,072 values in all.
+        engine_precision: the precision of the engine's weights, as the user declared it, for example "int4"; "" if not.
+        unvetted: why nothing tells whether the two sides have the same weights; "" if the log-probs were judged.
+        doubted: what the log-probs have that noise seldom has and other weights often have; "" without that.
+        measured: each measurement that adds up to this null.
     """
 
     name: str
@@ -66,6 +90,61 @@ class MismatchNull:
     origin: Origin = field(default_factory=Origin)
     sides: Sides | None = "run"
     sample: tuple[NDArray[np.float64], ...] = ()
+    engine_precision: str = ""
+    unvetted: str = ""
+    doubted: str = ""
+    measured: tuple[Measured, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The name in a verdict, with what the verdict has to mention."""
+        marks = (self.engine_precision, self.unvetted and "unvetted", self.doubted and "doubtful")
+        return f"{self.name} ({', '.join(filter(None, marks))})" if any(marks) else self.name
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What every verdict with this null mentions."""
+        return tuple(
+            f"{self.name} {text}"
+            for text in (
+                self.engine_precision and f"is of an engine that was declared {self.engine_precision}",
+                self.unvetted and f"is unvetted: {self.unvetted}",
+                self.doubted and f"is doubtful: {self.doubted}",
+            )
+            if text
+        )
+
+    def merge(self, later: MismatchNull) -> MismatchNull:
+        """Return the null of both measurements together, with the rows of `later` behind its own.
+
+        The share that the token id explains is the mean of both, weighted by their tokens: files do not keep exact ids.
+
+        Raises:
+            NullMismatchError: they are of other engines, sampling settings, vocabularies, sides or declared precisions.
+        """
+        self.check_origin(later.origin, largest_id=later.profile.ids.largest)
+        for what, ours, theirs in (
+            ("sides", self.sides, later.sides),
+            ("engine precision", self.engine_precision, later.engine_precision),
+        ):
+            if ours != theirs:
+                raise NullMismatchError(
+                    f"{self.name} and {later.name} have other {what}: {ours or 'none'} and {theirs or 'none'}; only "
+                    "nulls of one kind add up"
+                )
+        rows = later.profile.rows
+        behind = int(self.profile.rows.index.max(initial=-1)) // rows.stride * rows.stride + rows.stride
+        shifted = replace(later.profile.folded(), rows=replace(rows, index=rows.index + behind))
+        return replace(
+            self,
+            profile=self.profile.folded().merge(shifted),
+            share=_pooled(self.share, later.share),
+            origin=self.origin.merge(later.origin),
+            sample=(*self.sample, *later.sample),
+            unvetted=self.unvetted and later.unvetted,
+            doubted=self.doubted or later.doubted,
+            measured=(*self.measured, *later.measured),
+        )
 
     def check_sides(self) -> None:
         """Check that it compares what a run compares: the engine with the trainer.
@@ -107,7 +186,7 @@ class MismatchNull:
                 "vocabulary; measure a null with the model of this log"
             )
 
-        remarks = []
+        remarks = list(self.remarks)
         for what, word in (("engine_version", "engine version"), ("model", "model")):
             ours, theirs = set(getattr(self.origin, what)), set(getattr(origin, what))
             if ours and theirs - ours:
@@ -136,6 +215,10 @@ class MismatchNull:
                 **asdict(self.origin),
                 "sampling": [json.loads(text) for text in self.origin.sampling],
             },
+            "engine_precision": self.engine_precision,
+            "unvetted": self.unvetted,
+            "doubted": self.doubted,
+            "measured": [part._asdict() for part in self.measured],
             "counts": {"rows": profile.row_count, "tokens": profile.tokens, "missing": profile.missing},
             "summary": {
                 "k3": profile.k3,
@@ -233,7 +316,34 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
         origin=Origin(**texts, sampling=settings),
         sides=sides,
         sample=tuple(_array(row, (None,)) for row in document["sample"]),
+        measured=tuple(Measured(**part) for part in document.get("measured", ())),
+        # Earlier releases recorded nothing of these; ids that repeat too few tokens still show.
+        **{name: str(document.get(name, "")) for name in ("engine_precision", "doubted")},
+        unvetted=str(document.get("unvetted", unvetted_by_ids(profile))),
     )
+
+
+def unvetted_by_ids(profile: MismatchProfile) -> str:
+    """Return why token ids cannot tell other weights from noise in a null; empty if they can."""
+    effective = profile.ids.effective
+    if not math.isfinite(effective):
+        return "without token ids, other weights cannot be told from noise"
+    if profile.ids.repeats:
+        return f"its responses repeat {effective:.2g} tokens, {FEW_IDS} are needed to tell other weights from noise"
+    return ""
+
+
+def _pooled(one: TokenShare, other: TokenShare) -> TokenShare:
+    """The share of two samples together, from their variances weighted by their tokens."""
+    if not (one.tokens and other.tokens):
+        return one if one.tokens else other
+    tokens = one.tokens + other.tokens
+    between, variance = (
+        (own * one.tokens + their * other.tokens) / tokens
+        for own, their in ((one.between, other.between), (one.variance, other.variance))
+    )
+    error = math.hypot(one.error * one.tokens, other.error * other.tokens) / tokens
+    return TokenShare(between / variance, error, between, variance, tokens, max(one.ids, other.ids))
 
 
 def _array(values: Any, shape: tuple[int | None, ...]) -> NDArray[np.float64]:  # noqa: ANN401 (from JSON)

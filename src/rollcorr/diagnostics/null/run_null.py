@@ -39,17 +39,19 @@ def remark_on_size(null: MismatchNull) -> str:
 
 
 def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
-    """The noise of a token as a null measured it; one that is too small to judge by gives the noise alone.
+    """The noise of a token as a null measured it; one that is too small or doubtful gives the noise alone.
 
     Args:
         null: the null.
         is_null: the two policies behind it are known to be the same.
     """
     profile = null.profile
-    few = f"{profile.tokens:,} in {profile.row_count:,} sequences; at least {FEW_TOKENS:,} in {MIN_ROWS} are needed"
-    too_small = "" if is_large(null) else few
+    unusable = f"is doubtful: {null.doubted}" if null.doubted else ""
+    if not is_large(null):
+        has = f"{profile.tokens:,} in {profile.row_count:,} sequences"
+        unusable = f"has too few tokens ({has}; at least {FEW_TOKENS:,} in {MIN_ROWS} are needed)"
     return Noise(
-        sigma=profile.std, source=null.name, k3=profile.k3, is_null=is_null and is_large(null), too_small=too_small
+        sigma=profile.std, source=null.label, k3=profile.k3, is_null=is_null and not unusable, unusable=unusable
     )
 
 

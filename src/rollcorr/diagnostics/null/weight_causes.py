@@ -14,7 +14,9 @@ All of them make k3 larger. They differ in where it is larger.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +25,13 @@ from numpy.typing import NDArray
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.null.excess import Excess, k3_by_surprise
+from rollcorr.diagnostics.null.excess import MIN_ROWS, Excess, k3_by_surprise
+from rollcorr.diagnostics.null.excess_place import Place, places
+from rollcorr.diagnostics.null.excess_tokens import ExcessTokens, Floats, Ints
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
-from rollcorr.diagnostics.null.sampled_rows import context_share
-from rollcorr.diagnostics.null.token_ratios import k3_of
+from rollcorr.diagnostics.null.token_ratios import CAP, k3_of
+from rollcorr.diagnostics.null.token_share import TokenShare
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.diagnostics.refuting_tests import Case
@@ -61,6 +65,34 @@ SPARED, HIT = 5.0, 20.0
 """k3 of a row over the null's: below the first it was spared, above the second it was hit."""
 
 
+FEWEST_EQUAL = 200
+"""Tokens after an equal prompt and response that tell whether d is a function of these."""
+MIXED = (0.1, 0.9)
+"""Share of Var(d) that an equal prompt and response explain where rows differ by something else."""
+LOST = 0.96
+"""Mean of π / μ below which mass is missing on one side; other weights and dropout keep it."""
+SEEN = 0.06
+"""Share of Var(d) among tokens of one id that "seen before" explains under a penalty; up to 0.035 otherwise."""
+ROW_TOKENS = 8
+"""Tokens of a row that is judged alone."""
+AT_NULL = (0.15, 0.9)
+"""Share of the rows that are as in the null where some rows differ."""
+BETWEEN = 0.15
+"""Share of the rows that may lie between the null and those that are hit."""
+ONE_SIDED = 0.25
+"""Distance from a half of the share of tokens that are higher on one side, which other weights do not reach."""
+CONCENTRATED = 0.45
+"""Share of the noise of ids or probabilities that carry an excess which is not that of all weights."""
+MOST_ROWS = 0.5
+"""Share of the rows that weights which differ do not spare."""
+OF_CONTEXT = 0.1
+"""Share that a token and the one before it explain, from which weights that differ are named."""
+EDGE = 0.5
+"""k3 of the later half of a place over that of all of it, below which it fades."""
+SMALL = 0.03
+"""k3 in nats per token up to which precision of a cache or of kernels is likely."""
+
+
 class Fading(NamedTuple):
     """How the mismatch goes along a response.
 
@@ -77,6 +109,78 @@ class Fading(NamedTuple):
     early: float
     power: float = math.nan
     power_error: float = math.nan
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Excess:
+    """An excess over a null, with what the tests look at.
+
+    Attributes:
+        tokens: of the spread sample.
+        times: its size, in words.
+        evidence: its numbers.
+        null: what the log was compared with.
+        profile: the log.
+        sample: its whole rows.
+        repeats: the responses repeat few tokens.
+        leave_out: first and last step of the null's rows.
+        case: the series of steps, which refutes causes.
+        found: places that carry most of it, the densest first.
+    """
+
+    tokens: ExcessTokens
+    times: str
+    evidence: Mapping[str, float]
+    null: MismatchNull
+    profile: MismatchProfile
+    sample: PairSample
+    repeats: bool
+    leave_out: tuple[int, int] | None
+    case: Case
+    found: Sequence[Place] = ()
+
+    @cached_property
+    def same(self) -> TokenShare:
+        """How much of Var(d) the prompt and the response up to a token explain: all of it, unless something varies."""
+        return self.tokens.share("prefix")
+
+    @cached_property
+    def context(self) -> TokenShare:
+        """How much of Var(d) a token and the one before it explain."""
+        return self.tokens.share("pair")
+
+    @property
+    def repeated(self) -> bool:
+        """Whether enough tokens follow an equal prompt and an equal response."""
+        return self.same.tokens >= FEWEST_EQUAL
+
+    @cached_property
+    def mass(self) -> tuple[float, float]:
+        """Mean of π / μ, which is 1 for two policies over the same tokens, and its distance from 1 in errors."""
+        ratio = np.exp(np.clip(self.tokens.d, -CAP, CAP)) - 1
+        _, row = np.unique(self.tokens.places["rows"], return_inverse=True)
+        sums, count = np.bincount(row.reshape(-1), ratio), np.bincount(row.reshape(-1))
+        mean = float(ratio.mean())
+        error = float(np.sqrt(np.square(sums - mean * count).sum())) / len(ratio)
+        return 1 + mean, mean / error if error > 0 else 0.0
+
+    @property
+    def no_policy(self) -> bool:
+        """Whether one side is no policy over the sampled tokens: mass is missing."""
+        mass, z = self.mass
+        return mass < LOST and z < -4
+
+    def named(self, code: str, reason: str, *, confidence: float, place: Place | None = None) -> Finding:
+        """Return a cause of this excess."""
+        where = {} if place is None else place.where
+        shown = "" if place is None else f"; {place}"
+        return replace(
+            cause(code, f"{self.times}{reason}{shown}", dict(self.evidence), confidence=confidence), where=where
+        )
+
+    def judged_again(self, tokens: ExcessTokens) -> _Excess:
+        """Return the same with other tokens, and their places."""
+        return replace(self, tokens=tokens, found=places(tokens))
 
 
 def name_causes(
@@ -98,55 +202,203 @@ def name_causes(
         leave_out: first and last step whose rows in the sample are the null's.
         course: the series of steps, which refutes causes that cannot have made it.
     """
-    case = Case(None, course, by_null=True)
     evidence = {"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z}
     if excess.share.tokens:
         evidence |= {"token_id_share": excess.share.share, "null_token_id_share": excess.null_share.share}
     times = f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities"
+    tokens = ExcessTokens.of(sample, null.profile, leave_out=leave_out)
+    if tokens is None:
+        return [cause("weights_differ", times, evidence, confidence=0.5)]
+    seen = _Excess(
+        tokens=tokens,
+        times=times,
+        evidence=evidence,
+        null=null,
+        profile=profile,
+        sample=sample,
+        repeats=excess.repeats,
+        leave_out=leave_out,
+        case=Case(None, course, by_null=True),
+    ).judged_again(tokens)
+    return next(found for test in _TESTS if (found := test(seen)))
 
-    # The longest prompts have no padding: nothing else spares them alone.
-    other_prompt = refutation("template", case) is None
-    spared = _spared_by_length(profile, excess)
-    if spared and other_prompt:
-        reason = (
-            f"{times}, but not in the {spared} row{'s' * (spared > 1)} with the longest prompts: padding in front of "
-            "shorter prompts is not masked"
-        )
-        return [cause("template", reason, {**evidence, "rows_spared": float(spared)}, confidence=0.95)]
 
-    # Where few tokens are repeated, the first ones alone leave a choice: any fault fades, and some fade more.
-    fading = fading_of(profile, sample, null.profile, leave_out=leave_out)
-    fades, surely = (REPEATED_FADES, REPEATED_SURELY) if excess.repeats else (FADES, SURELY_FADES)
-    context = context_share(sample, leave_out=leave_out)
-    known = context.tokens >= FEW_TOKENS and excess.ratio >= LARGE_EXCESS
-    of_weights = known and fading.ratio < WEIGHTS_FADE and context.share >= WEIGHTS_CONTEXT
-    if fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely) and not of_weights:
-        found = _fading_causes(times, fading, evidence, repeats=excess.repeats)
+def _last_token(seen: _Excess) -> list[Finding]:
+    """The last token of the rows carries the excess."""
+    place = next((p for p in seen.found if p.axis == "from_end" and p.values.max() == 0 and p.whole), None)
+    return [] if place is None else [seen.named("last_token_differs", "", confidence=0.95, place=place)]
 
-        # Without another prompt as the likelier one, a stale cache is not what is left: weights fade a little too.
-        if other_prompt or found[0].code != "template":
-            return [finding for finding in found if other_prompt or finding.code != "template"]
 
-    if known:
-        evidence |= {"context_share": context.share, "context_share_error": context.error}
-    if known and context.share < STOCHASTIC and refutation("stochastic_trainer", case) is None:
-        reason = (
-            f"{times}, at every position, and neither the token nor the one before it explains it "
-            f"({max(context.share, 0.0):.0%} of the variance)"
-        )
-        sure = context.share + context.error < STOCHASTIC
-        stochastic = cause("stochastic_trainer", reason, evidence, confidence=0.9 if sure else 0.6)
-        return [stochastic, *([] if sure else [cause("weights_differ", times, evidence, confidence=0.4)])]
+def _prompt_length(seen: _Excess) -> list[Finding]:
+    """Prompts of some lengths alone: the longest were cut, or all but the longest have padding that is not masked."""
+    place = next((p for p in seen.found if p.axis == "prompt_length" and p.whole), None)
+    if place is None or refutation("template", seen.case) is not None:
+        return []
+    _, ratio = _by_row(seen.tokens.chosen(place.tokens))
+    if not len(ratio) or float((ratio < SPARED).mean()) > AT_NULL[0]:
+        return []
+    reason = ", at some lengths of the prompt alone: long prompts are cut, or padding of short ones is not masked"
+    return [seen.named("template", reason, confidence=0.95, place=place)]
 
-    reason = times
-    if excess.share.tokens:
-        of_null = f"the null's: {max(excess.null_share.share, 0.0):.0%}"
-        reason += f", and the token id explains {max(excess.share.share, 0.0):.0%} of the variance ({of_null})"
+
+def _padding(seen: _Excess) -> list[Finding]:
+    """The longest prompts alone are spared: they have no padding."""
+    spared = _spared_by_length(seen.profile, seen.evidence["expected_k3"])
+    if not spared or refutation("template", seen.case) is not None:
+        return []
+    reason = (
+        f", but not in the {spared} row{'s' * (spared > 1)} with the longest prompts: padding in front of "
+        "shorter prompts is not masked"
+    )
+    found = seen.named("template", reason, confidence=0.95)
+    return [replace(found, evidence={**found.evidence, "rows_spared": float(spared)})]
+
+
+def _penalty(seen: _Excess) -> list[Finding]:
+    """Among tokens of one id, those that were seen before differ from those that were not."""
+    explained = seen.tokens.of_seen()
+    if explained < SEEN or refutation("penalty_on_one_side", seen.case) is not None:
+        return []
+    reason = f", and whether an id was seen before explains {explained:.0%} of Var(d) among tokens of one id"
+    return [replace(seen.named("penalty_on_one_side", reason, confidence=0.95), row_share=1.0)]
+
+
+def _by_row(tokens: ExcessTokens) -> tuple[Ints, Floats]:
+    """The rows with enough tokens, and k3 over the null's of each."""
+    of, row, count = np.unique(tokens.places["rows"], return_inverse=True, return_counts=True)
+    row = row.reshape(-1)
+    ratio = np.bincount(row, tokens.k3) / np.maximum(np.bincount(row, tokens.noise), 1e-12)
+    return of[count >= ROW_TOKENS], ratio[count >= ROW_TOKENS]
+
+
+def _row_split(seen: _Excess) -> Ints | None:
+    """The rows that are hit, if the others are as in the null and few lie between; None otherwise."""
+    of, ratio = _by_row(seen.tokens)
+    if len(ratio) < MIN_ROWS:
+        return None
+    spared = float((ratio < SPARED).mean())
+    varies = MIXED[0] < seen.same.share < MIXED[1] if seen.repeated else float((ratio < HIT).mean()) < spared + BETWEEN
+    return of[ratio >= SPARED] if varies and AT_NULL[0] <= spared <= AT_NULL[1] else None
+
+
+def _some_rows(seen: _Excess) -> list[Finding]:
+    """Rows that are hit beside rows that are as in the null."""
+    rows = _row_split(seen)
+    elsewhere = any(p.whole and p.axis in ("step", "turn", "positions") for p in seen.found)
+    if rows is None or elsewhere or refutation("some_rows_differ", seen.case) is not None:
+        return []
+    count = len(np.unique(seen.tokens.places["rows"]))
+    reason = f", in {len(rows)} of {count} rows of the sample; most others are as in the null"
+    found = seen.named("some_rows_differ", reason, confidence=0.9)
+    return [replace(found, rows=len(rows), where={"rows": rows.tolist()})]
+
+
+def _sharp_place(seen: _Excess) -> list[Finding]:
+    """All of the excess lies in one place, and what is there has no name."""
+    place = next((p for p in seen.found if p.whole and p.axis not in ("rows", "step", "probability")), None)
+    if place is None or seen.repeats or any(_fades(seen.tokens, p) for p in seen.found if p.whole):
+        return []
+    return [seen.named("unknown", "", confidence=0.9, place=place)]
+
+
+def _fades(tokens: ExcessTokens, place: Place) -> bool:
+    """Whether a place at the beginning has little of the excess in its later half: it has no edge."""
+    where = tokens.places.get(place.axis)
+    if place.axis not in ("positions", "context_length") or where is None or len(place.values) < 4:
+        return False
+    later = tokens.chosen(place.tokens & (where >= np.median(place.values)))
+    return bool(place.values[0] == where.min()) and later.ratio < EDGE * tokens.chosen(place.tokens).ratio
+
+
+def _fading(seen: _Excess) -> list[Finding]:
+    """An excess that fades along the response. Where few tokens are repeated any fault fades, and some fade more."""
+    fading = fading_of(seen.profile, seen.sample, seen.null.profile, leave_out=seen.leave_out)
+    fades, surely = (REPEATED_FADES, REPEATED_SURELY) if seen.repeats else (FADES, SURELY_FADES)
+    of_weights = _known(seen) and fading.ratio < WEIGHTS_FADE and seen.context.share >= WEIGHTS_CONTEXT
+    if of_weights or not (fading.ratio >= fades and math.log(fading.ratio) - 1.5 * fading.error >= math.log(surely)):
+        return []
+    found = _fading_causes(seen.times, fading, dict(seen.evidence), repeats=seen.repeats)
+
+    # Without another prompt as the likelier one, a stale cache is not what is left: weights fade a little too.
+    if refutation("template", seen.case) is None:
+        return found
+    return [] if found[0].code == "template" else found[:1]
+
+
+def _stochastic(seen: _Excess) -> list[Finding]:
+    """Nothing explains d: not the token, not the one before it, and not an equal prompt with an equal response."""
+    share = seen.same if seen.repeated else seen.context
+    if not seen.repeated and not _known(seen):
+        return []
+    explains = share.share >= MIXED[0] if seen.repeated else share.share + share.error >= STOCHASTIC
+    if explains or refutation("stochastic_trainer", seen.case) is not None:
+        return []
+    if seen.no_policy or float((_by_row(seen.tokens)[1] < SPARED).mean()) > AT_NULL[0]:
+        return []
+    of = "an equal prompt with an equal response" if seen.repeated else "the token nor the one before it"
+    reason = f", at every position, and not even {of} explains it ({max(share.share, 0.0):.0%} of the variance)"
+    return [seen.named("stochastic_trainer", reason, confidence=0.95 if seen.repeated else 0.9)]
+
+
+def _weights(seen: _Excess) -> list[Finding]:
+    """A function of the last tokens, at every position, on both sides of 0."""
+    known = _known(seen)
+    grows = refutation("stochastic_trainer", seen.case) is not None
+    mixed = seen.repeated and seen.same.share < MIXED[1]
+    one_sided = abs(float((seen.tokens.d > 0).mean()) - 0.5) > ONE_SIDED
+    placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
+    spared = float((_by_row(seen.tokens)[1] < SPARED).mean()) > MOST_ROWS
+    no_function = known and seen.context.share < OF_CONTEXT
+    if not (seen.repeats or grows) and (seen.no_policy or mixed or one_sided or placed or spared or no_function):
+        return []
+    id_share = seen.evidence.get("token_id_share")
+    reason = ""
+    if id_share is not None:
+        of_null = f"the null's: {max(seen.evidence['null_token_id_share'], 0.0):.0%}"
+        reason = f", and the token id explains {max(id_share, 0.0):.0%} of the variance ({of_null})"
     confidence = 0.95 if known else 0.8
-    if excess.repeats:
-        reason += f"; the responses repeat {profile.ids.effective:.2g} tokens, so the cause shows less clearly"
+    if seen.repeats:
+        few = f"{seen.profile.ids.effective:.2g}"
+        reason += f"; the responses repeat {few} tokens, so the cause shows less clearly"
         confidence = 0.5
-    return [cause("weights_differ", reason, evidence, confidence=confidence)]
+    return [seen.named("weights_differ", reason, confidence=confidence)]
+
+
+def _noise(seen: _Excess) -> list[Finding]:
+    """Small, at every position and in every row, on both sides of 0, and no function of the last tokens."""
+    everywhere = all(place.of_noise > 0.5 for place in seen.found) and _row_split(seen) is None
+    if not everywhere or seen.no_policy or seen.tokens.k3.mean() >= SMALL or seen.context.share >= OF_CONTEXT:
+        return []
+    reason = f", everywhere, and the last two tokens explain {max(seen.context.share, 0.0):.0%} of the variance"
+    return [seen.named("noise_without_pattern", reason, confidence=0.6)]
+
+
+def _unknown(seen: _Excess) -> list[Finding]:
+    """No cause fits: where it is."""
+    place = next(iter(seen.found), None)
+    everywhere = "" if place is not None else "; everywhere: no rows, positions, ids or lengths carry most of it"
+    return [seen.named("unknown", everywhere, confidence=0.9, place=place)]
+
+
+_TESTS = (
+    _last_token,
+    _penalty,
+    _padding,
+    _prompt_length,
+    _some_rows,
+    _sharp_place,
+    _fading,
+    _stochastic,
+    _weights,
+    _noise,
+    _unknown,
+)
+"""Tests of an excess, the most direct first; the last one always answers."""
+
+
+def _known(seen: _Excess) -> bool:
+    """Whether the shares of Var(d) are those of the excess, not of the noise, and of enough tokens."""
+    return seen.context.tokens >= FEW_TOKENS and seen.evidence["ratio"] >= LARGE_EXCESS
 
 
 def _fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, repeats: bool = False) -> list[Finding]:
@@ -207,13 +459,13 @@ def fading_of(
     return Fading(ratio, error if math.isfinite(error) else math.inf, float(total[0] / total[4]), power, power_error)
 
 
-def _spared_by_length(profile: MismatchProfile, excess: Excess) -> int:
+def _spared_by_length(profile: MismatchProfile, expected: float) -> int:
     """Rows that were spared, if they are those with the longest prompts of all and most others were hit; else 0."""
     table = profile.rows
     prompt, tokens = table.column("prompt"), table.column("tokens")
-    if not len(table) or prompt.min() < 0 or excess.expected <= 0:
+    if not len(table) or prompt.min() < 0 or expected <= 0:
         return 0
-    ratio = table.column("sum_k3") / tokens / excess.expected
+    ratio = table.column("sum_k3") / tokens / expected
     spared, hit = (ratio < SPARED) & (tokens >= 16), ratio > HIT
     if not spared.any() or hit.mean() < 0.5 or spared.mean() > 0.3:
         return 0

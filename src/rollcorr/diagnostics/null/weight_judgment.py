@@ -24,6 +24,10 @@ SHARE, WIDE_SHARE = 0.2, 0.3
 `WIDE` ids, and with a larger one. Rounding explains 0.06 in bf16 and 0.13 in int8 of the first, 0.13 and 0.22 of the
 second: a head of many rows rounds each of them by an error of its own."""
 WIDE = 1 << 15
+LARGE_K3 = 0.01
+"""k3 per token, nats, above which a null is doubtful unless a quantized engine is declared: 16 bits round less."""
+DOUBTFUL = 0.7
+"""Share of `share_limit` from which a null is doubtful: rounding to 16 bits stays below a third of that limit."""
 MORE = 0.05
 """Share beyond that of the null from which the id is said to explain more."""
 FACTOR = 3.0
@@ -33,6 +37,12 @@ Z = 4.0
 
 NOT_JUDGED = "weights not judged"
 """How the sentence on a log without a null begins; where nothing else is wrong, "settings agree" goes before it."""
+DECLARE = "measure it with equal weights, or declare a quantized engine (rollcorr null --engine-precision int8)"
+"""What to do about a doubtful null."""
+OF_ALL_TOKENS = ("weights_differ", "noise_without_pattern", "stochastic_trainer", "unknown")
+"""Causes of a small excess that a null which does not fit any more would show as well."""
+AGAIN = "measure the null again: rollcorr null --engine NAME --model DIR --prompts LOG -o NULL"
+"""What to do if a null may not fit the policy any more."""
 _START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
 
 
@@ -82,11 +92,14 @@ def judge_weights(
     if not start_is_right:
         unchanged = not findings and not not_judged
         not_judged = [f"unchanged since {null.name}; {_START}"] if unchanged else [*not_judged, _START]
+    elif not findings and not not_judged and null.doubted:
+        findings = [_measure_again(excess, f"{null.name} is doubtful: {null.doubted}", DECLARE)]
+        not_judged = [f"{NOT_JUDGED}: {findings[0].reason}; {DECLARE}"]
     elif not findings and not not_judged:
         findings = [_ordinary_noise(excess, null)]
 
     # A null that is too small was looked at, and nothing was judged by it.
-    against = "" if any(sentence.startswith(NOT_JUDGED) for sentence in not_judged) else null.name
+    against = "" if any(sentence.startswith(NOT_JUDGED) for sentence in not_judged) else null.label
     return WeightJudgment(findings=tuple(findings), not_judged=tuple(not_judged), judged_against=against, excess=excess)
 
 
@@ -113,6 +126,16 @@ def _without_null(profile: MismatchProfile) -> WeightJudgment:
     elif profile.ids.repeats:
         sentence += f". The responses repeat {profile.ids.effective:.2g} tokens, so less can be told"
     return WeightJudgment(not_judged=(sentence,))
+
+
+def doubt_of(profile: MismatchProfile) -> str:
+    """Return what makes a null doubtful; empty if it shows no more than a 16-bit engine does."""
+    share, limit = profile.share, DOUBTFUL * share_limit(profile)
+    if profile.k3 > LARGE_K3:
+        return f"its k3 of {format_number(profile.k3)} nats is above {LARGE_K3:g}, more than rounding to 16 bits makes"
+    if share.tokens >= FEW_TOKENS and not profile.ids.repeats and share.share - 2 * share.error >= limit:
+        return f"the token id explains {share.share:.0%} of its variance, above {limit:.0%}"
+    return ""
 
 
 def _with_null(
@@ -147,6 +170,12 @@ def _with_null(
 
     confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
     found = name_causes(profile, null, excess, sample, leave_out=leave_out, course=course)
+
+    # A policy that becomes sharper, or other prompts, make as much: only the ids could tell weights from that.
+    if excess.ratio < FACTOR and not by_id and found[0].code in OF_ALL_TOKENS:
+        reason = f"k3 is {format_number(excess.ratio)} times that of {null.name}: other weights, or a sharper policy"
+        again = replace(_measure_again(excess, reason, AGAIN), where=found[0].where)
+        return [again], [f"{NOT_JUDGED}: {reason}; {AGAIN}"]
     return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
 
 
@@ -171,6 +200,17 @@ def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
     return share.share >= limit or excess.ratio >= NOTICEABLE or beyond - 2 * error >= limit / 2
 
 
+def _measure_again(excess: Excess, reason: str, fix: str) -> Finding:
+    """Return the finding of a log that its null does not fit, or fits too well."""
+    row = fault("measure_null_again").finding
+    numbers = _numbers(excess)
+    return replace(row, severity="note", metric="k3_kl", value=excess.k3, reason=reason, fix=fix, evidence=numbers)
+
+
+def _numbers(excess: Excess) -> dict[str, float]:
+    return {"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z}
+
+
 def _ordinary_noise(excess: Excess, null: MismatchNull) -> Finding:
     return replace(
         fault("ordinary_noise").finding,
@@ -178,5 +218,5 @@ def _ordinary_noise(excess: Excess, null: MismatchNull) -> Finding:
         value=excess.k3,
         limit=f"below {NOTICEABLE:g} times {format_number(excess.expected)}, the null's",
         reason=f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities",
-        evidence={"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z},
+        evidence=_numbers(excess),
     )

@@ -21,6 +21,7 @@ from rollcorr.diagnostics.faults import is_cause
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.misreported import undo_misreported
 from rollcorr.diagnostics.provenance.mixtures import find_groups
+from rollcorr.diagnostics.provenance.odd_values import find_odd_values
 from rollcorr.diagnostics.provenance.pair_rows import PairRows, extent
 from rollcorr.diagnostics.provenance.pairs import CERTAIN, LogitTable, mean_and_z, spread
 from rollcorr.diagnostics.provenance.patterns import (
@@ -88,7 +89,8 @@ def estimate_provenance(
     # What was misreported is undone first, so that what follows compares the log-probs of the same tokens.
     stored = find_storage(recorded)
     undone = undo_misreported(recorded)
-    found, pairs = undone.findings, undone.pairs
+    odd, values = find_odd_values(undone.pairs)
+    found, pairs = [*undone.findings, *odd], values
     vocabulary = None if token_ids is None or not token_ids.numel() else int(token_ids.max()) + 1
     for find in (lambda rows: find_impossible(rows, vocabulary), find_early, find_turn_drift):
         more, pairs = find(pairs)
@@ -114,7 +116,7 @@ def estimate_provenance(
         kept_mass=judged.kept_mass,
         lag=undone.lag,
         unknown=tuple(judged.unknown),
-        misreported=_changed(recorded, undone.pairs),
+        misreported=_changed(recorded, values),
         of_settings=judged.certain_rows,
         zeros_left=int(undone.pairs.contradicted_zeros.sum()) if recorded.contradicted_zeros.any() else None,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,35 @@ TOKENS = 1 << 16
 """About how many tokens the sample holds: twice as many at most, and at least one sequence."""
 
 
+class Context(NamedTuple):
+    """What a token was sampled after: the prompt, and the response before it.
+
+    Attributes:
+        length: tokens of the prompt.
+        seen: true on tokens whose id occurs in the prompt or earlier in the response, (c,).
+        prefix: a hash of the prompt, its length, and the response up to and with the token, (c,) int64.
+    """
+
+    length: int
+    seen: Tensor
+    prefix: Tensor
+
+    @classmethod
+    def of(cls, prompt: Tensor, response: Tensor) -> Context:
+        """Return the context of each token of a response, (c,), after a prompt, (p,)."""
+        ids = torch.cat([prompt, response]).numpy().astype(np.uint64)
+        _, first, number = np.unique(ids, return_index=True, return_inverse=True)
+        seen = first[number.reshape(-1)] < np.arange(len(ids))
+
+        # A polynomial in an odd number, modulo 2^64: equal for equal prefixes, and rarely for others.
+        mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        power = np.cumprod(np.full(len(ids), 0xBF58476D1CE4E5B9, dtype=np.uint64), dtype=np.uint64)
+        begun = len(prompt)
+        prefix = (np.cumsum(mixed * power, dtype=np.uint64) + np.uint64(begun)).view(np.int64)
+        return cls(begun, torch.from_numpy(seen[begun:]), torch.from_numpy(prefix[begun:]))
+
+
 class SampleRow(NamedTuple):
     """One sequence of the sample, masked tokens included: a token's position is its index.
 
@@ -28,6 +58,7 @@ class SampleRow(NamedTuple):
         mask: true on tokens that the policy sampled, (c,).
         response_ids: (c,) where the log has them.
         step: training step, where the log has it.
+        context: of each token, where the log has the ids of prompts and responses.
     """
 
     train: Tensor
@@ -35,6 +66,12 @@ class SampleRow(NamedTuple):
     mask: Tensor
     response_ids: Tensor | None = None
     step: int | None = None
+    context: Context | None = None
+
+    def after(self, prompt: Tensor) -> SampleRow:
+        """The row with the context of its tokens, where it has their ids."""
+        ids = self.response_ids
+        return self if ids is None else self._replace(context=Context.of(prompt, ids))
 
     def within(self, steps: tuple[int, int]) -> bool:
         """Whether its step is one of these, from the first to the last."""
@@ -43,7 +80,9 @@ class SampleRow(NamedTuple):
     def copied(self) -> SampleRow:
         """The row without the batch that it is a view of."""
         ids = None if self.response_ids is None else self.response_ids.clone()
-        return SampleRow(self.train.clone(), self.rollout.clone(), self.mask.clone(), ids, self.step)
+        return self._replace(
+            train=self.train.clone(), rollout=self.rollout.clone(), mask=self.mask.clone(), response_ids=ids
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +114,7 @@ class PairSample:
         stride: int = 1,
         response_ids: Tensor | None = None,
         steps: Tensor | None = None,
+        prompts: Sequence[Tensor] | None = None,
         wanted: Tensor | None = None,
     ) -> PairSample:
         """The sample of a packed batch, and the index of its first sequence.
@@ -90,6 +130,7 @@ class PairSample:
             stride: of the sample so far.
             response_ids: (N,), where recorded.
             steps: (B,), where recorded.
+            prompts: the ids of each prompt, where recorded.
             wanted: true on the sequences to sample from, (B,); None for all.
         """
         sizes = lengths.tolist()
@@ -101,7 +142,10 @@ class PairSample:
         those = {first + i for i in some if (first + i) % stride == 0}
         rows = {i: row for i, row in enumerate(parts, start=first) if i in those and bool(row.mask.any())}
         thin = _thinned(stride, rows)
-        return replace(thin, rows={i: row.copied() for i, row in thin.rows.items()})
+        rows = {i: row.copied() for i, row in thin.rows.items()}
+        if prompts is not None:
+            rows = {i: row.after(prompts[i - first]) for i, row in rows.items()}
+        return replace(thin, rows=rows)
 
     def merge(self, other: PairSample) -> PairSample:
         """The sample of both stretches of the log together."""

@@ -29,6 +29,8 @@ FLOAT32_CELL = 5e-7
 """Nats between neighboring float32 log-probs: of a difference of logits and their log-sum-exp, a few nats large."""
 AS_LIKELY = 0.3
 """Relative difference of the mean log-prob up to which tokens are as likely as the others: the policy sampled them."""
+FEWEST_FORCED = 16
+"""Rows whose certain token stands at one place, from which it was forced."""
 
 _OF_THE_TRAINER = "placeholders in place of the trainer's log-probs"
 _FIX_OF_THE_TRAINER = "store NaN for what is missing; have the trainer score every token that the mask counts"
@@ -181,6 +183,12 @@ def _holes_found(
         foreign = holes
     if _list_too_short(pairs, foreign, holes, other):
         foreign = torch.zeros_like(holes)
+    forced = holes & (values == 0)
+    if not foreign.any() and int(forced.sum()) >= FEWEST_FORCED and len(pairs.position[forced].unique()) == 1:
+        at = int(pairs.position[forced][0])
+        reason = f"the {side} has exactly 0 for token {at} of {int(forced.sum())} rows: a token that was forced"
+        findings.append(_foreign(pairs, forced, reason, {"longest_run": 1.0}))
+        holes = holes & ~forced
     if foreign.any():
         longest = int(length[foreign].max())
         words = _what(values, foreign, missing)

@@ -30,6 +30,8 @@ FADED = 48
 """Token of a response from which on even a slow effect of its beginning has mostly faded."""
 LEAST = 0.2
 """Nats by which the first tokens must differ: less is also what a prefix cache with old weights makes."""
+MOST_TURNS = 16
+"""Turns at which an onset is looked for."""
 TIMES = 3.0
 """How many times as large differences must be as those of equally surprising tokens elsewhere."""
 
@@ -151,8 +153,7 @@ def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
 
 
 def find_turn_drift(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Find differences that jump after a gap in the mask: the context of the later turns is not the same."""
-    valid = pairs.valid
+    """Find the turn from which on differences are larger: the context of the later turns is not the same."""
     before_gap = pairs.moved(-1, pairs.keep.double()).nan_to_num(0.0) > 0
     starts = pairs.keep & ~before_gap & (pairs.position > 0)
     first_kept = pairs.keep & (_ordinal(pairs, pairs.keep) == 0)
@@ -160,41 +161,50 @@ def find_turn_drift(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     if not starts.any():
         return [], pairs
     turn = _running(pairs, starts)
-    later_rows = pairs.count(valid & (turn > 0)) >= 4
-    early_rows = pairs.count(valid & (turn == 0)) >= 4
+    drifts = [_drift_from(pairs, turn, onset) for onset in range(1, min(int(turn.max()), MOST_TURNS) + 1)]
+    found = max(filter(None, drifts), key=lambda drift: drift[0].evidence["jump_at_the_turn"], default=None)
+    return ([], pairs) if found is None else ([found[0]], pairs.without(found[1]))
+
+
+def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Tensor] | None:
+    """The finding that differences jump after this gap in the mask, with its tokens; None if they do not."""
+    valid = pairs.valid
+    later_rows = pairs.count(valid & (turn >= onset)) >= 4
+    early_rows = pairs.count(valid & (turn < onset)) >= 4
     rows = later_rows & early_rows
     if int(rows.sum()) < 4:
-        return [], pairs
+        return None
 
     size = (pairs.train - pairs.rollout).abs().clamp(max=LARGEST)
-    first = valid & (turn == 0)
+    first = valid & (turn < onset)
     expected = _expected(pairs, size, first)
-    later = valid & (turn > 0) & pairs.of_rows(rows)
+    later = valid & (turn >= onset) & pairs.of_rows(rows)
 
     # The jump stands at the gap itself: differences that grow along the whole row are another matter.
     place, left = _ordinal(pairs, valid), _ordinal_back(pairs, first)
     near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
-    near_after = later & (_since_turn(pairs, valid, turn) < 16)
+    near_after = later & (_ordinal(pairs, later) < 16)
     excess = pairs.mean(size - expected, later)[rows]
     base = pairs.mean(size - expected, first)[rows]
     mean, z = mean_and_z(excess - base)
     hot = rows & (pairs.mean(size, later) >= TIMES * pairs.mean(expected, later)) & (pairs.mean(size, later) > 0.02)
     chance = rows & (pairs.mean(size, first) >= TIMES * pairs.mean(expected, first)) & (pairs.mean(size, first) > 0.02)
     if int(hot.sum()) < 3 or int(hot.sum()) < 3 * int(chance.sum()) + 2 or mean <= 0 or z < 2:
-        return [], pairs
+        return None
     in_hot = pairs.of_rows(hot)
     times = _times(size, expected, later & in_hot)
     jump = _times(size, expected, near_after & in_hot) / max(_times(size, expected, near_before & in_hot), 1e-9)
     if times < TIMES or jump < 2:
-        return [], pairs
-    evidence = {"times_expected": times, "jump_at_the_turn": jump, "excess": mean, "z": z}
+        return None
+    evidence = {"times_expected": times, "jump_at_the_turn": jump, "turn": float(onset + 1), "excess": mean, "z": z}
     reason = (
-        f"after a gap in the mask the two sides differ {format_number(times)} times as much as equally surprising "
+        f"from turn {onset + 1} on the two sides differ {format_number(times)} times as much as equally surprising "
         f"tokens before it: the later turns do not have the same context"
     )
     tokens = later & in_hot
     finding = provenance_finding("turn_drift", reason, confidence_of(z * math.sqrt(2)), evidence)
-    return [replace(finding, **extent(pairs, hot, tokens))], pairs.without(tokens)
+    where = {"turn": [[onset + 1, int(turn.max()) + 1]]}
+    return replace(finding, where=where, **extent(pairs, hot, tokens)), tokens
 
 
 def _expected(pairs: PairRows, size: Tensor, reference: Tensor) -> Tensor:
@@ -239,8 +249,3 @@ def _running(pairs: PairRows, tokens: Tensor) -> Tensor:
     count = pairs.count(tokens).long()
     before = torch.cat([count.new_zeros(1), count.cumsum(0)[:-1]])
     return running - before[pairs.row]
-
-
-def _since_turn(pairs: PairRows, valid: Tensor, turn: Tensor) -> Tensor:
-    """How many valid tokens of later turns come before each token in its row, (N,)."""
-    return _ordinal(pairs, valid & (turn > 0))

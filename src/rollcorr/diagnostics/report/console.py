@@ -15,8 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
+from rollcorr.diagnostics.health.step_gaps import step_gaps
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.numbers import shown_metrics
+from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
+from rollcorr.diagnostics.numbers import format_number, shown_metrics
 from rollcorr.diagnostics.report.verdict_content import (
     CONSEQUENCES,
     EXPECTED,
@@ -25,12 +27,29 @@ from rollcorr.diagnostics.report.verdict_content import (
     what_if_content,
 )
 
+WORST_HEADINGS = ("row", "position", "id", "log μ", "log π", "share of k3")
 
-def show_health(console: Console, health: HealthReport, *, subject: str, remarks: Sequence[str] = ()) -> None:
-    """Print the verdict, the headline numbers, then each cause with its reason and fix, and what follows from it."""
+
+def show_health(
+    console: Console,
+    health: HealthReport,
+    *,
+    subject: str,
+    remarks: Sequence[str] = (),
+    worst_tokens: Sequence[HeavyToken] = (),
+) -> None:
+    """Print the verdict with its cause, the fix and the place; then the numbers, and each cause with its evidence."""
     content = verdict_content(health)
     style = {"healthy": "green", "unhealthy": "red", "not judged": "yellow"}[health.verdict]
-    console.print(f"[bold {style}]{content.headline}[/]  {escape(subject)}")
+    for line in content.opening:
+        start, colon, rest = escape(line).partition(":")
+        console.print(f"[bold {style}]{start}{colon}[/]{rest}", soft_wrap=True)
+    if content.opening:
+        console.print(f"[dim]{'  '.join(filter(None, (content.count, escape(subject))))}[/]")
+    else:
+        console.print(f"[bold {style}]{content.headline}[/]  {escape(subject)}")
+    if worst_tokens:
+        _show_worst(console, worst_tokens, health.values.get("token_count", 0.0))
     for sentence in content.sentences:
         console.print(f"[yellow]{escape(sentence)}[/]")
     for remark in remarks:
@@ -41,6 +60,11 @@ def show_health(console: Console, health: HealthReport, *, subject: str, remarks
         table = Table("", "measured", EXPECTED, box=None, show_header=known, padding=(0, 2, 0, 0), header_style="dim")
         for number in content.numbers:
             table.add_row(number.label, number.value, number.expected)
+        console.print(table)
+    if gaps := step_gaps(health.values):
+        table = Table("gap of a step", "nats per token", "clipped", box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for gap in gaps:
+            table.add_row(gap.name, format_number(gap.kl), "–" if gap.clipped is None else f"{gap.clipped:.1%}")
         console.print(table)
     for entry in content.entries:
         _show(console, entry, depth=0)
@@ -94,6 +118,18 @@ def row_progress(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         yield lambda rows, total: progress.update(task, advance=rows, total=total)
+
+
+def _show_worst(console: Console, tokens: Sequence[HeavyToken], count: float) -> None:
+    """Print the few tokens that carry most of k3: a cause of all rows would not explain them."""
+    share = sum(token.share for token in tokens)
+    console.print(f"[bold]{len(tokens)} of {count:,.0f} tokens carry {share:.0%} of k3: look at them first[/]")
+    table = Table(*WORST_HEADINGS, box=None, padding=(0, 2, 0, 2), header_style="dim")
+    for token in tokens:
+        known = "not recorded" if token.token_id < 0 else str(token.token_id)
+        log_probs = (f"{token.rollout_log_prob:.4g}", f"{token.train_log_prob:.4g}")
+        table.add_row(str(token.row), str(token.position), known, *log_probs, f"{token.share:.0%}")
+    console.print(table)
 
 
 def _show(console: Console, entry: ShownFinding, *, depth: int) -> None:

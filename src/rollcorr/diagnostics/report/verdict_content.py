@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,12 +11,14 @@ from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.numbers import format_number, format_range, headlines
-from rollcorr.diagnostics.resolver import Folded
+from rollcorr.diagnostics.resolver import Folded, standing
 
 CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""
 EXPECTED = "from noise alone"
 """The heading of the numbers that pure noise would show."""
+COLUMNS = 100
+"""Columns of each line that opens a verdict."""
 
 
 class Number(NamedTuple):
@@ -59,12 +62,16 @@ class VerdictContent:
 
     Attributes:
         headline: the verdict, and how many findings made it.
+        count: the number of findings and of their consequences; empty without any.
+        opening: the verdict with its cause, the fix and the place, a line of at most `COLUMNS` each; empty if healthy.
         sentences: what could not be judged, what the weights were compared with, and what noise is meant.
         numbers: the headline numbers.
         entries: causes with their consequences, warnings before notes.
     """
 
     headline: str
+    count: str
+    opening: tuple[str, ...]
     sentences: tuple[str, ...]
     numbers: tuple[Number, ...]
     entries: tuple[ShownFinding, ...]
@@ -78,8 +85,11 @@ def verdict_content(health: HealthReport) -> VerdictContent:
         for name, label in headlines(diffusion=health.diffusion).items()
         if name in health.values
     )
+    count = _counted(health)
     return VerdictContent(
-        headline=_headline(health),
+        headline=", ".join(filter(None, (health.verdict, count))),
+        count=count,
+        opening=tuple(textwrap.shorten(line, COLUMNS, placeholder=" …") for line in _opening(health)),
         sentences=tuple(_sentences(health)),
         numbers=numbers,
         entries=tuple(_entry(cause, health) for cause in health.causes),
@@ -138,14 +148,30 @@ def _what_if_row(row: WhatIf) -> tuple[str, ...]:
     return (row.preset, *shares, change, gain)
 
 
-def _headline(health: HealthReport) -> str:
+def _counted(health: HealthReport) -> str:
     """Causes count; what follows from them does not count again."""
     found = sum(cause.finding.severity != "note" for cause in health.causes)
     more = len(health.warnings) - found
     if not found:
-        return health.verdict
+        return ""
     following = f" and {_count(more, 'consequence')}" if more > 0 else ""
-    return f"{health.verdict}, {_count(found, 'finding')}{following}"
+    return f"{_count(found, 'finding')}{following}"
+
+
+def _opening(health: HealthReport) -> Iterator[str]:
+    """The verdict with its cause, the fix, and the place if it is known."""
+    if health.warnings:
+        first = next(iter((*standing(health.findings), *health.warnings)))
+        yield f"{health.verdict}: {first.title}"
+        yield f"fix: {first.fix or first.confirm or 'the evidence below shows what to look at'}"
+        where = "; ".join(filter(None, (", ".join(_concerned(first)), _steps(first), first.place)))
+        yield f"where: {where or 'everything that was measured'}"
+    elif health.not_judged:
+        # A sentence gives the reason first, and what to do last.
+        reason, _, fix = health.not_judged[0].rpartition("; ")
+        reason = (reason or fix).replace("weights not judged: ", "").removeprefix("not judged: ")
+        yield f"{health.verdict}: {reason}"
+        yield f"fix: {fix}"
 
 
 def _sentences(health: HealthReport) -> Iterator[str]:
@@ -179,9 +205,11 @@ def _numbers(finding: Finding, health: HealthReport) -> str:
     from_noise = expected_text(finding.metric or "", health)
     if from_noise:
         parts.append(f"{EXPECTED} {from_noise}")
-    text = ", ".join(parts)
-    steps = f"first at step {finding.first_step}, {_count(finding.steps, 'step')} in all" if finding.steps else ""
-    return "; ".join(part for part in (text, steps) if part)
+    return "; ".join(part for part in (", ".join(parts), _steps(finding)) if part)
+
+
+def _steps(finding: Finding) -> str:
+    return f"first at step {finding.first_step}, {_count(finding.steps, 'step')} in all" if finding.steps else ""
 
 
 def _lines(finding: Finding) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ micro-batches afterwards. So a correction at the end of that method reads its ra
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig
+from rollcorr.config import InertOptionWarning, PresetName, RolloutCorrectionConfig, SamplingSpec
 from rollcorr.config.conversion import resolve
 from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import Actor
@@ -155,6 +156,7 @@ def attach(
     actor: Actor = "full",
     monitor: Monitor | None = None,
     disable_trl_correction: bool | None = None,
+    sampling: SamplingSpec | None = None,
 ) -> Trainer:
     """Correct the batches of an existing trainer. Call it before `trainer.train()`.
 
@@ -177,6 +179,8 @@ def attach(
             a step of it, with the correction of its batch, its rewards, its loss, and TRL's own metrics as `trl/…`.
         disable_trl_correction: True disables TRL's own weights (`vllm_importance_sampling_correction`), also with a
             configuration that only measures; defaults to the earlier call's value, then to False.
+        sampling: the settings of TRL's own sampler, which the Monitor records (an error without a Monitor); an engine
+            has its own.
 
     Returns:
         The trainer.
@@ -198,7 +202,9 @@ def attach(
             "engine and disable_trl_correction have no effect on AsyncGRPOTrainer, which has no correction and samples "
             "with its rollout_worker: leave them out"
         )
-    _set_up_trainer(trainer, config, engine, actor, monitor, disable_trl_correction)
+    if sampling is not None and monitor is None and getattr(trainer, "_monitored_steps", None) is None:
+        raise ValueError(f"a Monitor records {sampling}: give attach(monitor=…) too, or leave sampling out")
+    _set_up_trainer(trainer, config, engine, actor, monitor, disable_trl_correction, sampling)
     if not isinstance(trainer, LoggedCorrection):
         plain, mixin = type(trainer), AsyncCorrection if is_async else RolloutCorrectionMixin
         trainer.__class__ = type(f"Corrected{plain.__name__}", (mixin, plain), {"_named_by_user": plain.__name__})
@@ -212,6 +218,7 @@ def _set_up_trainer(
     actor: Actor,
     monitor: Monitor | None,
     disable_trl_correction: bool | None,
+    sampling: SamplingSpec | None = None,
 ) -> None:
     """Set the configuration, the engine and the Monitor, and log the active correction.
 
@@ -266,6 +273,12 @@ def _set_up_trainer(
         and not isinstance(trainer.vllm_generation, GenerationRecorder)
     ):
         trainer.vllm_generation = GenerationRecorder(trainer.vllm_generation)
+
+    # Omit the policy version: TRL numbers its own steps, and may train again on an earlier batch.
+    sampler = getattr(getattr(trainer, "vllm_generation", None), "engine", None)
+    known = sampling or getattr(sampler, "sampling", None)
+    if steps is not None and isinstance(known, SamplingSpec):
+        steps.monitor.use_config(config, sampling=dataclasses.replace(known, policy_version=None))
 
     if trainer.accelerator.is_main_process:
         logger.warning("%s", start_up_line(trainer))

@@ -10,7 +10,6 @@ of an evaluation are corrected without the Monitor.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollcorr.config import SamplingSpec
 from rollcorr.diagnostics.health.health_check import health
 
 if TYPE_CHECKING:
@@ -117,12 +115,6 @@ class MonitoredSteps:
             first = self._rows + accelerator.process_index * len(mask)
             columns["group_id"] = [f"{step}-{(first + row) // generations}" for row in range(len(mask))]
             self._rows += accelerator.num_processes * len(mask)
-
-        # Omit the policy version: TRL numbers its own steps, and may train again on an earlier batch.
-        engine = getattr(getattr(self._trainer, "vllm_generation", None), "engine", None)
-        sampling = getattr(engine, "sampling", None)
-        if isinstance(sampling, SamplingSpec):
-            columns["sampling"] = dataclasses.replace(sampling, policy_version=None)
 
         correction = self.monitor.correct(old, rollout, mask, columns=columns, fill=1.0, densities=True)
         self._own_rows += len(mask)

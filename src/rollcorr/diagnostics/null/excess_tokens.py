@@ -1,0 +1,140 @@
+"""The tokens of a log's spread sample, each with its place and with the noise that a null predicts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcorr.diagnostics.null.excess import k3_by_surprise
+from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
+from rollcorr.diagnostics.null.token_ratios import k3_of
+from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
+from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+CUT = 0.99
+"""Quantile of |d| at which d is cut, so that no few tokens decide."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExcessTokens:
+    """Tokens that were sampled and have both log-probs, packed; each array is (n,).
+
+    Attributes:
+        train: log π, nats.
+        rollout: log μ, nats.
+        k3: exp(d) − 1 − d with d = log π − log μ, nats.
+        noise: k3 that the null predicts at this probability, nats.
+        places: name of an axis → the value of each token on it; axes that the log does not record are absent.
+    """
+
+    train: Floats
+    rollout: Floats
+    k3: Floats
+    noise: Floats
+    places: dict[str, Ints]
+
+    @classmethod
+    def of(
+        cls, sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None
+    ) -> ExcessTokens | None:
+        """Return the tokens of a sample, without the rows of the steps of the null; None without any."""
+        rows = {
+            index: row for index, row in sorted(sample.rows.items()) if leave_out is None or not row.within(leave_out)
+        }
+        known = [_known(row) for row in rows.values()]
+        if not any(len(where) for where in known):
+            return None
+
+        # An axis is left out unless every row records it.
+        columns = {}
+        for axis, value in _AXES.items():
+            parts = [value(index, row, where) for (index, row), where in zip(rows.items(), known, strict=True)]
+            present = [part for part in parts if part is not None]
+            if len(present) == len(parts):
+                columns[axis] = np.concatenate(present).astype(np.int64)
+        train, rollout = (
+            np.concatenate([side.double().numpy()[where] for side, where in zip(sides, known, strict=True)])
+            for sides in zip(*((row.train, row.rollout) for row in rows.values()), strict=True)
+        )
+        noise = k3_by_surprise(null)[surprise_bins(-rollout.astype(np.float32))]
+        return cls(train, rollout, k3_of(train - rollout), noise, columns)
+
+    @property
+    def d(self) -> Floats:
+        """Return log π − log μ, nats."""
+        return self.train - self.rollout
+
+    def chosen(self, which: NDArray[np.bool_]) -> ExcessTokens:
+        """Return some of the tokens, which (n,) is true for."""
+        places = {axis: values[which] for axis, values in self.places.items()}
+        return ExcessTokens(self.train[which], self.rollout[which], self.k3[which], self.noise[which], places)
+
+    @property
+    def ratio(self) -> float:
+        """Return k3 over the null's."""
+        return float(self.k3.sum() / max(self.noise.sum(), 1e-12))
+
+    def share(self, axis: str) -> TokenShare:
+        """Return how much of Var(d) the value on an axis explains; no tokens where it is not recorded."""
+        values = self.places.get(axis)
+        if values is None or not len(self):
+            return TokenSums.empty().share()
+        cut = float(np.quantile(np.abs(self.d), CUT))
+        _, number = np.unique(values, return_inverse=True)
+        return TokenSums.of(number.reshape(-1), np.clip(self.d, -cut, cut), limit=1 << 30).share()
+
+    def of_seen(self) -> float:
+        """Return the share of Var(d) that "seen before" explains among tokens of one id; 0 where it is not recorded."""
+        if "seen" not in self.places:
+            return 0.0
+        cut = float(np.quantile(np.abs(self.d), CUT))
+        d, seen = np.clip(self.d, -cut, cut), self.places["seen"].astype(np.float64)
+        _, number, count = np.unique(self.places["ids"], return_inverse=True, return_counts=True)
+        number = number.reshape(-1)
+        own_d, own_seen = (x - (np.bincount(number, x) / count)[number] for x in (d, seen))
+        spread = float(own_seen @ own_seen) * float(np.square(d - d.mean()).sum())
+        return float(own_d @ own_seen) ** 2 / spread if spread > 0 else 0.0
+
+    def __len__(self) -> int:
+        return len(self.k3)
+
+
+def _known(row: SampleRow) -> Ints:
+    """Positions of the tokens that count."""
+    log_ratio = (row.train.double() - row.rollout).numpy()
+    return np.flatnonzero(row.mask.numpy().astype(np.bool_) & np.isfinite(log_ratio) & (np.abs(log_ratio) < 100))
+
+
+def _turn(row: SampleRow, where: Ints) -> Ints:
+    """The turn of each token, from 1 on: a gap in the mask ends one."""
+    mask = row.mask.numpy().astype(np.bool_)
+    return (mask & ~np.append(False, mask[:-1])).cumsum()[where]
+
+
+def _pairs(ids: NDArray[np.generic]) -> Ints:
+    """A token with the one before it as one number; the first token of a row has none, and is by itself."""
+    own = ids.astype(np.int64)
+    return (np.append(-1, own[:-1]) << 32) | own
+
+
+_Axis = Callable[[int, SampleRow, Ints], NDArray[np.generic] | None]
+_AXES: dict[str, _Axis] = {
+    "rows": lambda index, row, where: np.full(len(where), index),
+    "positions": lambda index, row, where: where,
+    "from_end": lambda index, row, where: where[-1:] - where if len(where) else where,
+    "ids": lambda index, row, where: None if row.response_ids is None else row.response_ids.numpy()[where],
+    "seen": lambda index, row, where: None if row.context is None else row.context.seen.numpy()[where],
+    "prefix": lambda index, row, where: None if row.context is None else row.context.prefix.numpy()[where],
+    "prompt_length": lambda index, row, where: None if row.context is None else np.full(len(where), row.context.length),
+    "context_length": lambda index, row, where: None if row.context is None else row.context.length + where,
+    "pair": lambda index, row, where: None if row.response_ids is None else _pairs(row.response_ids.numpy())[where],
+    "turn": lambda index, row, where: _turn(row, where),
+    "step": lambda index, row, where: None if row.step is None else np.full(len(where), row.step),
+}
