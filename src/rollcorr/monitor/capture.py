@@ -1,7 +1,8 @@
 """Keep the last rollouts of a run on disk, so that a run that broke last night can be checked in the morning.
 
-The files store token ids of responses, log-probs, masks and advantages, in mode 0600. A capture never raises, blocks
-for longer than a Monitor does, or changes anything in the training: what it cannot write is dropped, and logged once.
+The files store token ids of prompts and responses, log-probs, masks and advantages, in mode 0600. A capture never
+raises, blocks for longer than a Monitor does, or changes anything in the training: what it cannot write is dropped, and
+logged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class RolloutCapture:
         directory: the folder; it is created with the first step.
         steps: the number of steps to keep beside step 0; defaults to 20.
         max_bytes: the size limit of the folder, bytes; defaults to 2 GiB. The older steps are deleted first.
-        ids: whether to store the token ids of responses; defaults to True.
+        prompts: whether to store the token ids of prompts; defaults to True. `rollcorr confirm` needs them.
+        ids: whether to store token ids at all; defaults to True.
         rank: data-parallel rank of this process; defaults to 0.
         ranks: number of data-parallel ranks; defaults to 1.
 
@@ -50,13 +52,16 @@ class RolloutCapture:
         *,
         steps: int = 20,
         max_bytes: int = 2 << 30,
+        prompts: bool = True,
         ids: bool = True,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         self.steps = 0
         self._ring = RolloutRing(directory=Path(directory), steps=steps, max_bytes=max_bytes, rank=rank, ranks=ranks)
-        self._ids = ids
+        self._omitted = {"prompt_ids"} if not prompts else set()
+        if not ids:
+            self._omitted = {"prompt_ids", "response_ids"}
         self._writer: RunWriter | None = None
         self._has_failed = False
 
@@ -64,14 +69,34 @@ class RolloutCapture:
         self._first_step = self._ring.last_step() + 1
         self._begin_step()
 
-    def add(self, response_mask: Tensor, columns: Mapping[str, object], *, cu_seqlens: Tensor | None = None) -> None:
-        """Add a micro-batch to the current step, with columns of the rollout log."""
-        with_ids = {name: value for name, value in columns.items() if self._ids or name != "response_ids"}
+    def add(
+        self,
+        response_mask: Tensor,
+        columns: Mapping[str, object],
+        *,
+        cu_seqlens: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+    ) -> None:
+        """Add a micro-batch to the current step, with columns of the rollout log.
+
+        Args:
+            response_mask: non-zero on sampled tokens, (B, T), or (N,) when packed.
+            columns: column of the log → values, as in `RolloutBatch.from_padded`.
+            cu_seqlens: (B + 1,) token offsets, only when packed.
+            prompt_mask: (B, P), non-zero on tokens of a padded column `prompt_ids`; other `prompt_ids` are lists.
+        """
         try:
-            sequences, rows = self._collected.sampled(
-                self.steps, response_mask, with_ids, cu_seqlens=cu_seqlens, position_ids=None, context_group=None
+            stored = {name: value for name, value in columns.items() if name not in self._omitted}
+            prompts = stored.get("prompt_ids")
+            if isinstance(prompts, Tensor) and prompt_mask is not None:
+                rows = zip(prompts.cpu(), prompt_mask.cpu() != 0, strict=True)
+                stored["prompt_ids"] = prompts = [ids[inside].tolist() for ids, inside in rows]
+            if isinstance(prompts, list):
+                self._prompt_bytes += 4 * sum(map(len, prompts))
+            sequences, selected = self._collected.sampled(
+                self.steps, response_mask, stored, cu_seqlens=cu_seqlens, position_ids=None, context_group=None
             )
-            self._collected.keep(sequences, rows)
+            self._collected.keep(sequences, selected)
         except Exception as error:
             self._report(error)
 
@@ -81,8 +106,9 @@ class RolloutCapture:
             number = self._first_step + self.steps
             task = self._collected.task(self._ring.path(number), number, None)
             if task is not None:
+                size = task.bytes + self._prompt_bytes + _METADATA_BYTES
                 self._writer = self._writer or RunWriter(self._report, lambda: None)
-                self._writer.put(WriteTask(ROWS, number, partial(self._write, number, task), task.bytes))
+                self._writer.put(WriteTask(ROWS, number, partial(self._write, number, task, size), size))
         except Exception as error:
             self._report(error)
         self.steps += 1
@@ -99,13 +125,13 @@ class RolloutCapture:
 
     def _begin_step(self) -> None:
         self._collected = CollectedRollouts(RolloutSample(), self._ring.rank, writes=True)
+        self._prompt_bytes = 0
 
-    def _write(self, number: int, task: WriteTask) -> None:
-        """Write a step's file, in the thread."""
+    def _write(self, number: int, task: WriteTask, size: int) -> None:
+        """Write a step's file of at most `size` bytes, in the thread."""
         self._ring.directory.mkdir(parents=True, exist_ok=True)
 
         # A compressed file is smaller than its tensors and metadata, so the folder stays below its limit meanwhile.
-        size = task.bytes + _METADATA_BYTES
         if not self._ring.make_room(size):
             raise ValueError(f"step {number} may need {size:,} bytes, more than the folder's limit; raise max_bytes")
         task.write()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,7 @@ from rollcorr.integrations.trl.generation_batch import (
     train_or_eval,
     write_to_batch,
 )
+from rollcorr.integrations.trl.kept_rollouts import keep_batch, make_capture
 from rollcorr.integrations.trl.logged_correction import LoggedCorrection, keep_statistics
 from rollcorr.integrations.trl.loss_check import check_loss
 from rollcorr.integrations.trl.monitored_steps import MonitoredSteps
@@ -46,6 +48,7 @@ from rollcorr.integrations.trl.truncated_sampling import (
 
 if TYPE_CHECKING:
     from rollcorr.monitor import Monitor
+    from rollcorr.monitor.capture import RolloutCapture
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +160,7 @@ def attach(
     monitor: Monitor | None = None,
     disable_trl_correction: bool | None = None,
     sampling: SamplingSpec | None = None,
+    keep_rollouts: str | os.PathLike[str] | RolloutCapture | None = None,
 ) -> Trainer:
     """Correct the batches of an existing trainer. Call it before `trainer.train()`.
 
@@ -181,6 +185,9 @@ def attach(
             configuration that only measures; defaults to the earlier call's value, then to False.
         sampling: the settings of TRL's own sampler, which the Monitor records (an error without a Monitor); an engine
             has its own.
+        keep_rollouts: a folder, or a `rollcorr.monitor.capture.RolloutCapture` with limits of its own. The last 20
+            generation batches stay there as a rollout log, at most 2 GiB, with token ids of prompts and responses.
+            Never raises or blocks.
 
     Returns:
         The trainer.
@@ -197,14 +204,16 @@ def attach(
             f"attach takes a GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer of TRL; {type(trainer).__name__} has no "
             "_generate_and_score_completions"
         )
-    if is_async and (engine is not None or disable_trl_correction):
+    if is_async and (engine is not None or disable_trl_correction or keep_rollouts is not None):
         raise ValueError(
-            "engine and disable_trl_correction have no effect on AsyncGRPOTrainer, which has no correction and samples "
-            "with its rollout_worker: leave them out"
+            "engine, disable_trl_correction and keep_rollouts have no effect on AsyncGRPOTrainer, which has no "
+            "correction and samples with its rollout_worker: leave them out; Monitor(rollouts=…) logs its rollouts"
         )
     if sampling is not None and monitor is None and getattr(trainer, "_monitored_steps", None) is None:
         raise ValueError(f"a Monitor records {sampling}: give attach(monitor=…) too, or leave sampling out")
     _set_up_trainer(trainer, config, engine, actor, monitor, disable_trl_correction, sampling)
+    if keep_rollouts is not None:
+        trainer._rollout_capture = make_capture(trainer, keep_rollouts)
     if not isinstance(trainer, LoggedCorrection):
         plain, mixin = type(trainer), AsyncCorrection if is_async else RolloutCorrectionMixin
         trainer.__class__ = type(f"Corrected{plain.__name__}", (mixin, plain), {"_named_by_user": plain.__name__})
@@ -316,6 +325,8 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
 
     # Outside the mask TRL's own ratio is 1 as well, and VESPO reads its log there.
     old, rollout = subtract_kept_mass(getattr(trainer, "vllm_generation", None), old, rollout)
+    if train_or_eval(trainer) == "train":
+        keep_batch(trainer, batch, old, rollout, mask)
     if steps is not None and train_or_eval(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:
