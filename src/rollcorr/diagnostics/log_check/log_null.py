@@ -15,7 +15,7 @@ from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, Measured, MismatchNull, Sides, unvetted_by_ids
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, NullPart, Sides, unvetted_by_ids
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
@@ -177,7 +177,7 @@ def _described(
         "engine_precision": engine_precision,
         "unvetted": unvetted_by_ids(profile),
         "doubted": "" if engine_precision else doubt_of(profile),
-        "measured": (Measured(first, last, profile.row_count, profile.tokens, profile.k3),),
+        "measured": (NullPart(first, last, profile.row_count, profile.tokens, profile.k3),),
     }
 
 

@@ -43,7 +43,7 @@ _SIDES_IN_WORDS: Mapping[Sides, str] = {
 }
 
 
-class Measured(NamedTuple):
+class NullPart(NamedTuple):
     """One measurement of a null.
 
     Attributes:
@@ -93,7 +93,7 @@ class MismatchNull:
     engine_precision: str = ""
     unvetted: str = ""
     doubted: str = ""
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[NullPart, ...] = ()
 
     @property
     def label(self) -> str:
@@ -316,7 +316,7 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
         origin=Origin(**texts, sampling=settings),
         sides=sides,
         sample=tuple(_array(row, (None,)) for row in document["sample"]),
-        measured=tuple(Measured(**part) for part in document.get("measured", ())),
+        measured=tuple(NullPart(**part) for part in document.get("measured", ())),
         # Earlier releases recorded nothing of these; ids that repeat too few tokens still show.
         **{name: str(document.get(name, "")) for name in ("engine_precision", "doubted")},
         unvetted=str(document.get("unvetted", unvetted_by_ids(profile))),
