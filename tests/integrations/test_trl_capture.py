@@ -40,8 +40,10 @@ def test_the_training_is_the_same_without_a_capture(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
+    capture = RolloutCapture(tmp_path / "file")
     with caplog.at_level(logging.ERROR):
-        attach(StandInTrainer(), "measure", keep_rollouts=tmp_path / "file").train(2)
+        attach(StandInTrainer(), "measure", keep_rollouts=capture).train(2)
+        capture.close()
     assert caplog.text.count("rollouts are not kept") == 1
 
 
