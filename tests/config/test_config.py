@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.config import Criterion, InertOptionWarning, LossConfig, RolloutCorrectionConfig, SamplingSpec
+from rollcorr.config.checks import in_one_line
 from rollcorr.config.criteria import CRITERIA, join_band
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text(encoding="utf-8"))
@@ -424,3 +425,21 @@ def test_a_configuration_has_the_hash_of_its_equals():
     assert (other, hash(other)) == (config, hash(config))
     assert hash(config.with_options(impl="torch")) == hash(config)
     assert hash(config.with_options(safety_bound=10.0)) != hash(config)
+
+
+def test_the_loss_has_the_documented_defaults():
+    """Those of verl: a symmetric clip at 0.2, and a dual clip at 3."""
+    loss = LossConfig()
+    assert (loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c) == (0.2, 0.2, 3.0)
+    assert (loss.loss_agg_mode, loss.loss_scale_factor) == (None, None)
+    assert (loss.kl_coef, loss.kl_estimator, loss.entropy_coef) == (0.0, "k3", 0.0)
+
+
+def test_a_band_may_be_one_number():
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="1_1")
+    assert (config.criteria[0].lower, config.criteria[0].upper) == (1.0, 1.0)
+
+
+def test_long_errors_are_cut_in_the_middle():
+    assert in_one_line("x" * 1500) == "x" * 1500
+    assert in_one_line("a" + "x" * 1499 + "b") == "a" + "x" * 749 + " … " + "x" * 749 + "b"

@@ -246,3 +246,17 @@ def test_position_ids_reveal_slices_out_of_order(own, other, mixed, monkeypatch)
     except ValueError as error:
         found = str(error)
     assert (found is not None and "of sequence 0 overlap" in found) == mixed
+
+
+def test_an_empty_slice_still_exchanges():
+    """Otherwise the other ranks would wait for it."""
+    calls = []
+    empty = torch.zeros(2, 0)
+
+    def gather(sums):
+        calls.append(sums)
+        return torch.stack([sums]), 0
+
+    horizon_log_weights(empty, empty.bool(), decay=0.5, gather=gather)
+    assert calls
+    assert horizon_log_weights(empty, empty.bool(), decay=0.5).shape == empty.shape

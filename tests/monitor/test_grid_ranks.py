@@ -34,6 +34,9 @@ def test_every_key_equals_one_process(folder, results, scenario):
             found = results[rank][scenario]["metrics"][step]
             assert found.keys() == expected.keys()
             for name, value in expected.items():
+                # The first loss of a step covers a rank's first micro-batch: more than that of one process.
+                if scenario == "micro-batches" and name.startswith("actor/first/"):
+                    continue
                 exact = not name.startswith("rollout_corr/")
                 tolerance = 1e-12 if exact else 1e-6
                 assert found[name] == pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True), name

@@ -20,7 +20,7 @@ class LossConfig:
     Attributes:
         clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
         clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
-        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1. Optional; off by default.
+        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1. Defaults to 3; None disables it.
         loss_agg_mode: aggregation of token losses into one number. Defaults to "token-mean" for ppo_clip and to
             "seq-mean-token-sum" for reinforce.
         loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens. That mode requires it, because the

@@ -24,7 +24,7 @@ from rollcorr.diagnostics.advice.situations import (
 )
 from rollcorr.diagnostics.faults import is_cause
 from rollcorr.diagnostics.health.evidence import bare_metrics
-from rollcorr.diagnostics.health.health_check import FEWEST_SEQUENCES, FEWEST_TOKENS
+from rollcorr.diagnostics.health.health_check import DRAWS_NOT_JUDGED, FEWEST_SEQUENCES, FEWEST_TOKENS
 from rollcorr.diagnostics.log_check.check import CheckResult
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.numbers import format_number
@@ -118,7 +118,9 @@ def advise(result: CheckResult, *, rate: float = 0.05, null: MismatchNull | None
 
     # A fault that nobody looked for would be hidden, and the run would learn from it.
     known_drift = any(cause.code in KNOWN_DRIFT for cause in result.causes)
-    if not known_drift and (result.health.verdict == "not judged" or not result.health.judged_against):
+    # Unknown sampling settings are a caveat: most dumps do not record them.
+    open_questions = result.health.verdict == "not judged" and set(result.health.not_judged) != {DRAWS_NOT_JUDGED}
+    if not known_drift and (open_questions or not result.health.judged_against):
         return Advice(decision="not judged", reasons=result.health.not_judged)
 
     measured = _measured(metrics)

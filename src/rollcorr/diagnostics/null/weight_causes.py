@@ -61,8 +61,9 @@ STOCHASTIC = 0.08
 """Share that a token and the one before it explain, below which nothing does; two fixed policies have 0.1 and more."""
 LARGE_EXCESS = 3.0
 """k3 over the null's from which the shares are those of the excess, not of the noise."""
-SPARED, HIT = 5.0, 20.0
-"""k3 of a row over the null's: below the first it was spared, above the second it was hit."""
+SPARED, HIT, STARTED = 5.0, 20.0, 2.0
+"""k3 of a row over the null's: below the first it was spared, above the second it was hit. Of a step, from the third on
+the mismatch has started."""
 
 
 FEWEST_EQUAL = 200
@@ -263,8 +264,19 @@ def _penalty(seen: _Excess) -> list[Finding]:
     return [replace(seen.named("penalty_on_one_side", reason, confidence=0.95), row_share=1.0)]
 
 
+def _since_start(tokens: ExcessTokens) -> ExcessTokens:
+    """The tokens from the first step on that is above the null: a sampler may start with the right weights."""
+    if "step" not in tokens.places:
+        return tokens
+    _, step = np.unique(tokens.places["step"], return_inverse=True)
+    step = step.reshape(-1)
+    is_hit = np.bincount(step, tokens.k3) >= STARTED * np.maximum(np.bincount(step, tokens.noise), 1e-12)
+    return tokens.chosen(step >= is_hit.argmax())
+
+
 def _by_row(tokens: ExcessTokens) -> tuple[Ints, Floats]:
-    """The rows with enough tokens, and k3 over the null's of each."""
+    """The rows with enough tokens, and k3 over the null's of each; without the steps before the mismatch started."""
+    tokens = _since_start(tokens)
     of, row, count = np.unique(tokens.places["rows"], return_inverse=True, return_counts=True)
     row = row.reshape(-1)
     ratio = np.bincount(row, tokens.k3) / np.maximum(np.bincount(row, tokens.noise), 1e-12)
@@ -347,7 +359,8 @@ def _weights(seen: _Excess) -> list[Finding]:
     mixed = seen.repeated and seen.same.share < MIXED[1]
     one_sided = abs(float((seen.tokens.d > 0).mean()) - 0.5) > ONE_SIDED
     placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
-    spared = float((_by_row(seen.tokens)[1] < SPARED).mean()) > MOST_ROWS
+    of_rows = _by_row(seen.tokens)[1]
+    spared = bool((of_rows > HIT).any()) and float((of_rows < SPARED).mean()) > MOST_ROWS
     no_function = known and seen.context.share < OF_CONTEXT
     if not (seen.repeats or grows) and (seen.no_policy or mixed or one_sided or placed or spared or no_function):
         return []
@@ -365,8 +378,9 @@ def _weights(seen: _Excess) -> list[Finding]:
 
 
 def _noise(seen: _Excess) -> list[Finding]:
-    """Small, at every position and in every row, on both sides of 0, and no function of the last tokens."""
+    """Small, at every position, in every row and from the first step on, and no function of the last tokens."""
     everywhere = all(place.of_noise > 0.5 for place in seen.found) and _row_split(seen) is None
+    everywhere = everywhere and len(_since_start(seen.tokens)) == len(seen.tokens)
     if not everywhere or seen.no_policy or seen.tokens.k3.mean() >= SMALL or seen.context.share >= OF_CONTEXT:
         return []
     reason = f", everywhere, and the last two tokens explain {max(seen.context.share, 0.0):.0%} of the variance"
