@@ -111,7 +111,7 @@ It has run on x86-64 only; `make test-arm` compiles it for arm64.
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
-torch rows above measured a path for host memory that no longer exists. The path of today takes 3.8 to 4.3 times as long
+torch times in the first table are of an older path. The path of today takes 3.8 to 4.3 times as long
 at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so
 6 to 9 × verl.
 
@@ -120,9 +120,9 @@ at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pai
 `impl="triton"` makes three launches and no wait. `"auto"` selects it after [a
 proof](correction.md#proof-on-a-gpu) on the machine.
 
-The first launch reads the tokens: one warp per program, 512 tokens at a time, at most 4,096. A *regular* block has only
-valid tokens within ±2.75 nats. On sm_90 it costs 53 to 57 instructions per token (63 in bfloat16 with an
-int64 mask), on sm_100 43 to 60. Any other block costs 135 to 170. `tests/kernels/triton_compilation.py
+The first launch reads the tokens: one warp per program, 512 tokens at a time, added in float64 every 4,096.
+A *regular* block has only valid tokens within ±2.75 nats. On sm_90 it costs 53 to 57 instructions per token (63 in
+bfloat16 with an int64 mask), on sm_100 43 to 60. Any other block costs 135 to 170. `tests/kernels/triton_compilation.py
 cuda:90` counts instructions in the machine code.
 
 The second launch decides about sequences. torch would need 104 to 274 launches for these decisions

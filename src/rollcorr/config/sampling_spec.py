@@ -380,7 +380,9 @@ def _compare_supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[
         )
     elif not trainer.truncates:
         reason = f"the rollout's softmax runs over what {named} kept, the trainer's over the whole vocabulary"
-        yield _different_finding(code, reason, f"{replay}; with the kept mass S alone, subtract log S from the ratio")
+        yield _different_finding(
+            code, reason, f"{replay}; with the kept mass S alone, subtract log S from the log-ratio"
+        )
     elif any(getattr(rollout, name) != getattr(trainer, name) for name in _TRUNCATIONS):
         theirs = ", ".join(_settings_on(trainer, _TRUNCATIONS))
         reason = f"the rollout was truncated by {named}, the trainer's by {theirs}"

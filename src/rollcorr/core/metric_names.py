@@ -30,7 +30,7 @@ _CLIPPED = "of the applied weights; was of ratios clipped to [lower, upper]"
 _CRITERION = "of −log ρ in nats; was of the ratio. The name contains the criterion: token_k1, seq_sum_k1 or seq_mean_k1"
 _SIGN = "train − rollout; was rollout − train"
 
-_WEIGHTS = {
+_CHANGED_WEIGHTS = {
     "mean": f"{_APPLIED}: rollout_is_raw_mean",
     "std": _CLIPPED,
     "min": f"{_APPLIED}: rollout_is_raw_min; of sequences exp(rollout_is_log_min)",
@@ -67,8 +67,11 @@ _BAND = ("mean", "std", "min", "max", "seq_mean", "seq_std", "seq_min", "seq_max
 _BAND_SIDES = ("seq_fraction_high", "seq_fraction_low", "ratio_fraction_high", "ratio_fraction_low")
 
 OLDER_NAMES: dict[str, OlderName] = {
-    **{f"mismatch/rollout_is_{name}": OlderName(f"rollout_is_{name}", text) for name, text in _WEIGHTS.items()},
-    **{f"rollout_corr/rollout_is_{name}": OlderName(f"rollout_is_{name}", text) for name, text in _WEIGHTS.items()},
+    **{f"mismatch/rollout_is_{name}": OlderName(f"rollout_is_{name}", text) for name, text in _CHANGED_WEIGHTS.items()},
+    **{
+        f"rollout_corr/rollout_is_{name}": OlderName(f"rollout_is_{name}", text)
+        for name, text in _CHANGED_WEIGHTS.items()
+    },
     **{
         f"{prefix}rollout_is_{name}": OlderName(f"rollout_rs_{name}", f"{_REJECTED}{name}")
         for prefix in ("mismatch/", "rollout_corr/")

@@ -283,7 +283,7 @@ def _sequence_index(rows: object, sequences: int, device: torch.device) -> slice
 
 
 def packed_tokens(index: slice | Tensor, cu_seqlens: Tensor) -> tuple[slice | Tensor, Tensor]:
-    """Return the token index of some packed sequences, and their new offsets. Reads offsets and index.
+    """Return the token index of some packed sequences, and their new offsets. Waits on a device.
 
     Args:
         index: a slice, or a 1-D integer or bool tensor.

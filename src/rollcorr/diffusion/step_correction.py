@@ -30,7 +30,7 @@ STEP_KL = "step_kl"
 _PROBABILITY_ROWS = ("train_ppl", "rollout_ppl", "ppl_ratio", "prob_diff_abs")
 # Rows that step_kl changes are recomputed with it. The criterion that rejected a step by itself is then unknown.
 _RECOUNTED_ROWS = ("tokens_kept", "sequences_kept", "sequences_touched", "kept_weight", "kept_sequence_weight")
-_OVERLAP_ROWS = ("rejected_by_several", "sequences_rejected_by_several")
+_REJECTED_BY_SEVERAL_ROWS = ("rejected_by_several", "sequences_rejected_by_several")
 
 SAME_TIMESTEP = 1e-5
 """Two timestep values are the same if they differ by this share of the largest, or less."""
@@ -108,7 +108,7 @@ def correct_steps(
         keep = keep & ~rejects
         own = own | _recount_rows(correction, keep) | _criterion_rows(exact_kl, correction, rejects, bound)
         alone_rows = [name for name in statistics.names["sums"] if name.endswith("_alone")]
-        replaced += [*_RECOUNTED_ROWS, *_OVERLAP_ROWS, *alone_rows]
+        replaced += [*_RECOUNTED_ROWS, *_REJECTED_BY_SEVERAL_ROWS, *alone_rows]
 
     statistics = statistics.without(*replaced) | gather_statistics(own, group)
     return dataclasses.replace(correction, loss_mask=keep, sequence_kept=keep.any(1), statistics=statistics)

@@ -318,7 +318,6 @@ class RemoteEngine(Engine, abc.ABC):
             headers=header_values(options.headers, options.headers_env),
         )
 
-        # Without a shared folder the server keeps its own weights, which must equal the policy's.
         self._read_server_properties()
         if options.folder is not None:
             # A second engine would replace weights that this one's server may have to read again.
@@ -333,6 +332,7 @@ class RemoteEngine(Engine, abc.ABC):
                 raise
             return
 
+        # Without a shared folder the server keeps its own weights, which must equal the policy's.
         self._expected = score_probe(gather_policy(model, device="cpu"), self._probe, dtype=self._dtype)
         with self._unusable_on_failure():
             self._verify_weights(self._expected)
@@ -347,7 +347,7 @@ class RemoteEngine(Engine, abc.ABC):
         """Return an answer from the current weights; send them again, once, to a server that lost them.
 
         Args:
-            ask: callback that returns the answer, and whether the answer names its weights.
+            ask: callback that returns the answer, and whether the answer has a weight version.
         """
         for may_repair in (True, False):
             try:
@@ -361,8 +361,8 @@ class RemoteEngine(Engine, abc.ABC):
                 self._faults_at_proof = self._faults
                 return answer
             except (EngineRestartedError, WeightSyncError) as error:
-                keeps_weights = isinstance(self.options, ServerOptions) and self.options.folder is None
-                if keeps_weights or not may_repair:
+                cannot_send = isinstance(self.options, ServerOptions) and self.options.folder is None
+                if cannot_send or not may_repair:
                     raise
                 reason = error
             waiting.show_line(

@@ -179,7 +179,7 @@ def positions_of_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> Tensor:
         tokens: N.
 
     Raises:
-        ValueError: the offsets do not start at 0, decrease, or do not end at N, in host memory.
+        ValueError: offsets in host memory do not start at 0, decrease, or do not end at N.
     """
     offsets = bounded_offsets(cu_seqlens, tokens)
     place = torch.arange(tokens, device=offsets.device)

@@ -55,7 +55,7 @@ distribution."""
 
 LOSS_PREFIX = "actor/"
 
-_VALUE_ROWS: Mapping[str, tuple[str, ...]] = {
+_DISTRIBUTION_ROWS: Mapping[str, tuple[str, ...]] = {
     "sums": ("nonfinite",),
     "moments": ("value",),
     "extremes": ("value",),
@@ -334,10 +334,10 @@ def _distribution_statistics(values: Tensor) -> Statistics:
         deviations = seen - mean
         extremes = seen.min(initial=np.inf), seen.max(initial=-np.inf)
         row = (len(array) - len(seen), len(seen), mean, deviations @ deviations, *extremes)
-        return Statistics.from_vector(_VALUE_ROWS, torch.tensor(row, dtype=flat.dtype, device="cpu"))
+        return Statistics.from_vector(_DISTRIBUTION_ROWS, torch.tensor(row, dtype=flat.dtype, device="cpu"))
     finite = flat.isfinite()
     parts = [(~finite).sum().reshape(1).to(flat.dtype), moments_of(flat, finite), extremes_of(flat, finite)]
-    return Statistics.from_vector(_VALUE_ROWS, torch.cat(parts))
+    return Statistics.from_vector(_DISTRIBUTION_ROWS, torch.cat(parts))
 
 
 def _distribution_metrics(name: str, host: HostStatistics) -> Mapping[str, float]:

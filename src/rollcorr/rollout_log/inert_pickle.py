@@ -169,7 +169,7 @@ def _with_cost(step: Callable[[Any], None], cost: int) -> Callable[[Any], None]:
     return counted
 
 
-_INERT_OPCODES: Mapping[int, Callable[[Any], None]] = {
+_INERT_HANDLERS: Mapping[int, Callable[[Any], None]] = {
     pickle.REDUCE[0]: _InertUnpickler._reduce,
     pickle.NEWOBJ[0]: _InertUnpickler._reduce,
     pickle.NEWOBJ_EX[0]: _InertUnpickler._newobj_ex,
@@ -178,7 +178,7 @@ _INERT_OPCODES: Mapping[int, Callable[[Any], None]] = {
     pickle.BINUNICODE8[0]: lambda reader: reader._text("<Q"),
 }
 _InertUnpickler.dispatch = {
-    code: _with_cost(_INERT_OPCODES.get(code, step), _OPCODE_COSTS.get(code, 1))
+    code: _with_cost(_INERT_HANDLERS.get(code, step), _OPCODE_COSTS.get(code, 1))
     for code, step in pickle._Unpickler.dispatch.items()
     if code not in _REFUSED_OPCODES
 }

@@ -269,7 +269,7 @@ def _check_membership(batch: RolloutBatch) -> RowFindings:
     yield _locate(batch, _row_of_value(batch.lengths)[outside], finding)
 
 
-_POSITIVE = Finding(
+_ABOVE_ZERO = Finding(
     code="positive",
     title="log-probs above 0",
     reason="the probability of a token cannot exceed 1 by more than rounding; densities of a diffusion sampler can",
@@ -306,7 +306,7 @@ def _check_log_probs(batch: RolloutBatch) -> RowFindings:
                 continue
             value, sampled = _recorded_tokens(batch, name)
             checks = (
-                ((value > MOST_ROUNDED_UP) & (not densities), _POSITIVE),
+                ((value > MOST_ROUNDED_UP) & (not densities), _ABOVE_ZERO),
                 (value == JSON_MINUS_INFINITY, _SENTINEL),
                 (~np.isfinite(value), _NONFINITE),
             )

@@ -43,7 +43,7 @@ class AsyncCorrection(LoggedCorrection):
 
 
 def _correct_micro_batch(trainer: Trainer, inputs: Mapping[str, Tensor], outputs: Any, loss: Tensor) -> Tensor:  # noqa: ANN401
-    """Count one micro-batch, and return its loss.
+    """Measure one micro-batch, and return its corrected loss.
 
     Args:
         trainer: an `AsyncGRPOTrainer`.
@@ -51,7 +51,7 @@ def _correct_micro_batch(trainer: Trainer, inputs: Mapping[str, Tensor], outputs
         outputs: of the model, with log π_θ at every packed position.
         loss: TRL's.
     """
-    # Tokens of one completion follow each other; a completion without tokens has an empty row.
+    # Tokens of one completion follow each other; a completion without tokens has length 0.
     selected = inputs["token_index"] >= 0
     position = inputs["token_index"][selected]
     log_prob, rollout = outputs.log_probs.flatten()[position], inputs["old_log_probs"][selected]

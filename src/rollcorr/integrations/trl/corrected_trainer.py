@@ -314,7 +314,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     if old is None:
         old = _old_log_prob(trainer, batch)
 
-        # Without them TRL's ratio is exactly 1, and a measurement must not round it.
+        # Without old log-probs TRL's ratio is exactly 1, and a measurement must keep it so.
         if not config.only_measures:
             batch["old_per_token_logps"] = old
 
@@ -323,10 +323,10 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
         check_loss(trainer, batch, config, group_of_all_ranks())
         trainer._loss_was_checked = True
 
-    # Outside the mask TRL's own ratio is 1 as well, and VESPO reads its log there.
     old, rollout = subtract_kept_mass(getattr(trainer, "vllm_generation", None), old, rollout)
     if train_or_eval(trainer) == "train":
         keep_batch(trainer, batch, old, rollout, mask)
+    # Fill with 1: TRL's own ratio is 1 outside the mask, and VESPO reads its log there.
     if steps is not None and train_or_eval(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
     else:

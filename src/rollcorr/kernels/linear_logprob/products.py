@@ -62,7 +62,7 @@ def _has_wide_products() -> bool:
 @lru_cache(maxsize=16)
 def _warn_of_slow_products(hidden: torch.dtype, weight: torch.dtype, wide_products: bool) -> None:
     """Warn once for each pair of types."""
-    reason = f"torch {torch.__version__} multiplies half precision into float32 from 2.8 on"
+    reason = f"torch {torch.__version__} lacks products of half precision into float32, new in 2.8"
     fix = "update torch"
     if wide_products or hidden != weight:
         reason, fix = "the two differ", "give both in bfloat16"

@@ -42,7 +42,7 @@ class TritonEpilogue(Epilogue):
     ) -> Tensor:
         """Launch one program per block of a row."""
         gradient = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-        entropy = of_entropy = upstream.of_sum
+        entropy = of_entropy = upstream.of_sum  # unread unless MEASURED
         if upstream.entropies is not None:
             rows, *values = upstream.entropies
             entropy, of_entropy = (placed(x, rows, len(logits), 0.0) for x in values)
