@@ -48,7 +48,7 @@ def test_operands_that_differ_are_widened_and_one_warning_states_the_factor():
 def test_an_older_torch_widens_and_says_so(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     operand = on_cuda(torch.bfloat16)
-    with pytest.warns(UserWarning, match=r"because torch 2\.7\.1 .* from 2\.8 on: about 14 ×.*update torch"):
+    with pytest.warns(UserWarning, match=r"because torch 2\.7\.1 .* new in 2\.8: about 14 ×.*update torch"):
         assert operand_type(operand, operand, torch.float32) == torch.float32
 
 
