@@ -89,3 +89,12 @@ def test_look_up_takes_bare_and_prefixed_names():
     assert metric("rollout_rs_seq_mean_k3_mean").sample == "sequences"
     with pytest.raises(KeyError, match="no metric is called 'nonsense'"):
         metric("nonsense")
+
+
+def test_the_ideals_in_words_are_the_guide_lines():
+    """A plot draws the numbers, and a page prints the words."""
+    for name, healthy in RANGES.items():
+        words = healthy.ideal.split()
+        if words[0] in "<>" and len(words) == 2:
+            line = healthy.ideal_high if words[0] == "<" else healthy.ideal_low
+            assert line == float(words[1]), name

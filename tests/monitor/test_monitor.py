@@ -492,3 +492,9 @@ def test_an_alarm_of_the_caller_lasts_and_passes(tmp_path, caplog):
         assert finding not in monitor.alarms
     texts = [record.getMessage() for record in caplog.records]
     assert texts.count("step 1: rank 1 reported no log-probs. Fix: report them") == 1
+
+
+def test_before_the_first_step_nothing_is_judged(tmp_path):
+    with Monitor(tmp_path) as monitor:
+        assert monitor.verdict == "not judged"
+        assert monitor.not_judged
