@@ -9,8 +9,8 @@ from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.train.checkpoint import Checkpoint
+from rollcorr.train.grpo.actor import StepResult
 from rollcorr.train.grpo.engine_choice import engine_options, make_engine
-from rollcorr.train.grpo.grpo_batch import StepResult
 from rollcorr.train.grpo.grpo_config import GrpoConfig, TaskConfig
 from rollcorr.train.grpo.grpo_trainer import GrpoTrainer
 from rollcorr.train.grpo.policy import load_policy, save_policy

@@ -29,9 +29,8 @@ from rollcorr.correction.process_groups import gather_statistics, sum_gradients,
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.correction.training_step import TrainingStep
 from rollcorr.engines.base import Engine, Rollout, require_row_seeds
-from rollcorr.train.grpo.actor import Actor
+from rollcorr.train.grpo.actor import Actor, GrpoBatch, StepResult
 from rollcorr.train.grpo.dynamic_sampling import sample_groups
-from rollcorr.train.grpo.grpo_batch import GrpoBatch, StepResult
 from rollcorr.train.grpo.grpo_config import GrpoConfig
 from rollcorr.train.grpo.policy import Policy
 from rollcorr.train.grpo.tasks import OwnReward, Reward, Task, hard_gated_reward, overlong_penalty
