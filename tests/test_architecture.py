@@ -59,9 +59,9 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 694,
+    "cli": 693,
     "config": 1689,
-    "confirm": 237,
+    "confirm": 246,
     "conformance": 350,
     "core": 1565,
     "correction": 1268,
@@ -71,11 +71,11 @@ BUDGETS = {
     "integrations": 1848,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 1078,
+    "monitor": 1076,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1154,
-    "train": 3281,
+    "train": 3273,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

@@ -173,6 +173,34 @@ def test_bad_input_is_named(tmp_path):
         confirm(write(tmp_path / "without", rows), model)
 
 
+def test_ids_that_the_model_lacks_are_named(tmp_path):
+    model = make_model()
+    for number, token in enumerate((-100, VOCABULARY)):
+        (tmp_path / str(number)).mkdir()
+        rows = rows_of(model)
+        for row in rows:
+            row["response_ids"][3] = token
+        with pytest.raises(BadInputError, match=f"the token id {token}, and the model has the ids 0 to 47"):
+            confirm(write(tmp_path / str(number), rows), model)
+
+
+def test_rows_without_ids_are_left_out(tmp_path):
+    model = make_model()
+    rows = rows_of(model, **FAULTS["temperature 0.7"])
+    rows[0]["prompt_ids"] = None
+    rows[1]["response_ids"] = None
+    assert confirm(write(tmp_path, rows), model, rows=ROWS).rows == ROWS - 2
+
+
+def test_long_responses_are_cut(tmp_path, monkeypatch):
+    model = make_model()
+    rows = rows_of(model, **FAULTS["temperature 0.7"])
+    for row in rows:
+        row["rollout_log_prob"][TOKENS // 2 :] = row["old_log_prob"][TOKENS // 2 :]
+    monkeypatch.setattr("rollcorr.confirm.confirmation.MAX_TOKENS", TOKENS // 2)
+    assert confirm(write(tmp_path, rows), model).cause == "sampler: temperature 0.7"
+
+
 def test_the_command_names_the_fault(tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path / "model")

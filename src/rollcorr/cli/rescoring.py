@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollcorr.cli.app import COLUMNS_OPTION, exit_on, file_options, terminal
 from rollcorr.cli.null_and_advice import parse_steps
+
+if TYPE_CHECKING:
+    from rollcorr.confirm import Confirmation
 
 SHOWN = 4
 """Variants of each side in the table."""
@@ -74,16 +77,12 @@ def confirm_cause(
         _show_table(result)
     if not result.complete:
         raise typer.Exit(130)
-    is_explained = result.cause is not None or result.verdict.startswith("no mismatch")
-    raise typer.Exit(0 if is_explained else 3)
+    raise typer.Exit(0 if result.is_explained else 3)
 
 
-def _show_table(result: object) -> None:
+def _show_table(result: Confirmation) -> None:
     from rich.table import Table
 
-    from rollcorr.confirm import Confirmation
-
-    assert isinstance(result, Confirmation)
     table = Table("side", "variant", "gap (nats per token)", "excess removed", box=None)
     for side, found in result.sides.items():
         shown = {"plain": found.gaps["plain"]} | {name: found.gaps[name] for name in list(found.gaps)[:SHOWN]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from rollcorr.confirm.variants import PLAIN, LoggedRow, score_row
 from rollcorr.core.divergence import k3
 from rollcorr.rollout_log import read_rollout_log
 from rollcorr.rollout_log.reader import Paths
+
+MAX_TOKENS = 1024
+"""Tokens of a response that are scored, from its start on. Memory grows with this number times the vocabulary."""
 
 REMOVED, NOISE, SMALL_PART = 0.9, 3.0, 0.1
 """Share of the excess that a named variant removes; limit of a gap in multiples of rounding noise; and the share of the
@@ -59,6 +63,11 @@ class Confirmation:
     verdict: str
     complete: bool
 
+    @property
+    def is_explained(self) -> bool:
+        """Return whether a cause is named, or there is nothing to explain."""
+        return self.cause is not None or self.mismatch <= NOISE * self.noise
+
 
 def confirm(
     logs: Paths,
@@ -71,7 +80,7 @@ def confirm(
     column_names: dict[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Confirmation:
-    """Score the rows with the largest mismatch again, under every variant.
+    """Score the rows with the largest mismatch again, under every variant: their first 1,024 tokens.
 
     The gap of two log-probs is e^−|d| − 1 + |d|, with d their difference: k3 of the smaller ratio. A variant removes
     1 − (gap(side, variant) − 3 noise(variant)) / (gap(side, plain) − 3 noise(plain)) of a side's excess, at most 1.
@@ -100,11 +109,12 @@ def confirm(
     # The rows with the largest mismatch show a fault most clearly, also one of some rows only.
     chosen = _worst_rows(logs, rows, steps, train_column, column_names)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    highest = max(max(int(row.response.max()), *row.prompt, 0) for row in chosen)
-    if highest >= vocabulary:
-        raise BadInputError(
-            f"the log has the token id {highest}, and the model has {vocabulary} ids; give its own model"
-        )
+    for token in {int(token) for row in chosen for token in (*row.prompt, *row.response)}:
+        if not 0 <= token < vocabulary:
+            raise BadInputError(
+                f"the log has the token id {token}, and the model has the ids 0 to {vocabulary - 1}; give its own "
+                "model, or log the ids of masked tokens too"
+            )
     model.eval()
     template = _template_toggle(tokenizer)
     totals: dict[str, dict[str, list[float]]] = {side: {} for side in (*SIDES, NOISE_OF)}
@@ -217,16 +227,20 @@ def _worst_rows(
     """Return the rows with the largest mean gap, each with the prompts of two others."""
     if count < 2:
         raise BadInputError(f"rows must be at least 2, got {count}")
+
     # Keep only the worst rows so far, and a few prompts for the context of other rows.
     found: list[tuple[float, LoggedRow]] = []
     prompts: dict[tuple[int, ...], None] = {}
     for batch in read_rollout_log(logs, column_names=column_names):
         train = train_column or next((name for name in ("old_log_prob", "log_prob") if batch.has(name)), "old_log_prob")
-        for name in ("prompt_ids", "response_ids", "rollout_log_prob", train):
+        needed = ("prompt_ids", "response_ids", "rollout_log_prob", train)
+        for name in needed:
             if not batch.has(name):
                 raise BadInputError(f"{batch.file} has no {name}: log it, because rows are scored again from their ids")
+        batch.check_lengths()
         for values in batch.to_rows():
-            if steps is not None and not steps[0] <= (values.get("step") or 0) <= steps[1]:
+            in_steps = steps is None or steps[0] <= (values.get("step") or 0) <= steps[1]
+            if not in_steps or any(values.get(name) is None for name in needed):
                 continue
             row = _row_of(values, train)
             if not row.sampled.any():
@@ -250,13 +264,13 @@ def _worst_rows(
 
 
 def _row_of(values: dict[str, Any], train: str) -> LoggedRow:
-    response = torch.tensor(values["response_ids"], dtype=torch.int64, device="cpu")
+    response = torch.tensor(values["response_ids"][:MAX_TOKENS], dtype=torch.int64, device="cpu")
     mask = values.get("response_mask")
     whole = [True] * len(response)
-    sampled = torch.tensor(whole if mask is None else mask, dtype=torch.bool, device="cpu")
+    sampled = torch.tensor(whole if mask is None else mask[:MAX_TOKENS], dtype=torch.bool, device="cpu")
     log_probs = {
         side: torch.tensor(
-            [float("nan") if x is None else x for x in values[train if side == "trainer" else column]],
+            [math.nan if x is None else x for x in values[train if side == "trainer" else column][:MAX_TOKENS]],
             dtype=torch.float64,
             device="cpu",
         )

@@ -31,7 +31,7 @@ class RolloutCapture:
 
     Args:
         directory: the folder; it is created with the first step.
-        steps: the number of steps to keep beside step 0; defaults to 20.
+        steps: the number of steps to keep in addition to step 0; defaults to 20.
         max_bytes: the size limit of the folder, bytes; defaults to 2 GiB. The older steps are deleted first.
         prompts: whether to store the token ids of prompts; defaults to True. `rollcorr confirm` needs them.
         ids: whether to store token ids at all; defaults to True.
@@ -59,9 +59,7 @@ class RolloutCapture:
     ) -> None:
         self.steps = 0
         self._ring = RolloutRing(directory=Path(directory), steps=steps, max_bytes=max_bytes, rank=rank, ranks=ranks)
-        self._omitted = {"prompt_ids"} if not prompts else set()
-        if not ids:
-            self._omitted = {"prompt_ids", "response_ids"}
+        self._omitted = {"prompt_ids": not (prompts and ids), "response_ids": not ids}
         self._writer: RunWriter | None = None
         self._has_failed = False
 
@@ -86,7 +84,7 @@ class RolloutCapture:
             prompt_mask: (B, P), non-zero on tokens of a padded column `prompt_ids`; other `prompt_ids` are lists.
         """
         try:
-            stored = {name: value for name, value in columns.items() if name not in self._omitted}
+            stored = {name: value for name, value in columns.items() if not self._omitted.get(name)}
             prompts = stored.get("prompt_ids")
             if isinstance(prompts, Tensor) and prompt_mask is not None:
                 rows = zip(prompts.cpu(), prompt_mask.cpu() != 0, strict=True)

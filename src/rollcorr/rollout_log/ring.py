@@ -20,7 +20,7 @@ class RolloutRing:
 
     Attributes:
         directory: the folder.
-        steps: the number of steps to keep, at least 1, beside step 0.
+        steps: the number of steps to keep, at least 1, in addition to step 0.
         max_bytes: the size limit of the folder, bytes.
         rank: rank of the process that writes.
         ranks: number of such processes.
