@@ -18,7 +18,7 @@ from rollcorr.config.conversion import convert
 from rollcorr.config.documents import load_yaml
 from rollcorr.config.presets import PRESETS
 from rollcorr.core.metric_registry import CRITERIA, METRICS, criterion_metrics
-from rollcorr.core.metric_tables import DIFFUSION_METRICS
+from rollcorr.core.metric_tables import DIFFUSION_METRICS, LAG_METRICS
 from rollcorr.simulation.simulation_file import read_simulation_file
 
 ROOT = Path(__file__).parents[1]
@@ -299,7 +299,7 @@ def test_the_metrics_page_lists_every_metric_once():
     tables = PAGES["docs/reference/metrics.md"].split("## Healthy ranges")[0]
     listed = re.findall(r"^\| `(\w+)` \|", tables, re.MULTILINE)
     template = {name.replace("seq_sum_k1", "CRITERION") for name in criterion_metrics("seq_sum_k1")}
-    assert sorted(listed) == sorted([*METRICS, *DIFFUSION_METRICS, *template])
+    assert sorted(listed) == sorted([*METRICS, *LAG_METRICS, *DIFFUSION_METRICS, *template])
     assert all(f"`{criterion}`" in tables for criterion in CRITERIA)
 
 

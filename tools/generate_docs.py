@@ -33,9 +33,10 @@ from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402
 from rollcorr.core.detail_rows import RELATIVE_ERROR, TOP  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
+from rollcorr.core.lag_statistics import SLOW  # noqa: E402
 from rollcorr.core.metric_names import OLDER_NAMES  # noqa: E402
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
-from rollcorr.core.metric_tables import DIFFUSION_METRICS  # noqa: E402
+from rollcorr.core.metric_tables import DIFFUSION_METRICS, LAG_METRICS  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
 
@@ -255,6 +256,15 @@ the statistic of a sequence; for `token_*`, the sequence's mean. For k1, "above"
 have no lower bound.
 
 {_criterion_table()}
+
+## By the age of the weights
+
+There when the versions of the weights that sampled are known (`policy_versions` of a rollout log, or in the columns of
+`Monitor.correct`), and some tokens have lag 0. The lag is the policy's version minus the token's. The policy of step s
+has version s − 1, or s if a token of that version was seen. If versions rise by less than {SLOW:g} per step, as with a
+counter of weight syncs, the policy's version is the newest one seen. `rollcorr check --json` lists k3 by lag.
+
+{_metric_table(LAG_METRICS)}
 
 ## Denoising steps
 

@@ -134,6 +134,7 @@ def check(
         verdict = reports.to_json(
             result.health,
             worst_tokens=[token._asdict() for token in result.worst_tokens],
+            lags=[row._asdict() for row in result.lags],
             hypotheses=[asdict(finding) for finding in result.hypotheses],
             rows=result.rows,
             files=result.files,

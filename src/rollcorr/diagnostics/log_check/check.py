@@ -31,7 +31,7 @@ from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import null_beside
-from rollcorr.diagnostics.null.version_cells import judge_versions
+from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.diagnostics.resolver import in_one_message, resolve_findings, standing
@@ -95,6 +95,7 @@ class CheckResult:
         null: what it was compared with; None without any.
         what_if: what each preset would do, where that was asked for and the tokens are of a language model.
         worst_tokens: the few tokens that carry most of k3; empty if no few do.
+        lags: the mismatch by the age of the weights that sampled; empty unless steps and versions are recorded.
     """
 
     health: HealthReport
@@ -113,6 +114,7 @@ class CheckResult:
     null: MismatchNull | None = field(repr=False)
     what_if: tuple[WhatIf, ...] = ()
     worst_tokens: tuple[HeavyToken, ...] = ()
+    lags: tuple[LagRow, ...] = ()
 
     @property
     def causes(self) -> tuple[Finding, ...]:
@@ -221,6 +223,7 @@ def check_logs(
         null=judged.used,
         what_if=tally.presets.rows(),
         worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
+        lags=lag_rows(tally.versions.by_lag()),
     )
 
 

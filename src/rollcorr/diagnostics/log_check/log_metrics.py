@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
@@ -11,6 +11,7 @@ from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
+from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ class LogMetrics:
 
 def log_metrics(tally: Tally) -> LogMetrics:
     """The metrics of a tally."""
-    return metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+    measured = metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+    lags = tally.versions.by_lag()
+    if not lags:
+        return measured
+    steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(step["step"], {})}))} for step in measured.steps)
+    return replace(measured, whole={**measured.whole, **lag_metrics(lag_rows(lags))}, steps=steps)
 
 
 def metrics_of_parts(

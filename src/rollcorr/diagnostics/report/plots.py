@@ -234,6 +234,17 @@ ACCURACY = Panel(
 )
 """The panel of runs whose reward recognizes what was drawn."""
 
+LAGS = Panel(
+    name="lags",
+    title="KL (k3) by the age of the weights, nats",
+    curves={"k3_kl_lag0": "engine, at lag 0", "k3_kl_staleness": "added by old weights"},
+    absent="not measured",
+    bounds=(0.0,),
+    symlog=True,
+    width=11.4,
+)
+"""The panel of series with versions of the weights."""
+
 REWARD = Panel(
     name="reward",
     title="Reward",
@@ -244,9 +255,9 @@ REWARD = Panel(
 
 
 def panels_of(series: Mapping[str, Sequence[Point]], *, diffusion: bool) -> tuple[Panel, ...]:
-    """The panels of a report on tokens, or on denoising steps; of the accuracies, only where they were measured."""
-    accuracy = tuple(panel for panel in (ACCURACY,) if panel.curves.keys() & series.keys())
-    return (*(STEP_PANELS if diffusion else PANELS), *accuracy, REWARD)
+    """The panels of a report on tokens, or on denoising steps; of lags and accuracies, only if they were measured."""
+    measured = tuple(panel for panel in (LAGS, ACCURACY) if panel.curves.keys() & series.keys())
+    return (*(STEP_PANELS if diffusion else PANELS), *measured, REWARD)
 
 
 COMPARED: tuple[Panel, ...] = (
