@@ -250,7 +250,7 @@ judge: $(STAMP) ## Make logs of loops and faults that the rules were not written
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/make_logs.py --root $(JUDGE_LOGS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/score_logs.py --root $(JUDGE_LOGS)
 
-conformance: $(STAMP) ## Grade the corrections of six frameworks from the index by fifteen properties; SOURCES=DIR with checkouts: five more
+conformance: $(STAMP) ## Grade the corrections of six frameworks from the index by fifteen properties; SOURCES=DIR with checkouts: six more
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/conformance/grade_peers.py $(SOURCES)
 	$(BIN)/python tools/generate_docs.py
 

@@ -22,6 +22,7 @@ from api_pages import api_pages  # noqa: E402
 from calibration_page import calibration_page  # noqa: E402
 from conformance_page import conformance_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
+from lines_page import lines_page  # noqa: E402
 from option_types import option_types_stub  # noqa: E402
 from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
@@ -389,6 +390,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/background/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/reference/options.md": lambda: options_page(GENERATED, _table),
     "docs/reference/conformance.md": lambda: conformance_page(GENERATED, _table),
+    "docs/coming_from/other_frameworks.md": lambda: lines_page(GENERATED),
     "docs/reference/dumps.md": lambda: dumps_page(GENERATED, _table),
     "docs/reference/presets.md": presets_page,
     "docs/reference/rollout_log_schema.md": lambda: schema_page(GENERATED, _table),
