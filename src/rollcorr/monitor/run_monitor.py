@@ -267,7 +267,7 @@ class Monitor:
             )
         self.add(correction)
         versions = (columns or {}).get("policy_versions")
-        if versions is not None and not densities:
+        if versions is not None:
             log_ratio = train_log_prob.detach().float() - rollout_log_prob.float()
             split = self._lags.statistics(self.steps + 1, versions, log_ratio, response_mask, cu_seqlens)
             if split is not None:

@@ -45,7 +45,7 @@ def log_metrics(tally: Tally) -> LogMetrics:
     lags = tally.versions.by_lag()
     if not lags:
         return measured
-    steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(step["step"], {})}))} for step in measured.steps)
+    steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(int(step["step"]), {})}))} for step in measured.steps)
     return replace(measured, whole={**measured.whole, **lag_metrics(lag_rows(lags))}, steps=steps)
 
 
