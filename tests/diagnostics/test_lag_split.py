@@ -155,7 +155,7 @@ def test_monitor_report_and_watch_agree_with_check(tmp_path):
 def test_other_forms_of_versions_are_left_out():
     split, values, mask = LagSplit(), torch.zeros(2, 3), torch.ones(2, 3)
     for versions in ([0.5, 1.5], [[(0, 3, 1)], [(0, 2, 1), (2, 1, 2)]], ["a", "b"], [1, 2, 3]):
-        assert split.statistics(1, versions, values, mask, None) is None
-    sums = split.statistics(1, 0, torch.full((2, 3), 0.5), torch.zeros(2, 3), None)
+        assert split.statistics(1, versions, values, values, mask, None) is None
+    sums = split.statistics(1, 0, values, values - 0.5, torch.zeros(2, 3), None)
     assert sums is not None
     assert not any(sums.read().numbers), "a batch without a token"

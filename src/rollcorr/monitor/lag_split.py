@@ -16,20 +16,28 @@ class LagSplit:
         self._clock = PolicyClock()
 
     def statistics(
-        self, step: int, versions: object, log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor | None
+        self,
+        step: int,
+        versions: object,
+        train_log_prob: Tensor,
+        rollout_log_prob: Tensor,
+        mask: Tensor,
+        cu_seqlens: Tensor | None,
     ) -> Statistics | None:
         """Compute the sums of a micro-batch; None if the versions are neither one, nor per sequence, nor per token.
 
         Args:
             step: the training step.
-            versions: as in the column `policy_versions` of the rollout log.
-            log_ratio: log π − log μ, nats, (B, T), or (N,) with `cu_seqlens`.
+            versions: as in the column `policy_versions` of the rollout log; None without any.
+            train_log_prob: log π, nats, (B, T), or (N,) with `cu_seqlens`.
+            rollout_log_prob: log μ, the same shape.
             mask: non-zero on valid tokens, the same shape.
             cu_seqlens: (B + 1,) token offsets, only when packed.
         """
-        of_token = _token_versions(versions, mask, cu_seqlens)
+        of_token = None if versions is None else _token_versions(versions, mask, cu_seqlens)
         if of_token is None:
             return None
+        log_ratio = train_log_prob.detach().float() - rollout_log_prob.float()
         self._clock.see(step, newest_version(of_token, mask != 0))
         return lag_statistics(log_ratio, mask, self._clock.version(step, self._clock.newest) - of_token)
 

@@ -266,12 +266,12 @@ class Monitor:
                 context_group=self._context_group,
             )
         self.add(correction)
+        # The versions of the weights are not in the correction's statistics.
         versions = (columns or {}).get("policy_versions")
-        if versions is not None:
-            log_ratio = train_log_prob.detach().float() - rollout_log_prob.float()
-            split = self._lags.statistics(self.steps + 1, versions, log_ratio, response_mask, cu_seqlens)
-            if split is not None:
-                self._totals.add_statistics("lags", split)
+        log_probs = (train_log_prob, rollout_log_prob)
+        split = self._lags.statistics(self.steps + 1, versions, *log_probs, response_mask, cu_seqlens)
+        if split is not None:
+            self._totals.add_statistics("lags", split)
         if self._rollouts is not None and sampled is not None:
             self._rollouts.keep(*sampled)
         return correction
