@@ -1,6 +1,7 @@
 """The split of k3 by lag: the engine's mismatch at lag 0, and what old weights add."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -107,6 +108,14 @@ def test_lag_needs_no_common_counter(tmp_path, version):
 def test_versions_that_never_rise_are_old_weights():
     cells = VersionCells({(step, 0): (100.0, 1e-3 * step) for step in range(1, 5)})
     assert [next(iter(lags)) for lags in cells.by_lag().values()] == [0, 1, 2, 3]
+
+
+def test_error_of_a_lag_is_its_spread_over_steps():
+    """Means 0.1 and 0.3 of equal counts: 0.2 ± 0.1."""
+    (row,) = lag_rows(VersionCells({(1, 0): (10.0, 1.0), (2, 1): (10.0, 3.0)}).by_lag())
+    assert row == (0, 20, pytest.approx(0.2), pytest.approx(0.1))
+    (single,) = lag_rows(VersionCells({(1, 0): (10.0, 1.0)}).by_lag())
+    assert math.isnan(single.error)
 
 
 def test_without_lag_0_nothing_is_split():

@@ -128,27 +128,38 @@ class LagRow(NamedTuple):
         lag: age of the weights that sampled, in versions.
         tokens: how many have this lag.
         k3_kl: k3 per token, nats.
+        error: its standard error from the spread over steps, nats; NaN for a single step.
     """
 
     lag: int
     tokens: int
     k3_kl: float
+    error: float
 
 
 def lag_rows(steps: Mapping[int, Mapping[int, Cell]]) -> tuple[LagRow, ...]:
     """Return the rows of all steps, from `VersionCells.by_lag`, by lag."""
-    table: dict[int, Cell] = {}
+    table: dict[int, list[Cell]] = {}
     for lags in steps.values():
-        for lag, (count, total) in lags.items():
-            before = table.get(lag, (0.0, 0.0))
-            table[lag] = (before[0] + count, before[1] + total)
-    return tuple(LagRow(lag, int(count), total / count) for lag, (count, total) in sorted(table.items()))
+        for lag, cell in lags.items():
+            table.setdefault(lag, []).append(cell)
+    return tuple(LagRow(lag, *_mean_and_error(np.array(cells))) for lag, cells in sorted(table.items()))
+
+
+def _mean_and_error(cells: NDArray[np.float64]) -> tuple[int, float, float]:
+    """Return the tokens of some steps, k3 per token and its standard error; tokens of one step are not independent."""
+    count, total = cells.sum(0)
+    mean, steps = total / count, len(cells)
+    if steps < 2:
+        return int(count), float(mean), math.nan
+    residuals = cells[:, 1] - cells[:, 0] * mean
+    return int(count), float(mean), float(math.sqrt(steps / (steps - 1) * residuals @ residuals) / count)
 
 
 def lag_metrics(rows: Iterable[LagRow]) -> dict[str, float]:
     """Return the metrics of rows, prefixed; the split is left out if no token has lag 0."""
     sums = [0.0] * 5
-    for lag, tokens, k3 in rows:
+    for lag, tokens, k3, _ in rows:
         fresh = lag == 0
         of_row = (tokens, tokens * k3, tokens * lag, tokens * fresh, tokens * k3 * fresh)
         sums = [total + value for total, value in zip(sums, of_row, strict=True)]
