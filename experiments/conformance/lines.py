@@ -98,9 +98,6 @@ def edited(entry: Lines, root: Path, start: str, *, replace: bool) -> Path:
     return copy
 
 
-# --- the runs ---
-
-
 def run_prime_rl(root: Path, entry: Lines) -> None:
     """prime-rl's loss over two sequences, with the custom loss."""
     names = "LossInputs LossOutputs _safe_mean setup_rl_loss_fn compute_loss"
@@ -239,17 +236,10 @@ LINES = (
 import torch
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 from rollcorr import PolicyLogProbs, policy_loss
-from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.core import Denominators
 
-CONFIG = RolloutCorrectionConfig(
-    bypass_mode=True,
-    loss_type="reinforce",
-    rollout_is="token",
-    rollout_is_threshold=2.0,
-    rollout_rs="seq_mean_k3",
-    rollout_rs_threshold=0.01,
-)
+CONFIG = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}
+CONFIG |= {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 
 
 def corrected_loss(inputs: LossInputs) -> LossOutputs:
@@ -275,8 +265,7 @@ def corrected_loss(inputs: LossInputs) -> LossOutputs:
         "https://github.com/modelscope/ms-swift",
         "swift/rlhf_trainers/grpo_trainer.py",
         "a module of yours, my_plugin.py",
-        "`--external_plugins my_plugin.py --log_rollout_offpolicy_metrics true`, without "
-        "`--rollout_importance_sampling_mode`",
+        "`--external_plugins my_plugin.py --use_vllm true`, without `--rollout_importance_sampling_mode`",
         f"""\
 from dataclasses import replace
 
@@ -300,7 +289,7 @@ TrainerFactory.TRAINER_MAPPING["grpo"] = "my_plugin.CorrectedTrainer\"""",
         run_ms_swift,
         f"`compute_loss` with `loss_type` bnpo, twice on one batch: {GRADIENT}",
         "The losses dapo and cispo still divide by the original count. `TRAINER_MAPPING` is a public name that "
-        "ms-swift's pages do not describe. Its trainer samples with vLLM, so no training run was made on a CPU.",
+        "ms-swift's pages do not describe. It records log-probs of vLLM only, so no training run was made on a CPU.",
     ),
     Lines(
         "AReaL",
