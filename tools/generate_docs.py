@@ -262,9 +262,10 @@ have no lower bound.
 
 There when the versions of the weights that sampled are known (`policy_versions` of a rollout log, or in the columns of
 `Monitor.correct`), and some tokens have lag 0. The lag is the policy's version minus the token's. The policy of step s
-has version s − 1, or s if a token of that version was seen. If versions rise by less than {SLOW:g} per step, as with a
-counter of weight syncs, the policy's version is the newest one seen. `rollcorr check --json` lists k3 by lag, with its
-standard error over the steps. A few tokens can carry most of k3, so read a part together with its error.
+has version s − 1, or s if a token of that version was seen. Versions that rise in small steps, and by less than
+{SLOW:g} per training step, count weight syncs: then the policy's version is the newest one seen.
+`rollcorr check --json` lists k3 by lag, with its standard error over the steps. A few tokens can carry most of k3, so
+read a part together with its error.
 
 {_metric_table(LAG_METRICS)}
 

@@ -110,6 +110,14 @@ def test_versions_that_never_rise_are_old_weights():
     assert [next(iter(lags)) for lags in cells.by_lag().values()] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("steps", range(2, 14))
+def test_rare_syncs_are_no_slow_counter(steps):
+    """New weights before every fourth step, with versions that count steps."""
+    cells = {(step, (step - 1) // 4 * 4): (100.0, 1.0) for step in range(1, steps + 1)}
+    lags = [next(iter(lags)) for lags in VersionCells(cells).by_lag().values()]
+    assert lags == [step % 4 for step in range(steps)]
+
+
 def test_error_of_a_lag_is_its_spread_over_steps():
     """Means 0.1 and 0.3 of equal counts: 0.2 ± 0.1."""
     (row,) = lag_rows(VersionCells({(1, 0): (10.0, 1.0), (2, 1): (10.0, 3.0)}).by_lag())
