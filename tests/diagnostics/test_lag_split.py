@@ -176,3 +176,14 @@ def test_other_forms_of_versions_are_left_out():
     sums = split.statistics(1, 0, values, values - 0.5, torch.zeros(2, 3), None)
     assert sums is not None
     assert not any(sums.read().numbers), "a batch without a token"
+
+
+def test_parts_add_up_to_k3_in_a_monitor(tmp_path):
+    """Also with a log-ratio below −20, which k3 does not cap."""
+    pi, mu = torch.tensor([[-30.0, -1.0], [-2.0, -0.5]]), torch.tensor([[-1.0, -1.5], [-1.0, -1.0]])
+    with Monitor(tmp_path / "run") as monitor:
+        monitor.correct(pi, mu, torch.ones(2, 2), columns={"policy_versions": [0, -1]})
+        metrics = monitor.step()
+    parts = metrics["rollout_corr/k3_kl_lag0"] + metrics["rollout_corr/k3_kl_staleness"]
+    assert parts == pytest.approx(metrics["rollout_corr/k3_kl"], rel=1e-6)
+    assert metrics["rollout_corr/k3_kl_lag0"] == pytest.approx((28 + math.expm1(0.5) - 0.5) / 2)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollcorr.core.divergence import SAFETY_BOUND, k3
+from rollcorr.core.divergence import k3
 from rollcorr.core.host_statistics import HostStatistics
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
 from rollcorr.core.metric_registry import finalize
@@ -84,7 +84,7 @@ def lag_statistics(log_ratio: Tensor, mask: Tensor, lag: Tensor) -> Statistics:
         lag: version of the policy minus version of the token, the same shape; below 0 counts as 0.
     """
     measured = (mask != 0) & log_ratio.isfinite()
-    of_token = k3(torch.where(measured, log_ratio, 0.0).double().clamp(min=-SAFETY_BOUND))
+    of_token = k3(torch.where(measured, log_ratio, 0.0).double())
     fresh = measured & (lag <= 0)
     age = torch.where(measured, lag, 0).clamp(min=0)
     rows = (measured.sum(), of_token.sum(), age.sum(), fresh.sum(), torch.where(fresh, of_token, 0.0).sum())
