@@ -255,6 +255,7 @@ judge: $(STAMP) ## Make logs of loops and faults that the rules were not written
 
 conformance: $(STAMP) ## Grade the corrections of six frameworks from the index by fifteen properties; SOURCES=DIR with checkouts: six more
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/conformance/grade_peers.py $(SOURCES)
+	$(if $(SOURCES),OMP_NUM_THREADS=1 $(BIN)/python experiments/conformance/lines.py $(SOURCES))
 	$(BIN)/python tools/generate_docs.py
 
 study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)

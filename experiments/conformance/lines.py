@@ -1,8 +1,8 @@
 """Lines that put this library's correction into other frameworks, and one run of each in the framework's own code.
 
-    python experiments/conformance/lines.py SOURCES
+    make conformance SOURCES=DIR
 
-SOURCES holds checkouts: prime-rl, ms-swift, AReaL, ROLL, OpenRLHF, rllm. Each entry's lines are inserted at its place
+DIR holds checkouts: prime-rl, ms-swift, AReaL, ROLL, OpenRLHF, rllm. Each entry's lines are inserted at its place
 in the framework's file, and the framework's function, otherwise unchanged, runs on a batch whose weights and rejected
 tokens are known. lines.json records the commits and what was compared; docs/coming_from/other_frameworks.md shows both.
 """
@@ -37,7 +37,7 @@ class Lines(NamedTuple):
 
     Attributes:
         framework: its name.
-        folder: of its checkout in SOURCES.
+        folder: of its checkout in DIR.
         web: address of its repository.
         file: the file that has the hook, or that takes the lines.
         place: where the lines stand, in words.
