@@ -7,9 +7,10 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from rollcorr.train.flow_grpo.families import velocity
+from rollcorr.train.flow_grpo.family import predict
 from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
-from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Schedule, draw_windows, make_schedule, round_to_e4m3
+from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, draw_windows, make_schedule, round_to_e4m3
+from rollcorr.train.flow_grpo.schedule import Schedule
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_only_the_steps_of_the_window_are_noisy(sampler):
         sigma, sigma_next = sampler.schedule.sigmas[number : number + 2]
         policy = sampler.policy
         with torch.no_grad():
-            v = velocity(policy.transformer, policy.family, x, sigma.expand(4), prompts, size=policy.size)
+            v = predict(policy.transformer, policy.family, x, sigma.expand(4) * 1000, prompts, size=policy.size)
         if number in (1, 2):
             torch.testing.assert_close(path.data["latents"][:, number - 1], x, rtol=0, atol=0)
             g = 0.7 * math.sqrt(sigma / (1 - sigma))
@@ -129,7 +130,7 @@ def test_log_probs_equal_arithmetic_of_diffusers(sampler, steps):
         sigma, dt = scheduler.sigmas[number], scheduler.sigmas[number + 1] - scheduler.sigmas[number]
         with torch.no_grad():
             policy, prompt = sampler.policy, prompts.select(torch.tensor([row]))
-            v = velocity(policy.transformer, policy.family, x, sigma[None], prompt, size=policy.size)
+            v = predict(policy.transformer, policy.family, x, sigma[None] * 1000, prompt, size=policy.size)
         scheduler._step_index = number
         straight = scheduler.step(v, scheduler.timesteps[number], x).prev_sample
         g = 0.7 * (sigma / (1 - min(sigma, scheduler.sigmas[1]))).sqrt()

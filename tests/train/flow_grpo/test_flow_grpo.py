@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.train.flow_grpo.sampler import Schedule
+from rollcorr.train.flow_grpo.schedule import Schedule
 
 BYPASS = "algorithm.rollout_correction={bypass_mode: true}"
 QUICKSTART = (

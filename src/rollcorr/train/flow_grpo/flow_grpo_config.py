@@ -23,6 +23,8 @@ class DiffusionModelConfig:
     Attributes:
         path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), its id on the hub,
             or a checkpoint of a run; "shapes" is the small model of rollcorr-demo-models.
+        family: `package.module:Class` or `file.py:Class` of a family of your own (`rollcorr.train.Family`); defaults
+            to the family of the network's class.
         height: pixels; defaults to the model's own size, if it has one.
         width: pixels; defaults to the height.
         lora: train adapters instead of the full transformer.
@@ -31,6 +33,7 @@ class DiffusionModelConfig:
     """
 
     path: str = "shapes"
+    family: str | None = None
     height: int | None = None
     width: int | None = None
     lora: LoraSettings = field(default_factory=LoraSettings)

@@ -191,6 +191,7 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     model = config.model
     policy = load_policy(
         path,
+        family=model.family,
         height=model.height,
         width=model.width,
         lora=model.lora,

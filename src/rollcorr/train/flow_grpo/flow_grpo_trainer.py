@@ -33,7 +33,7 @@ from rollcorr.diffusion import (
     loss_step_metrics,
 )
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-from rollcorr.train.flow_grpo.families import Prompts, velocity
+from rollcorr.train.flow_grpo.family import Prompts, predict
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Trajectories, draw_windows, make_schedule
 from rollcorr.train.steps import (
@@ -241,9 +241,9 @@ class FlowGrpoTrainer:
         steps = batch.trajectories.steps[rows, column]
         self.forward_passes += 1
         prompts, size = batch.trajectories.prompts.select(rows), self.policy.size
-        v = velocity(model, self.policy.family, x, self.schedule.at(steps)[0], prompts, size=size)
+        v = predict(model, self.policy.family, x, self.schedule.timestep(steps), prompts, size=size)
 
-        # Log-density of the sampled step under this model: a Gaussian around the mean from its velocity.
+        # Log-density of the sampled step under this model: a Gaussian around the mean from its prediction.
         mean, std = self.schedule.moments(v, x, steps)
         log_prob = gaussian_log_prob(after, mean, std)
         return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}

@@ -1,4 +1,4 @@
-"""The rollout policy: the schedule and its window, the model copy, and the sampler of trajectories.
+"""The rollout policy: the window, the model copy, and the sampler of trajectories.
 
 A trajectory of S steps visits σ_0 = 1 > σ_1 > … > σ_S = 0, along diffusers' own schedule. Inside the window of W steps
 the sampler uses SDE steps, which are trained on; outside it, and in the holes of a window, it follows the ODE.
@@ -24,15 +24,15 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollcorr.core.diffusion import gaussian_log_prob, sde_step_mean, take_step
+from rollcorr.core.diffusion import gaussian_log_prob, take_step
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-from rollcorr.train.flow_grpo.families import Prompts, velocity
+from rollcorr.train.flow_grpo.family import Prompts, predict
+from rollcorr.train.flow_grpo.schedule import Schedule
 from rollcorr.train.steps import derived_generator, derived_seed
 
 if TYPE_CHECKING:
@@ -42,89 +42,17 @@ RolloutDtype = Literal["bfloat16", "float16", "fp8", "float32"]
 LARGEST_E4M3 = 448.0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Schedule:
-    """σ of every step, and the noise level.
-
-    Attributes:
-        sigmas: (S + 1,) float32 on the CPU, falling, the last one 0.
-        noise_level: a, inside the window.
-    """
-
-    sigmas: Tensor
-    noise_level: float = 0.7
-
-    def __post_init__(self) -> None:
-        sigmas = self.sigmas
-        falling = bool((sigmas.diff() < 0).all()) and sigmas[0] <= 1 and sigmas[-1] == 0
-        if not falling:
-            raise ValueError(f"sigmas must fall from at most 1 to 0, got {[round(s, 4) for s in sigmas.tolist()]}")
-
-    @property
-    def steps(self) -> int:
-        """Return S."""
-        return len(self.sigmas) - 1
-
-    @property
-    def timesteps(self) -> Tensor:
-        """Return σ × 1000, (S,), the input of the transformer."""
-        return self.sigmas[:-1] * 1000
-
-    def at(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return σ and the next σ of some step numbers, any shape, on their device."""
-        sigmas = self.sigmas.to(steps.device)
-        return sigmas[steps], sigmas[steps + 1]
-
-    def moments(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute mean m and deviation s of an SDE step from x at given step numbers; see `rollcorr.core.diffusion`.
-
-        Args:
-            velocity: v, (B, …) float32.
-            sample: x, same shape.
-            steps: step numbers, (B,).
-
-        Returns:
-            m in the shape of the sample, s (B,).
-        """
-        mean, std = self._step_mean_and_std(velocity, sample, steps, self.noise_level)
-        assert std is not None, "a step without noise has no log-prob"
-        return mean, std.flatten()
-
-    def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
-        """Compute x + (σ_next − σ) v, the Euler step of the ODE, (B, …)."""
-        return self._step_mean_and_std(velocity, sample, steps, 0.0)[0]
-
-    def _step_mean_and_std(
-        self, velocity: Tensor, sample: Tensor, steps: Tensor, noise_level: float
-    ) -> tuple[Tensor, Tensor | None]:
-        sigma, sigma_next = self.at(steps)
-        largest = float(self.sigmas[1])
-        return sde_step_mean(
-            velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=largest, noise_level=noise_level
-        )
-
-
 def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0.7) -> Schedule:
     """Return the schedule of this model's pipeline, from diffusers' scheduler.
 
     Raises:
-        ValueError: the scheduler's σ do not fall from 1 to 0 (`invert_sigmas`, for instance).
+        ValueError: the scheduler's noise does not fall (`invert_sigmas`, for instance), or an option is unsupported.
     """
     # Setting the steps modifies a scheduler, so copy the policy's.
-    scheduler: Any = copy.deepcopy(policy.scheduler)
-    config = scheduler.config
-    shift = {}
-    if config.use_dynamic_shifting:
-        # μ is linear in the number of image tokens, as in the pipelines of diffusers.
-        tokens = policy.family.sequence_length(policy.transformer.config, *policy.size)
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-        shift["mu"] = config.base_shift + slope * (tokens - config.base_image_seq_len)
-    if policy.family.even_sigmas:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
-    else:
-        scheduler.set_timesteps(steps, **shift)
-
-    return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level)
+    scheduler = copy.deepcopy(policy.scheduler)
+    return policy.family.schedule(
+        scheduler, policy.transformer.config, policy.size, steps=steps, noise_level=noise_level
+    )
 
 
 def draw_windows(rollout: DiffusionRolloutConfig, *, seed: int, step: int) -> Tensor:
@@ -291,7 +219,7 @@ class Sampler:
         following = torch.empty_like(means) if has_holes else latents[:, 1:]
 
         for number in range(self.schedule.steps):
-            v, at = self._predict_velocity(x, number, prompts)
+            v, at = self._predict(x, number, prompts)
             straight = self.schedule.straight(v, x, at)
 
             # Rows whose window contains this step add noise; the rest follow the ODE.
@@ -315,7 +243,7 @@ class Sampler:
         data = {
             "rollout_log_probs": log_probs,
             "latents": latents,
-            "timesteps": sigma * 1000,
+            "timesteps": self.schedule.timestep(steps),
             "prev_sample_mean": means,
             "std": stds,
             "dt": sigma_next - sigma,
@@ -336,22 +264,22 @@ class Sampler:
         """Compute x at σ = 0 along the ODE, without exploration noise, (B, …)."""
         x = self._draw_noise(len(prompts), seed, step, "start")
         for number in range(self.schedule.steps):
-            v, at = self._predict_velocity(x, number, prompts)
+            v, at = self._predict(x, number, prompts)
             x = self.schedule.straight(v, x, at)
         _check_finite(x, self.model.dtype)
         return x
 
-    def _predict_velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """Return v of all rows at a step, and the step number of each row."""
+    def _predict(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """Return the model's prediction for all rows at a step, and the step number of each row."""
         at = torch.full((len(x),), number, device=x.device)
-        sigma, _ = self.schedule.at(at)
+        timestep = self.schedule.timestep(at)
         rows = torch.arange(len(x), device=x.device)
         parts = [
-            velocity(
+            predict(
                 self.model.module,
                 self.policy.family,
                 x[part],
-                sigma[part],
+                timestep[part],
                 prompts.select(part),
                 size=self.policy.size,
             )
