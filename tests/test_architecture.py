@@ -67,7 +67,7 @@ BUDGETS = {
     "correction": 1268,
     "demo": 171,
     "diffusion": 491,
-    "engines": 2003,
+    "engines": 2241,
     "integrations": 1848,
     "kernels": 3559,
     "layouts": 137,

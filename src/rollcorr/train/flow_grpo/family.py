@@ -33,7 +33,7 @@ class Condition:
     mask: Tensor | None = None
 
     def select(self, rows: Tensor) -> Condition:
-        """Return the condition of some rows."""
+        """Return the condition of some rows, (b,) integers."""
         pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
         return Condition(self.embeds[rows], pooled, mask)
 
@@ -103,7 +103,13 @@ class Family(abc.ABC):
         return config["in_channels"], height, width
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
-        """Return the number of image tokens, an input of the schedule's dynamic shifting."""
+        """Return the number of image tokens, an input of the schedule's dynamic shifting.
+
+        Args:
+            config: of the network.
+            height: in latent pixels.
+            width: in latent pixels.
+        """
         return patch_count(height, width, config["patch_size"])
 
     @abc.abstractmethod
@@ -123,14 +129,27 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, pipeline: Any, prompt: str, device: str) -> Condition:  # noqa: ANN401
-        """Return the condition of one prompt, one row, from a pipeline that has text encoders but no network."""
+        """Return the condition of one prompt, one row.
+
+        Args:
+            pipeline: diffusers' pipeline, with its text encoders but without network and VAE.
+            prompt: the text.
+            device: device of the encoders.
+        """
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Return latents in the layout of pictures, (B, C, height, width)."""
         return latents
 
     def decode(self, vae: Any, latents: Tensor, height: int, width: int) -> Tensor:  # noqa: ANN401
-        """Compute pictures (B, 3, H, W) in [−1, 1] from latents at σ = 0, scaled as the pipeline scales them."""
+        """Compute pictures (B, 3, H, W) in [−1, 1] from latents at σ = 0, scaled as the pipeline scales them.
+
+        Args:
+            vae: the pipeline's.
+            latents: (B, …).
+            height: in latent pixels.
+            width: in latent pixels.
+        """
         latents = self.unpack(latents, height, width).to(next(vae.parameters()).dtype)
         pictures: Tensor = vae.decode(latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)).sample
         return pictures

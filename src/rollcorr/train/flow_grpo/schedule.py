@@ -73,7 +73,13 @@ class Schedule:
         return mean, std.flatten()
 
     def straight(self, prediction: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
-        """Compute the step without noise, (B, …): x + (σ_next − σ) v for a flow-matching model."""
+        """Compute the step without noise, (B, …): x + (σ_next − σ) v for a flow-matching model.
+
+        Args:
+            prediction: the model's, (B, …) float32.
+            sample: x, same shape.
+            steps: step numbers, (B,).
+        """
         return self._mean_and_std(prediction, sample, steps, 0.0)[0]
 
     def _mean_and_std(
