@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from rollcorr.diffusion.batch_checks import dimensions_of
-from rollcorr.diffusion.step_correction import step_kl
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureBatch, PictureStepResult
+from rollcorr.train.flow_grpo.fresh_pictures import denoising_batch
 from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
@@ -206,39 +205,31 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
 def write_denoising_log(path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig) -> None:
     """Write one step's pictures: one row for each, one token for each denoising step of its window.
 
-    Latents and means are not written: they are large, and the diagnosis needs only one number, the exact KL.
-
     Args:
         path: the Parquet file; replaced.
         step: the training step.
-        batch: with log π_old.
+        batch: with log π_old; in bypass mode with log π_θ of its first mini-batch under these keys.
         config: of the run.
     """
-    from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+    from rollcorr.rollout_log import RolloutLogWriter
 
-    data, trajectories = batch.data, batch.trajectories
-    window = torch.ones_like(data["rollout_log_probs"], dtype=torch.bool)
+    trajectories = batch.trajectories
     sigma, sigma_next = trajectories.schedule.at(trajectories.steps)
-    # A row per picture, a "token" per denoising step of the window.
-    log = RolloutBatch.from_padded(
-        window,
+    bypass = config.algorithm.actor.bypass_mode
+    log = denoising_batch(
+        batch.data,
         step=step,
+        train_column="log_prob" if bypass else "old_log_prob",
         sequence_id=[f"{step}-{row}" for row in range(len(batch))],
         group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
-        rollout_log_prob=data["rollout_log_probs"],
-        old_log_prob=data["old_log_probs"],
         reward=batch.rewards,
-        advantages=data["advantages"][:, None].expand_as(window),
+        advantages=batch.data["advantages"][:, None].expand_as(sigma),
         policy_versions=[trajectories.version] * len(batch),
         engine=f"rollout copy, {config.rollout.dtype}",
         model=config.model.path,
         prompt=batch.texts,
-        dimensions=dimensions_of(data),
-        timestep=data["timesteps"],
         sigma=sigma,
         sigma_next=sigma_next,
-        step_std=data["std"],
-        exact_kl=step_kl(data["old_prev_sample_mean"], data["prev_sample_mean"], data["std"]),
     )
     with RolloutLogWriter(path, overwrite=True) as writer:
         writer.write(log)

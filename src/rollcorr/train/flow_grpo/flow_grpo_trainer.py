@@ -138,7 +138,7 @@ class FlowGrpoTrainer:
         clock, passes = Clock(), self.forward_passes
         with clock("rollout"):
             staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
-            trajectories, texts = self._sample(step)
+            trajectories, texts = self.sample(step)
         with clock("reward"):
             batch = self._build_batch(trajectories, texts)
         with clock("old_log_prob"):
@@ -180,7 +180,7 @@ class FlowGrpoTrainer:
             empty = self.policy.encoder.encode([""]).select(torch.zeros_like(rows))
         return Prompts(condition.select(rows), empty, guidance)
 
-    def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
+    def sample(self, step: int) -> tuple[Trajectories, list[str]]:
         """Sample the trajectories of the step, a group for each prompt; return them with their prompts."""
         rollout, seed = self.config.rollout, self.config.seed
         walk = shuffled_walk(len(self.texts), rollout.prompts_per_step, purpose="prompts", seed=seed, step=step)
@@ -211,21 +211,21 @@ class FlowGrpoTrainer:
         check_schedule(batch.trajectories.schedule.sigmas.tolist(), self.schedule.sigmas.tolist())
 
         if not self.actor.bypass_mode:
-            old = self._score_all(batch, self.model)
+            old = self.score_all(batch.trajectories, self.model)
             batch.data.update(old_log_probs=old["log_probs"], old_prev_sample_mean=old["prev_sample_mean"])
 
         if self.actor.kl_coef:
             # With adapters, the reference is the base transformer.
             with self.policy.without_adapters():
-                reference = self._score_all(batch, self.reference or self.model)
+                reference = self.score_all(batch.trajectories, self.reference or self.model)
             batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
 
     @torch.no_grad()
-    def _score_all(self, batch: PictureBatch, model: nn.Module) -> dict[str, Tensor]:
-        """Compute log-probs (B, W) and means (B, W, …) of a batch under a model."""
-        rows, window = batch.trajectories.steps.shape
+    def score_all(self, trajectories: Trajectories, model: nn.Module) -> dict[str, Tensor]:
+        """Compute `log_probs` (B, W) and `prev_sample_mean` (B, W, …) of trajectories under a model."""
+        rows, window = trajectories.steps.shape
         parts = [
-            [self._score(batch, model, chunk, column) for column in range(window)]
+            [self._score(trajectories, model, chunk, column) for column in range(window)]
             for chunk in torch.arange(rows, device="cpu").split(self.micro_batch_size)
         ]
         return {
@@ -233,14 +233,15 @@ class FlowGrpoTrainer:
             for name in ("log_probs", "prev_sample_mean")
         }
 
-    def _score(self, batch: PictureBatch, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
+    def _score(self, trajectories: Trajectories, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
         """Compute log-probs (b, 1) and means (b, 1, …) of one step of the window, with gradient."""
-        x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
-        if "next_latents" in batch.data:
-            after = batch.data["next_latents"][rows, column]
-        steps = batch.trajectories.steps[rows, column]
+        data = trajectories.data
+        x, after = (data["latents"][rows, column + i] for i in (0, 1))
+        if "next_latents" in data:
+            after = data["next_latents"][rows, column]
+        steps = trajectories.steps[rows, column]
         self.forward_passes += 1
-        prompts, size = batch.trajectories.prompts.select(rows), self.policy.size
+        prompts, size = trajectories.prompts.select(rows), self.policy.size
         v = velocity(model, self.policy.family, x, self.schedule.at(steps)[0], prompts, size=size)
 
         # Log-density of the sampled step under this model: a Gaussian around the mean from its velocity.
@@ -278,7 +279,7 @@ class FlowGrpoTrainer:
             for micro_batch in own_rows(rows, self.group).split(self.micro_batch_size):
                 for column in range(window):
                     output = gradients.diffusion_loss(
-                        self._score(batch, self.model, micro_batch, column),
+                        self._score(batch.trajectories, self.model, micro_batch, column),
                         _select_step(batch.data, micro_batch, column),
                         schedule=self.schedule.timesteps.tolist(),
                     )
