@@ -30,6 +30,7 @@ from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
+from rollcorr.diagnostics.null.picture_clip import clip_advice
 from rollcorr.diagnostics.null.picture_judgment import judge_pictures
 from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.routing import judge_routing
@@ -300,7 +301,11 @@ def _judge_pictures(
             first, last = null_steps
             raise BadInputError(f"every step of this log lies in {first}:{last}; nothing is left to be judged")
     judged = judge_pictures(rows, null)
-    return judged if null is None else replace(judged, remarks=null.remarks(tally.origin))
+    remarks = () if null is None else null.remarks(tally.origin)
+
+    # With a fault, log-ratios are no noise that a clip should let through.
+    advice = "" if in_excess(judged) else clip_advice(rows)
+    return replace(judged, remarks=(*remarks, advice) if advice else remarks)
 
 
 def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
@@ -324,6 +329,8 @@ def _verdict(
     """Return the verdict, and the list of all hypotheses: one fault shows in several sources."""
     tally, weights, rest = read.tally, judged.weights, judged.rest
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.kept)
+    if read.denoising:
+        evidence = replace(evidence, changes={})  # averages over D and over windows; R of each timestep is judged
     measured = measured_findings(evidence)
     measured = measured if rest is None else rest.attribute(measured, with_rises=True)
 

@@ -16,7 +16,12 @@ from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureBatch, PictureStepResult
+from rollcorr.train.flow_grpo.flow_grpo_trainer import (
+    FirstScores,
+    FlowGrpoTrainer,
+    PictureBatch,
+    PictureStepResult,
+)
 from rollcorr.train.flow_grpo.fresh_pictures import denoising_batch
 from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import read_prompts
@@ -108,8 +113,9 @@ class FlowGrpoRecipe(Recipe):
 
     def write_extras(self, step: int) -> None:
         """Write the rollout log of the step."""
-        if self.trainer.config.log.rollouts and self.newest is not None and not self.trainer.actor.bypass_mode:
-            write_denoising_log(self.directory.rollout_log(step), step, self.newest.batch, self.trainer.config)
+        newest, config = self.newest, self.trainer.config
+        if config.log.rollouts and newest is not None and (newest.first or not self.trainer.actor.bypass_mode):
+            write_denoising_log(self.directory.rollout_log(step), step, newest.batch, config, newest.first)
 
     def save_policy(self, directory: Path) -> None:
         """Write the trained parts and the paths of the frozen ones."""
@@ -202,32 +208,42 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     return policy
 
 
-def write_denoising_log(path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig) -> None:
+def write_denoising_log(
+    path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig, first: FirstScores | None = None
+) -> None:
     """Write one step's pictures: one row for each, one token for each denoising step of its window.
 
     Args:
         path: the Parquet file; replaced.
         step: the training step.
-        batch: with log π_old; in bypass mode with log π_θ of its first mini-batch under these keys.
+        batch: with log π_old, unless `first` is given.
         config: of the run.
+        first: of bypass mode, which computes no log π_old: log π_θ of the first mini-batch. Only its rows are written.
     """
     from rollcorr.rollout_log import RolloutLogWriter
 
+    # Rows of the first mini-batch are in random order; the log keeps the batch's.
+    rows, data = torch.arange(len(batch), device="cpu"), batch.data
+    if first is not None:
+        order = first.rows.cpu().argsort()
+        rows = first.rows.cpu()[order]
+        data = {name: tensor[rows] for name, tensor in data.items()}
+        data |= {name: tensor[order] for name, tensor in first.data.items()}
+
     trajectories = batch.trajectories
-    sigma, sigma_next = trajectories.schedule.at(trajectories.steps)
-    bypass = config.algorithm.actor.bypass_mode
+    sigma, sigma_next = trajectories.schedule.at(trajectories.steps[rows])
     log = denoising_batch(
-        batch.data,
+        data,
         step=step,
-        train_column="log_prob" if bypass else "old_log_prob",
-        sequence_id=[f"{step}-{row}" for row in range(len(batch))],
-        group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
-        reward=batch.rewards,
-        advantages=batch.data["advantages"][:, None].expand_as(sigma),
-        policy_versions=[trajectories.version] * len(batch),
+        train_column="old_log_prob" if first is None else "log_prob",
+        sequence_id=[f"{step}-{row}" for row in rows.tolist()],
+        group_id=[f"{step}-{group}" for group in batch.group_ids[rows].tolist()],
+        reward=batch.rewards[rows],
+        advantages=data["advantages"][:, None].expand_as(sigma),
+        policy_versions=[trajectories.version] * len(rows),
         engine=f"rollout copy, {config.rollout.dtype}",
         model=config.model.path,
-        prompt=batch.texts,
+        prompt=[batch.texts[row] for row in rows.tolist()],
         sigma=sigma,
         sigma_next=sigma_next,
     )

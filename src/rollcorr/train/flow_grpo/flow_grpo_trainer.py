@@ -79,11 +79,37 @@ class PictureBatch:
 
 
 @dataclass(frozen=True, eq=False)
+class FirstScores:
+    """What the loss computed before the first update of a step, in bypass mode.
+
+    Attributes:
+        rows: pictures of the first mini-batch that this rank scored, (b,) int64.
+        data: `old_log_probs` (b, W) and `old_prev_sample_mean` (b, W, …) of π_θ, without gradient.
+    """
+
+    rows: Tensor
+    data: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, parts: list[tuple[Tensor, dict[str, Tensor]]], window: int) -> FirstScores:
+        """Join the scores of micro-batches, each with its rows: one for each step of the window, in order."""
+        scores = [score for _, score in parts]
+        data = {
+            f"old_{name}": torch.cat(
+                [torch.cat([s[name] for s in scores[i : i + window]], dim=1) for i in range(0, len(scores), window)]
+            )
+            for name in ("log_probs", "prev_sample_mean")
+        }
+        return cls(torch.cat([rows for rows, _ in parts[::window]]), data)
+
+
+@dataclass(frozen=True, eq=False)
 class PictureStepResult:
-    """Metrics and batch of a step."""
+    """Metrics and batch of a step; in bypass mode also the scores before its first update."""
 
     metrics: dict[str, float]
     batch: PictureBatch
+    first: FirstScores | None = None
 
 
 class FlowGrpoTrainer:
@@ -150,7 +176,8 @@ class FlowGrpoTrainer:
             advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
             batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
         with clock("update"):
-            metrics |= self._update(batch, step)
+            updated, first = self._update(batch, step)
+            metrics |= updated
 
         metrics |= {
             "reward/mean": float(batch.rewards.double().mean()),
@@ -161,7 +188,7 @@ class FlowGrpoTrainer:
             "perf/images_per_second": len(batch) / clock.total,
             **clock.metrics(),
         }
-        return PictureStepResult(metrics, batch)
+        return PictureStepResult(metrics, batch, first)
 
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
         """Return prompt inputs of the transformer, each repeated `copies` times in a row.
@@ -256,19 +283,27 @@ class FlowGrpoTrainer:
             return {}
         return apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)[1]
 
-    def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
-        """Run every optimizer step of the batch; return their combined metrics."""
+    def _update(self, batch: PictureBatch, step: int) -> tuple[dict[str, float], FirstScores | None]:
+        """Run every optimizer step of the batch; return their combined metrics, and the first scores in bypass mode."""
         optim = self.config.optim
         set_learning_rate(self.optimizer, optim, step)
         parts = mini_batches(len(batch), optim, seed=self.config.seed, step=step)
-        done = [self._optimizer_step(batch, mini_batch) for _, mini_batch in parts]
+        scores: list[tuple[Tensor, dict[str, Tensor]]] = []
+        done: list[tuple[list[PolicyLossOutput], dict[str, float]]] = []
+        for _, mini_batch in parts:
+            # Before the first update π_θ is the policy that decoupled mode calls π_old.
+            seen = scores if self.actor.bypass_mode and self.config.log.rollouts and not done else None
+            done.append(self._optimizer_step(batch, mini_batch, seen))
 
         outputs = [output for found, _ in done for output in found]
         means = {name: sum(numbers[name] for _, numbers in done) / len(done) for name in done[0][1]}
-        return loss_step_metrics(outputs, self.actor, group=self.group) | means
+        first = FirstScores.of(scores, batch.trajectories.steps.shape[1]) if scores else None
+        return loss_step_metrics(outputs, self.actor, group=self.group) | means, first
 
-    def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], dict[str, float]]:
-        """Accumulate a mini-batch's gradients over micro-batches and steps, then step.
+    def _optimizer_step(
+        self, batch: PictureBatch, rows: Tensor, seen: list[tuple[Tensor, dict[str, Tensor]]] | None
+    ) -> tuple[list[PolicyLossOutput], dict[str, float]]:
+        """Accumulate a mini-batch's gradients over micro-batches and steps, then step; append its scores to `seen`.
 
         The step is skipped if less than `min_keep_fraction` or no sample was kept, or if a number is not finite.
         """
@@ -278,8 +313,11 @@ class FlowGrpoTrainer:
         with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
             for micro_batch in own_rows(rows, self.group).split(self.micro_batch_size):
                 for column in range(window):
+                    scores = self._score(batch.trajectories, self.model, micro_batch, column)
+                    if seen is not None:
+                        seen.append((micro_batch, {name: score.detach() for name, score in scores.items()}))
                     output = gradients.diffusion_loss(
-                        self._score(batch.trajectories, self.model, micro_batch, column),
+                        scores,
                         _select_step(batch.data, micro_batch, column),
                         schedule=self.schedule.timesteps.tolist(),
                     )
