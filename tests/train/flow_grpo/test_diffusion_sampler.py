@@ -72,7 +72,7 @@ def test_rows_at_a_time_change_nothing_but_memory(sampler):
 
 def test_what_is_stored_is_float32_in_any_precision(flow_trainer):
     trainer = flow_trainer("rollout.dtype=fp8")
-    data = trainer._sample(1)[0].data
+    data = trainer.sample(1)[0].data
     assert {tensor.dtype for tensor in data.values()} == {torch.float32}
     shapes = {name: tuple(tensor.shape) for name, tensor in data.items()}
     one = (12, 2)

@@ -197,8 +197,8 @@ class DiffusionLogConfig(LogConfig):
     Attributes:
         evaluate: pictures drawn before and after the training, without noise; 0 disables it.
         images: number of pictures in the report.
-        rollouts: write a rollout log (Parquet) for each step, without latents. Bypass mode computes no log π_old
-            and writes no log.
+        rollouts: write a rollout log (Parquet) for each step, without latents. In bypass mode it has
+            the pictures of the first mini-batch, with log π_θ before the update.
     """
 
     evaluate: int = 48

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.diffusion import gaussian_log_prob, take_step
+from rollcorr.engines.diffusion_engine import DiffusionRollout
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.family import Prompts, predict
 from rollcorr.train.flow_grpo.schedule import Schedule
@@ -155,27 +156,16 @@ def _linear_weights(model: nn.Module) -> set[str]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Trajectories:
-    """B trajectories, W steps in the window; tensors are float32 unless noted otherwise.
+class Trajectories(DiffusionRollout):
+    """B trajectories, W steps in the window, with what the trainer needs to score them.
 
     Attributes:
         schedule: σ of every step.
         prompts: B rows.
-        steps: step numbers inside the window, (B, W) int64.
-        final: x at σ = 0, (B, …).
-        version: of the weights that sampled.
-        data: by the keys of `rollcorr.diffusion`: `latents` (x before each step of the window, and after the last),
-            `next_latents` (x after each step, only if the window has holes),
-            `prev_sample_mean` (m of each step under the rollout policy), `std` (s), `rollout_log_probs` (log μ of each
-            step, averaged over the D latent dimensions, nats), `timesteps` and `dt`.
     """
 
     schedule: Schedule
     prompts: Prompts
-    steps: Tensor
-    final: Tensor
-    version: int
-    data: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +241,7 @@ class Sampler:
         if has_holes:
             data["next_latents"] = following
         return Trajectories(
+            sigmas=self.schedule.sigmas,
             schedule=self.schedule,
             prompts=prompts,
             steps=steps,

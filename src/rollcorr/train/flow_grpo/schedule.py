@@ -53,6 +53,13 @@ class Schedule:
         sigmas = self.sigmas.to(steps.device)
         return sigmas[steps], sigmas[steps + 1]
 
+    def logged(self, steps: Tensor) -> dict[str, Tensor]:
+        """Return the columns `sigma` and `sigma_next` of a rollout log for step numbers, in their shape.
+
+        Checks of a log relate them to s by the formula of Flow-GRPO, so other schedules return none.
+        """
+        return dict(zip(("sigma", "sigma_next"), self.at(steps), strict=True))
+
     def timestep(self, steps: Tensor) -> Tensor:
         """Return the timestep values of some step numbers, any shape, on their device."""
         return self.timesteps.to(steps.device)[steps]
@@ -129,6 +136,10 @@ class DdimSchedule(Schedule):
     def timesteps(self) -> Tensor:
         """Return the scheduler's own timestep values, (S,), the input of the UNet."""
         return self.values
+
+    def logged(self, steps: Tensor) -> dict[str, Tensor]:
+        """Return no column: s of DDIM follows a different formula."""
+        return {}
 
     def _mean_and_std(
         self, prediction: Tensor, sample: Tensor, steps: Tensor, noise_level: float
