@@ -261,6 +261,7 @@ def _write_pictures(
             "DiffusionEngine), or both --sampler MODULE:NAME and --trainer MODULE:NAME"
         )
     try:
+        # With a configuration, its trainer scores; without, the second function does.
         sample = None if sampler is None else load_function(sampler, option="--sampler")
         if sample and trainer:
             batches = fresh_pictures(sample, load_function(trainer, option="--trainer"), pictures=pictures)

@@ -57,7 +57,7 @@ def test_log_probs_equal_the_scheduler_of_diffusers(pipeline, dtype, window):
     before = [parameter.detach().clone() for parameter in trainer.parameters]
     assert trainer.step(1).metrics["rollout_corr/exact_kl_mean"] >= (1e-12 if dtype == "float16" else 0)
 
-    batch = trainer._build_batch(*trainer._sample(2))
+    batch = trainer._build_batch(*trainer.sample(2))
     trainer._add_old_log_probs(batch)
     data, steps = batch.data, batch.trajectories.steps
     following = data.get("next_latents", data["latents"][:, 1:])

@@ -33,7 +33,7 @@ class Condition:
     mask: Tensor | None = None
 
     def select(self, rows: Tensor) -> Condition:
-        """Return the condition of some rows, (b,) integers."""
+        """Return the condition of some rows, (B,) integers."""
         pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
         return Condition(self.embeds[rows], pooled, mask)
 

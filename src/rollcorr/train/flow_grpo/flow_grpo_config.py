@@ -96,7 +96,8 @@ class DiffusionRolloutConfig:
             at the lowest step and moves to later ones during the training (MixGRPO).
         sde_window_spacing: the window takes every n-th step; above 1 it has holes, which follow the ODE.
         sde_window_interval: training steps until a moving window moves by one.
-        dtype: precision of the sampling copy: "bfloat16", "float16", "fp8" (emulated) or the trainer's "float32".
+        dtype: precision of the sampling copy: "bfloat16", "float16", "fp8" (emulated), "fp8_matmul" (e4m3
+            products, on a device that has them) or the trainer's "float32".
         guidance_scale: γ of classifier-free guidance, 1 disables it; a distilled model reads it as an input.
         refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
         batch_size: pictures sampled at a time; null for all at once.

@@ -121,6 +121,7 @@ def configured_pictures(
     from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
     from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
 
+    # Windows of every picture's own cover all timesteps.
     config = replace(config, rollout=replace(config.rollout, sde_window="per_sample"))
     texts, _ = make_prompts(config)
     trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)

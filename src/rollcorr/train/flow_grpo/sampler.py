@@ -9,9 +9,11 @@ The copy of the transformer computes in the precision that an inference engine w
     bfloat16   parameters and activations in bfloat16
     float16    parameters and activations in float16: 8 times the precision, but nothing above 65,504
     fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
+    fp8_matmul the same weights, multiplied in e4m3 with each row of the activations
 
 fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16. It has the
-rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines keep them.
+rounding of a weight-only fp8 engine on any device, not its speed. fp8_matmul needs a device that multiplies e4m3. LoRA
+adapters stay in bfloat16, as engines keep them.
 
 The latents, the step and its log-prob are always float32, because rounding them would add a mismatch. Steps outside the
 window follow the ODE on the copy as well. This shifts the distribution of pictures, and no importance weight of the
@@ -24,6 +26,7 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -39,7 +42,7 @@ from rollcorr.train.steps import derived_generator, derived_seed
 if TYPE_CHECKING:
     from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
 
-RolloutDtype = Literal["bfloat16", "float16", "fp8", "float32"]
+RolloutDtype = Literal["bfloat16", "float16", "fp8", "fp8_matmul", "float32"]
 LARGEST_E4M3 = 448.0
 
 
@@ -92,6 +95,8 @@ class RolloutModel:
         if dtype != "float32":
             own = torch.float16 if dtype == "float16" else torch.bfloat16
             nn.Module.to(self.module, own)  # not diffusers' own, which remarks on it
+        if dtype == "fp8_matmul":
+            _multiply_in_e4m3(self.module)
         self.update_weights(model, version=0)
 
     @torch.no_grad()
@@ -107,7 +112,7 @@ class RolloutModel:
             raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
 
         # Round from the trainer's float32, never from the copy: rounding errors must not accumulate.
-        linear = _linear_weights(model) if self.dtype == "fp8" else set()
+        linear = _linear_weights(model) if self.dtype.startswith("fp8") else set()
         for name, value in source.items():
             target[name].copy_(round_to_e4m3(value) if name in linear else value)
         self.weight_version = version
@@ -142,8 +147,51 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
 
     Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
-    scale = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+    rounded, scale = _quantize(weight)
+    return rounded.to(weight.dtype) * scale
+
+
+def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3(x / s) and s = max |x| / 448 of each row, (rows, 1), in the input's dtype."""
+    scale = (rows.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    return (rows / scale).to(torch.float8_e4m3fn), scale
+
+
+def _multiply_in_e4m3(module: nn.Module) -> None:
+    """Replace the product of every linear layer whose sizes are multiples of 16 by one in e4m3.
+
+    Raises:
+        ValueError: the device cannot multiply e4m3.
+    """
+    device = next(module.parameters()).device
+    try:
+        linear_e4m3(
+            nn.Linear(16, 16, device=device, dtype=torch.bfloat16), torch.zeros(16, 16, device=device).bfloat16()
+        )
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise ValueError(
+            f"rollout.dtype=fp8_matmul: {device} cannot multiply e4m3 ({error}); use fp8, which emulates its weights"
+        ) from error
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and "lora_" not in name and not any(n % 16 for n in layer.weight.shape):
+            layer.forward = partial(linear_e4m3, layer)  # type: ignore[method-assign]
+
+
+def linear_e4m3(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Compute y = s_x (e4m3(x / s_x) · e4m3(W / s_w)ᵀ) s_w + b on the device's fp8 units.
+
+    Args:
+        layer: W (out, in), both multiples of 16, and b (out,) or None. s_w is one for each output channel.
+        x: (…, in). s_x is one for each row.
+
+    Returns:
+        (…, out), in the dtype of x.
+    """
+    (rows, row_scale), (columns, column_scale) = (_quantize(t) for t in (x.flatten(0, -2), layer.weight))
+    product = torch._scaled_mm(
+        rows, columns.t(), scale_a=row_scale.float(), scale_b=column_scale.float().t(), out_dtype=x.dtype
+    )
+    return (product if layer.bias is None else product + layer.bias).unflatten(0, x.shape[:-1])
 
 
 def _linear_weights(model: nn.Module) -> set[str]:
