@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -151,3 +152,41 @@ def test_the_pages_list_every_rule(page):
     first_cells = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
     for code in ("step_divergence", "schedule_differs", "one_sided_gradients", "growth_by_timestep"):
         assert f"`{code}`" in first_cells
+
+
+TIMES = (1000, 889, 778, 667, 556)
+NOISE = (0.001, 0.002, 0.005, 0.0098, 0.012)
+
+
+def windows(growth, seed, steps=24):
+    """The metrics of a run whose windows move: the KL of a step depends most on its timesteps."""
+    random = Random(seed)
+    for step in range(1, steps + 1):
+        first = random.randrange(4)
+        kl = {t: NOISE[i] * growth(step) * math.exp(random.gauss(0, 0.05)) for i, t in enumerate(TIMES)}
+        chosen = {t: kl[t] for t in TIMES[first : first + 2]}
+        by_time = {f"rollout_corr/log_prob_abs_diff/t_{t}": math.sqrt(value) / 768 for t, value in chosen.items()}
+        mean = sum(chosen.values()) / 2
+        yield {
+            "step": step,
+            "rollout_corr/token_count": 64.0,
+            "rollout_corr/sequence_count": 32.0,
+            "rollout_corr/k3_kl": mean / 768**2,
+            "rollout_corr/exact_kl_mean": mean,
+            "engine/staleness": float(step - 1),
+            **by_time,
+        }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_of_the_exact_kl_is_named(seed):
+    """A sampler that never gets weights at lr 1e-5: 29-fold in 24 steps, and below 0.1 nats throughout."""
+    report = health(list(windows(lambda step: 1 + 28 * ((step - 1) / 23) ** 2, seed)), diffusion=True)
+    assert report.verdict == "unhealthy"
+    assert report.findings[0].metric == "exact_kl_mean"
+    assert report.findings[0].code in ("stale_by_lag", "frozen_sampler", "growing_mismatch", "changed_at_step")
+
+
+def test_moving_windows_are_no_rise():
+    reports = [health(list(windows(lambda step: 1.0, seed, steps=60)), diffusion=True) for seed in range(40)]
+    assert {report.verdict for report in reports} == {"not judged"}

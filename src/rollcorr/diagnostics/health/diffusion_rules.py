@@ -8,7 +8,7 @@ J = D (log π − log μ), which under the rollout policy is normal with mean �
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -17,6 +17,7 @@ from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
 from rollcorr.diagnostics.health.noise import RANGE_Z
+from rollcorr.diagnostics.health.trend import Change
 
 KL_WARNS = 0.1
 """Nats of exact KL per step above which a note asks for a null: large pictures reach 2 by the noise of bf16 alone."""
@@ -30,6 +31,12 @@ GROWTH = 5.0
 """Times its start that |Δ log p| of a timestep may reach."""
 FIRST_STEPS = 5
 """Steps that measured a timestep and serve as its start."""
+RISE_BY_TIMESTEP = 1.5
+"""Growth of |Δ log p| at the median timestep that a rise of the KL needs: its square is that of the KL."""
+FEWEST_VALUES = 4
+"""Steps of one timestep that show its growth."""
+LEAST = 1e-12
+"""Least |Δ log p| of a start."""
 NEGATIVE, POSITIVE = "actor/zeroed_fraction_negative", "actor/zeroed_fraction_positive"
 BY_TIMESTEP = "log_prob_abs_diff/t_"
 
@@ -82,6 +89,27 @@ def range_at(exact_kl: float, steps: float) -> dict[str, tuple[float, float]]:
         return {}
     error = RANGE_Z * math.sqrt(2 * exact_kl / steps)
     return {"kl_joint": (exact_kl - error, exact_kl + error)}
+
+
+def rises_of_pictures(
+    history: Sequence[tuple[int, Mapping[str, float]]], changes: Mapping[str, Change]
+) -> Mapping[str, Change]:
+    """Return the rise of the exact KL, if there is one at equal timesteps too.
+
+    Windows at other timesteps change the KL tenfold from step to step; averages over D follow them, and are left out.
+
+    Args:
+        history: the steps, as of `Evidence`.
+        changes: metric → its latest lasting rise.
+    """
+    rises = {name: change for name, change in changes.items() if name == "exact_kl_mean"}
+    values: dict[str, list[float]] = {}
+    for _, metrics in history:
+        for name in metrics:
+            if name.startswith(BY_TIMESTEP):
+                values.setdefault(name, []).append(metrics[name])
+    grown = [median(one[-2:]) / max(median(one[:2]), LEAST) for one in values.values() if len(one) >= FEWEST_VALUES]
+    return {} if grown and median(grown) < RISE_BY_TIMESTEP else rises
 
 
 def step_divergence(evidence: Evidence) -> Finding | None:

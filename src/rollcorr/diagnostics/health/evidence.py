@@ -16,7 +16,7 @@ from rollcorr.run_directory.metrics_file import StepStore
 
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""
-RISES = ("k3_kl", "log_ratio_std")
+RISES = ("exact_kl_mean", "k3_kl", "log_ratio_std")
 """The metrics of which a lasting rise is one of the mismatch; the first one that rose is shown."""
 ABOVE_NULL = 3.0
 """k3 over that of a null, above which the weights are not the same."""

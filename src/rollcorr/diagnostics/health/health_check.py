@@ -31,6 +31,7 @@ from rollcorr.diagnostics.health.diffusion_rules import (
     DIFFUSION_RULES,
     expected_at,
     range_at,
+    rises_of_pictures,
     step_range,
 )
 from rollcorr.diagnostics.health.evidence import (
@@ -179,7 +180,7 @@ def evidence_of(
         history=history,
         config=config,
         diffusion=diffusion,
-        changes=changes_in(history),
+        changes=rises_of_pictures(history, changes_in(history)) if diffusion else changes_in(history),
         noise=null,
         first=history[0] if history else None,
     )

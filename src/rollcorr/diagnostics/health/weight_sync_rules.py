@@ -109,7 +109,7 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
 
     # The logits of a policy grow as it sharpens, and the rounding of a right sampler with them.
     floor = NEGLIGIBLE_STEP if row.code == "changed_at_step" else NEGLIGIBLE
-    negligible = change.ended is None and change.value < floor[name]
+    negligible = change.ended is None and change.value < floor.get(name, 0.0)
     if negligible:
         title, cause, fix, confirm = _NEGLIGIBLE_WORDS
     elif row.code == "growing_mismatch" and evidence.differs_from_start:

@@ -57,6 +57,11 @@ def _named(rows: PictureRows) -> Finding | None:
     sigma, after, std = (rows.column(name) for name in ("sigma", "sigma_next", "step_std"))
     own_level = std / _unit_deviation(sigma, after)
 
+    # What the sampler reports must be the density of its own step: z̄² has mean 1 and variance 2 / D.
+    squares = _squares(rows)
+    if abs(float(squares.mean()) - 1) > CONTRADICTION_Z * math.sqrt(2 / rows.column("dimensions").sum()) + 1e-4:
+        return None
+
     def of_shift(factor: float) -> Column:
         """Ratio of the deviations if the trainer's scheduler has a shift larger by a factor."""
         moved = [factor * value / (1 + (factor - 1) * value) for value in (sigma, after)]
@@ -81,11 +86,16 @@ def _unit_deviation(sigma: Column, after: Column) -> Column:
     return np.asarray(np.sqrt(sigma / (1 - below_one) * (sigma - after)))
 
 
+def _squares(rows: PictureRows) -> Column:
+    """z̄² of each step, from the sampler's log-prob."""
+    return np.asarray(-2 * (rows.column("rollout") + np.log(rows.column("step_std")) + LOG_ROOT))
+
+
 def _best(rows: PictureRows, ratio_of: Callable[[float], Column]) -> tuple[float, float]:
     """The factor that fits best, and its misfit: the root mean square of the residual over its noise."""
     log_std, size = np.log(rows.column("step_std")), rows.column("dimensions")
     spread = np.maximum(2 * rows.column("kl") / size, 1e-12)
-    squares = -2 * (rows.column("rollout") + log_std + LOG_ROOT) + spread
+    squares = _squares(rows) + spread
     found = (1.0, math.inf)
     for factor in FACTORS:
         ratio = ratio_of(float(factor))
