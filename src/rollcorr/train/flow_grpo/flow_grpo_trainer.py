@@ -233,7 +233,10 @@ class FlowGrpoTrainer:
         # Densities of steps between other σ are not comparable.
         sampled = engine.sample(repeated, windows, seed=derived_seed(seed, "engine", step))
         check_schedule(sampled.sigmas.tolist(), self.schedule.sigmas.tolist())
-        return Trajectories(**vars(sampled) | {"schedule": self.schedule, "prompts": prompts}), repeated
+        device = self.parameters[0].device
+        here = {name: tensor.to(device) for name, tensor in sampled.data.items()}
+        own = {"schedule": self.schedule, "prompts": prompts, "data": here, "steps": sampled.steps.to(device)}
+        return Trajectories(**vars(sampled) | own), repeated
 
     def _build_batch(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
         assert trajectories.final is not None, "the rollout copy returns x at σ = 0"

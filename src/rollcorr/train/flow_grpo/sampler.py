@@ -163,11 +163,11 @@ def _multiply_in_e4m3(module: nn.Module) -> None:
     Raises:
         ValueError: the device cannot multiply e4m3.
     """
+    # Try a layer without initial values, because those would draw from the global generator.
     device = next(module.parameters()).device
     try:
-        linear_e4m3(
-            nn.Linear(16, 16, device=device, dtype=torch.bfloat16), torch.zeros(16, 16, device=device).bfloat16()
-        )
+        tried = nn.utils.skip_init(nn.Linear, 16, 16, device=device, dtype=torch.bfloat16)
+        linear_e4m3(tried, torch.zeros(16, 16, device=device, dtype=torch.bfloat16))
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         raise ValueError(
             f"rollout.dtype=fp8_matmul: {device} cannot multiply e4m3 ({error}); use fp8, which emulates its weights"
