@@ -83,6 +83,12 @@ def test_unipc_gives_its_sigmas_and_no_others():
     unipc = UniPCMultistepScheduler(use_flow_sigmas=True, solver_order=1, disable_corrector=[0, 1, 2, 3], **options)
     made = Wan().schedule(unipc, {"patch_size": (1, 2, 2)}, (8, 8), steps=4, noise_level=0.7)
     torch.testing.assert_close(made.sigmas, unipc.sigmas)
+    assert made.timesteps.tolist() == unipc.timesteps.tolist()  # whole numbers, as Wan's pipeline passes them
+
+    # UniPC begins at 0.999999: the noise of the first step must be that of σ = 1.
+    _, std = made.moments(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([0]))
+    after = unipc.sigmas[1]
+    assert std[0] == pytest.approx(float(0.7 * (1 / (1 - after) * (1 - after)).sqrt()), rel=1e-4)
 
     # Without corrector and at order 1, UniPC takes the same Euler step.
     x, v = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))

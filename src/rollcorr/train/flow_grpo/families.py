@@ -6,6 +6,7 @@ All but Stable Diffusion 1 predict the velocity v = ε − x₀ of x_σ = (1 −
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from rollcorr.train.flow_grpo.schedule import DdimSchedule, Schedule
 
 # Flux and Qwen-Image pack 2 × 2 latent pixels into one token.
 PACKED = 2
+
+# σ of pure noise, up to rounding.
+ALMOST_ONE = 0.9999
 
 
 class StableDiffusion3(Family):
@@ -185,7 +189,10 @@ class Wan(_VideoVae):
         """Return the σ of the scheduler; UniPC must use those of flow matching."""
         if not scheduler.config.get("use_flow_sigmas", True):
             raise ValueError("use_flow_sigmas of Wan's scheduler must be true: the step is that of flow matching")
-        return super().schedule(scheduler, config, size, steps=steps, noise_level=noise_level)
+        made = super().schedule(scheduler, config, size, steps=steps, noise_level=noise_level)
+
+        # UniPC begins just below 1, where σ / (1 − σ) would be a million; at 1 the step uses σ₁.
+        return replace(made, sigmas=torch.where(made.sigmas > ALMOST_ONE, 1.0, made.sigmas))
 
 
 class StableDiffusion1(Family):

@@ -187,7 +187,8 @@ class Family(abc.ABC):
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
         else:
             scheduler.set_timesteps(steps, **shift)
-        return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level)
+        sigmas, values = (tensor.float().cpu() for tensor in (scheduler.sigmas, scheduler.timesteps))
+        return Schedule(sigmas=sigmas, noise_level=noise_level, values=values)
 
 
 def predict(

@@ -23,12 +23,14 @@ class Schedule:
     Attributes:
         sigmas: (S + 1,) float32 on the CPU, falling, the last one 0.
         noise_level: a, inside the window.
+        values: timestep values, the network's input, (S,) float32; defaults to σ × 1000.
 
     Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
     """
 
     sigmas: Tensor
     noise_level: float = 0.7
+    values: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not (self._is_falling and self.sigmas[-1] == 0):
@@ -45,8 +47,8 @@ class Schedule:
 
     @property
     def timesteps(self) -> Tensor:
-        """Return σ × 1000, (S,), the input of the transformer."""
-        return self.sigmas[:-1] * 1000
+        """Return the timestep values, (S,)."""
+        return self.sigmas[:-1] * 1000 if self.values is None else self.values
 
     def at(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Return σ and the next σ of some step numbers, any shape, on their device."""
@@ -108,7 +110,6 @@ class DdimSchedule(Schedule):
     Attributes:
         sigmas: (S + 1,), falling; the last one is 0 if ᾱ′ of the last step is 1.
         alphas: ᾱ of every step and after the last, (S + 1,) float32.
-        values: timestep values of the scheduler, (S,).
         predicts: "epsilon", or "v_prediction" for v = sqrt(ᾱ) ε − sqrt(1 − ᾱ) x₀.
         clip: largest |x̂₀|; optional.
 
@@ -120,7 +121,6 @@ class DdimSchedule(Schedule):
     """
 
     alphas: Tensor
-    values: Tensor
     predicts: Literal["epsilon", "v_prediction"] = "epsilon"
     clip: float | None = None
 
@@ -131,11 +131,6 @@ class DdimSchedule(Schedule):
             )
         if not self._is_falling:
             raise ValueError(f"noise must fall at every step, got {[round(s, 4) for s in self.sigmas.tolist()]}")
-
-    @property
-    def timesteps(self) -> Tensor:
-        """Return the scheduler's own timestep values, (S,), the input of the UNet."""
-        return self.values
 
     def logged(self, steps: Tensor) -> dict[str, Tensor]:
         """Return no column: s of DDIM follows a different formula."""
