@@ -23,7 +23,7 @@ from rollcorr.diagnostics.resolver import resolve_findings, standing
 
 LOGS = Path(__file__).parent / "picture_logs.npz"
 COLUMNS = ("step", "group", "timestep", "sigma", "sigma_next", "std", "log_mu", "log_pi", "kl", "version")
-AS_FIELDS = {"group": "prompt", "std": "step_std", "log_mu": "rollout", "log_pi": "train"}
+AS_FIELDS = {"std": "step_std", "log_mu": "rollout", "log_pi": "train"}
 CAUSES = {
     "stale": {"frozen_sampler", "stale_by_lag"},
     "prompts": {"other_prompts"},
@@ -43,7 +43,8 @@ def pictures_of(values: np.ndarray, dimensions: int) -> PictureRows:
     """The denoising steps of a log, from the kept columns (10, n)."""
     table = np.full((values.shape[1], len(FIELDS)), np.nan)
     for name, column in zip(COLUMNS, values.astype(np.float64), strict=True):
-        table[:, FIELDS.index(AS_FIELDS.get(name, name))] = column
+        if name != "group":
+            table[:, FIELDS.index(AS_FIELDS.get(name, name))] = column
     table[:, FIELDS.index("picture")] = np.arange(values.shape[1]) // WINDOW
     table[:, FIELDS.index("dimensions")] = dimensions
     return PictureRows(table)

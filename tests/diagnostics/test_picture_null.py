@@ -85,16 +85,6 @@ def test_an_unseen_timestep_takes_the_velocity_error():
     assert null.expected(other) == pytest.approx(0.1 * (c[1] ** 2 / 0.08) / (c[0] ** 2 / 0.18))
 
 
-def test_nulls_add_up(tmp_path):
-    for name, kl, rows in (("a", 0.01, 100), ("b", 0.03, 300)):
-        null_of_logs([write_log(tmp_path / f"{name}.parquet", kl=kl, rows=rows)]).save(tmp_path / f"{name}.json")
-    result = invoke("null", tmp_path / "a.json", tmp_path / "b.json", "-o", tmp_path / "both.json")
-    assert result.exit_code == 0, result.output
-    both = read_picture_null(tmp_path / "both.json")
-    assert both.pictures == 400
-    assert both.exact_kl == pytest.approx(0.025, rel=1e-5)
-
-
 def test_check_reads_a_null_of_pictures(tmp_path):
     null_of_logs([write_log(tmp_path / "null.parquet", kl=0.01, seed=1)]).save(tmp_path / "null.json")
     log = write_log(tmp_path / "log.parquet", kl=0.01)

@@ -116,7 +116,7 @@ def check(
                 choose_config(preset=preset, settings=config or []),
                 train_column=train_column,
                 diffusion=diffusion,
-                null=None if null is None else _read_null(null),
+                null=None if null is None else diagnostics.read_picture_null(null) or diagnostics.read_null(null),
                 null_steps=parse_steps(null_steps),
                 what_if=what_if,
                 workers=workers,
@@ -162,13 +162,6 @@ def check(
     if result.interrupted:
         raise typer.Exit(130)
     raise typer.Exit(result.health.exit_code)
-
-
-def _read_null(path: Path) -> diagnostics.MismatchNull | diagnostics.PictureNull:
-    """Read a null of tokens or of pictures."""
-    from rollcorr.diagnostics.null import is_picture_null, read_picture_null
-
-    return read_picture_null(path) if is_picture_null(path) else diagnostics.read_null(path)
 
 
 def check_schedule(

@@ -146,7 +146,7 @@ def measure(
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     share_memory()
-    from rollcorr.diagnostics.null import is_large, is_picture_null, read_picture_null, remark_on_size
+    from rollcorr.diagnostics.null import is_large, remark_on_size
     from rollcorr.diagnostics.report.console import row_progress
 
     with exit_on(engines.EngineError, unwritten=output):
@@ -183,9 +183,7 @@ def measure(
                 )
             with row_progress() as on_rows:
                 null: diagnostics.MismatchNull | diagnostics.PictureNull
-                if merging and is_picture_null(logs[0]):
-                    null = reduce(diagnostics.PictureNull.merge, map(read_picture_null, logs))
-                elif merging:
+                if merging:
                     null = reduce(diagnostics.MismatchNull.merge, map(diagnostics.read_null, logs))
                 else:
                     null = diagnostics.null_of_logs(

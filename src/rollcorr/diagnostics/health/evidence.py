@@ -106,7 +106,12 @@ class Evidence:
     @property
     def rise(self) -> Change | None:
         """The latest lasting rise of the mismatch; None without one."""
-        return next((self.changes[name] for name in RISES if name in self.changes), None)
+        return None if self.risen is None else self.changes[self.risen]
+
+    @property
+    def risen(self) -> str | None:
+        """The metric of that rise; the exact KL of pictures counts only where they are judged as such."""
+        return next((name for name in RISES[not self.diffusion :] if name in self.changes), None)
 
     @property
     def null_k3(self) -> float:

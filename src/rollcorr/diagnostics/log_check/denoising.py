@@ -27,8 +27,6 @@ DENOISING_COLUMNS = (
     "step_std",
     "exact_kl",
     "mean_distance",
-    "prompt",
-    "group_id",
 )
 
 

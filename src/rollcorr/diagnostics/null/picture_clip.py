@@ -13,12 +13,11 @@ import numpy as np
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.numbers import format_number
 
+# Clips in use, from the widest.
 CUSTOMARY = (1e-3, 1e-4, 1e-5)
-"""Clips in use, from the widest."""
-MOST_CLIPPED = 0.05
-"""Share of the steps that may be clipped before the first update."""
-KEPT = 0.975
-"""Quantile of |r − 1| that the advised ε lies above: half of the allowed share is left to chance."""
+# Share of the steps that may be clipped before the first update, and the quantile of |r − 1| that the advice exceeds:
+# half of the share is left to chance.
+MOST_CLIPPED, KEPT = 0.05, 0.975
 
 
 def clip_advice(rows: PictureRows) -> str:
@@ -31,8 +30,7 @@ def clip_advice(rows: PictureRows) -> str:
     # Round up to 1, 2 or 5 times a power of 10.
     needed = max(float(np.quantile(deviation, KEPT)), 1e-12)
     power = 10.0 ** math.floor(math.log10(needed))
-    advised = next(step * power for step in (1, 2, 5, 10) if step * power >= needed)
-    shares = {clip: float(np.mean(deviation > clip)) for clip in CUSTOMARY}
-    clipped = next((clip for clip, share in shares.items() if share > MOST_CLIPPED), CUSTOMARY[-1])
-    share = f"{shares[clipped]:.0%} of the steps is clipped before any update"
-    return f"clip_ratio in bypass mode: at ε = {clipped:.0e}, {share}; take {format_number(advised)} or more"
+    advised = format_number(next(step * power for step in (1, 2, 5, 10) if step * power >= needed))
+    clip = next((clip for clip in CUSTOMARY if np.mean(deviation > clip) > MOST_CLIPPED), CUSTOMARY[-1])
+    share = f"{np.mean(deviation > clip):.0%} of the steps is clipped before any update"
+    return f"clip_ratio in bypass mode: at ε = {clip:.0e}, {share}; take {advised} or more"

@@ -18,14 +18,14 @@ from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.null.picture_rows import Column, PictureRows
 from rollcorr.diagnostics.numbers import format_number
 
+# Standard errors between the mean of J and −KL at a timestep, above which the densities are of other steps.
 CONTRADICTION_Z = 6.0
-"""Standard errors between the mean of J and −KL at a timestep, above which the densities are of other steps."""
+# Nats that they must differ by as well.
 LEAST_GAP = 0.1
-"""Nats that they must differ by as well."""
+# Root mean square of the residual, in units of its noise, up to which a setting explains the log-probs.
 FITS = 3.0
-"""Root mean square of the residual, in units of its noise, up to which a setting explains the log-probs."""
+# Ratios of noise levels, and of shifts, that are tried: 1/6 to 6, in steps of 0.5 %.
 FACTORS = np.exp(np.linspace(-1.8, 1.8, 721))
-"""Ratios of noise levels, and of shifts, that are tried: 1/6 to 6, in steps of 0.5 %."""
 LOG_ROOT = math.log(math.sqrt(2 * math.pi))
 
 
