@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -250,7 +250,8 @@ def _write_pictures(
     from rollcorr.config.functions import load_function
     from rollcorr.rollout_log import RolloutLogWriter
     from rollcorr.train import load_config
-    from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
+    from rollcorr.train.config_file import check_trusted
+    from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig, RewardConfig
     from rollcorr.train.flow_grpo.fresh_pictures import configured_pictures, fresh_pictures
 
     if bool(config) == bool(trainer) or (trainer and not sampler):
@@ -265,9 +266,12 @@ def _write_pictures(
             batches = fresh_pictures(sample, load_function(trainer, option="--trainer"), pictures=pictures)
         else:
             files = [text for text in config if "=" not in text]
-            found = load_config(files[0] if files else None, [text for text in config if "=" in text])
+            overrides = [text for text in config if "=" in text]
+            found = load_config(files[0] if files else None, overrides)
             if not isinstance(found, FlowGrpoConfig):
                 raise ValueError(f"--config {', '.join(files)} is of the recipe {found.recipe}; give a flow_grpo one")
+            # No reward is computed, so of the options that run code only the family does.
+            check_trusted(replace(found, reward=RewardConfig()), overrides, ", ".join(files))
             batches = configured_pictures(found, sample, pictures=pictures)
         with RolloutLogWriter(target) as log:
             for batch in batches:

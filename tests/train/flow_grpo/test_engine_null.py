@@ -72,6 +72,24 @@ def test_engines_that_give_no_null_are_explained(null, tmp_path, name, message):
     assert not (tmp_path / "null.json").exists()
 
 
+def test_a_family_in_a_file_runs_no_code(null, tmp_path):
+    """A configuration may be a stranger's; typed in the command, the same option is trusted."""
+    marker, family = tmp_path / "ran", tmp_path / "family.py"
+    family.write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+        "from rollcorr.train.flow_grpo.families import StableDiffusion3\n",
+        encoding="utf-8",
+    )
+    file, option = tmp_path / "run.yaml", f"{family}:StableDiffusion3"
+    file.write_text(f"recipe: flow_grpo\nmodel:\n  family: {option}\n", encoding="utf-8")
+    result = null(f"--config={file}")
+    assert result.exit_code == 2
+    assert "model.family" in result.output
+    assert not marker.exists()
+    assert null(f"--config={file}", f"--config=model.family={option}").exit_code == 0
+    assert marker.exists()
+
+
 def test_a_trainer_samples_with_an_engine(flow_trainer):
     trainer, asked = flow_trainer("rollout.dtype=float32"), []
 
