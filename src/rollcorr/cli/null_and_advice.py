@@ -82,7 +82,9 @@ def measure(
             "trainer (its score twice, in other batches)."
         ),
     ] = "run",
-    rows: Annotated[int, typer.Option(help="Responses to sample; prompts are repeated where there are fewer.")] = 256,
+    rows: Annotated[
+        int, typer.Option(help="Responses or pictures to sample; prompts are repeated where there are fewer.")
+    ] = 256,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of the longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sampling: the mass that is kept.")] = 1.0,
@@ -247,9 +249,11 @@ def _write_pictures(
     from rollcorr.config.functions import load_function
     from rollcorr.rollout_log import RolloutLogWriter
     from rollcorr.train import load_config
+    from rollcorr.train.flow_grpo.configured_pictures import configured_pictures
     from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-    from rollcorr.train.flow_grpo.fresh_pictures import configured_pictures, fresh_pictures
+    from rollcorr.train.flow_grpo.fresh_pictures import fresh_pictures
 
+    # One complete source: two functions, or a configuration.
     if bool(config) == bool(sampler or trainer) or bool(sampler) != bool(trainer):
         raise BadInputError("give --config FILE, or both --sampler MODULE:NAME and --trainer MODULE:NAME")
     try:

@@ -1,12 +1,11 @@
 """Pictures of an active null: sampled and scored with the same weights, as rollouts that `rollcorr null` measures.
 
-The sampler and the trainer are any two functions, or those of a `flow_grpo` configuration at its start.
+The sampler and the trainer are any two functions; `configured_pictures` has those of a `flow_grpo` configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,9 @@ from torch import Tensor
 
 from rollcorr.diffusion.batch_checks import check_shapes, dimensions_of, require
 from rollcorr.diffusion.step_correction import step_kl
-from rollcorr.train.steps import HELD_OUT
 
 if TYPE_CHECKING:
     from rollcorr.rollout_log import RolloutBatch
-    from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 
 PictureSampler = Callable[[int], Mapping[str, Any]]
 PictureScorer = Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
@@ -50,6 +47,8 @@ def fresh_pictures(sample: PictureSampler, score: PictureScorer, *, pictures: in
         columns: dict[str, Any] = {name: sampled.get(name) for name in _COLUMNS}
         yield denoising_batch(data, step=0, **columns)
         done += len(sampled["rollout_log_probs"])
+        if not done:
+            raise ValueError("the sampler returned no picture; it must return one or more for each number")
 
 
 _COLUMNS = ("sigma", "sigma_next", "prompt", "engine", "model")
@@ -92,41 +91,3 @@ def denoising_batch(
         exact_kl=step_kl(own_mean, mean, std),
         **{**columns, train_column: train},
     )
-
-
-def configured_pictures(config: FlowGrpoConfig, *, pictures: int = 64) -> Iterator[RolloutBatch]:
-    """Sample and score the pictures of a `flow_grpo` configuration at its start; yield batches of a rollout log.
-
-    Each picture has a window of its own, so that few pictures cover every timestep of the run.
-
-    Raises:
-        ImportError: an extra is missing.
-    """
-    from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
-    from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-
-    config = replace(config, rollout=replace(config.rollout, sde_window="per_sample"))
-    texts, _ = make_prompts(config)
-    trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)
-
-    def sample(number: int) -> Mapping[str, Any]:
-        trajectories, prompts = trainer.sample(HELD_OUT + number)
-        sigma, sigma_next = trajectories.schedule.at(trajectories.steps)
-        return {
-            **trajectories.data,
-            "sigma": sigma,
-            "sigma_next": sigma_next,
-            "prompt": prompts,
-            "engine": f"rollout copy, {config.rollout.dtype}",
-            "model": config.model.path,
-            "trajectories": trajectories,
-        }
-
-    def score(sampled: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return trainer.score_all(sampled["trajectories"], trainer.model)
-
-    return fresh_pictures(sample, score, pictures=pictures)
-
-
-def _no_reward(images: Tensor, texts: Sequence[str]) -> Tensor:
-    return torch.zeros(len(texts), device="cpu")
