@@ -59,7 +59,7 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 726,
+    "cli": 727,
     "config": 1689,
     "confirm": 246,
     "conformance": 350,
@@ -75,7 +75,7 @@ BUDGETS = {
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1154,
-    "train": 3534,
+    "train": 3544,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

@@ -82,7 +82,9 @@ def measure(
             "trainer (its score twice, in other batches)."
         ),
     ] = "run",
-    rows: Annotated[int, typer.Option(help="Responses to sample; prompts are repeated where there are fewer.")] = 256,
+    rows: Annotated[
+        int, typer.Option(help="Responses or pictures to sample; prompts are repeated where there are fewer.")
+    ] = 256,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of the longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sampling: the mass that is kept.")] = 1.0,
@@ -251,9 +253,11 @@ def _write_pictures(
     from rollcorr.rollout_log import RolloutLogWriter
     from rollcorr.train import load_config
     from rollcorr.train.config_file import check_trusted
+    from rollcorr.train.flow_grpo.configured_pictures import configured_pictures
     from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig, RewardConfig
-    from rollcorr.train.flow_grpo.fresh_pictures import configured_pictures, fresh_pictures
+    from rollcorr.train.flow_grpo.fresh_pictures import fresh_pictures
 
+    # One complete source: two functions, or a configuration.
     if bool(config) == bool(trainer) or (trainer and not sampler):
         raise BadInputError(
             "give --config FILE, alone or with --sampler MODULE:NAME (a function of the trainer that returns a "

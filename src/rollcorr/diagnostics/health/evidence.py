@@ -111,7 +111,8 @@ class Evidence:
     @property
     def risen(self) -> str | None:
         """The metric of that rise; the exact KL of pictures counts only where they are judged as such."""
-        return next((name for name in RISES[not self.diffusion :] if name in self.changes), None)
+        names = RISES if self.diffusion else RISES[1:]
+        return next((name for name in names if name in self.changes), None)
 
     @property
     def null_k3(self) -> float:

@@ -88,7 +88,7 @@ def null_of_logs(
     if read.tally.interrupted:
         raise KeyboardInterrupt
     if read.denoising:
-        return picture_null(read.tally, steps, name=name)
+        return picture_null(read.tally, steps, name=name, quantized=bool(engine_precision))
     return _null_of(
         read.tally,
         name=name,
@@ -100,7 +100,7 @@ def null_of_logs(
     )
 
 
-def picture_null(tally: Tally, steps: tuple[int, int] | None, *, name: str) -> PictureNull:
+def picture_null(tally: Tally, steps: tuple[int, int] | None, *, name: str, quantized: bool = False) -> PictureNull:
     """Return the null of a log's pictures, or of those of some steps.
 
     Raises:
@@ -111,7 +111,7 @@ def picture_null(tally: Tally, steps: tuple[int, int] | None, *, name: str) -> P
     chosen = tally.pictures if steps is None else tally.pictures.where((of_step >= low) & (of_step <= high))
     if not len(chosen):
         raise BadInputError(f"no picture of steps {low}:{high} in this log")
-    return guarded_null(chosen, name=name, origin=tally.origin)
+    return guarded_null(chosen, name=name, origin=tally.origin, quantized=quantized)
 
 
 def null_of_batch(

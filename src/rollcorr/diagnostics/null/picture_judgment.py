@@ -17,7 +17,7 @@ from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.picture_densities import density_finding
-from rollcorr.diagnostics.null.picture_null import FEW_PICTURES, PictureNull
+from rollcorr.diagnostics.null.picture_null import FEW_PICTURES, LEAST_KL, PictureNull
 from rollcorr.diagnostics.null.picture_rows import Column, PictureRows
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.numbers import format_number
@@ -64,17 +64,16 @@ def judge_pictures(rows: PictureRows, null: PictureNull | None) -> WeightJudgmen
     return WeightJudgment(findings=findings, not_judged=(f"the policies are not judged: {why}; {MEASURE}",))
 
 
-def guarded_null(rows: PictureRows, *, name: str, origin: Origin) -> PictureNull:
-    """Return the null of some denoising steps.
+def guarded_null(rows: PictureRows, *, name: str, origin: Origin, quantized: bool = False) -> PictureNull:
+    """Return the null of some denoising steps; a sampler that is declared as quantized may differ by any size.
 
     Raises:
         BadInputError: they have no exact KL, or visibly two policies.
     """
     null = PictureNull.of(rows, name=name, origin=origin)
     rows = _measured(rows)
-    course = _Course.of(rows, None)
-    found = [*_findings(rows, None), *([fault("guidance_differs").finding] if course.depends_on_prompts else [])]
-    for finding in found:
+    uneven = not quantized and _Course.of(rows, None).depends_on_prompts
+    for finding in (*_findings(rows, None), *[fault("guidance_differs").finding] * uneven):
         raise BadInputError(f"these rollouts are no null: {finding}")
     return null
 
@@ -90,7 +89,7 @@ class _Course:
     Attributes:
         ratio: R, (n,); without a null in units of the first step.
         far: the pictures far above the others of their step, (n,) bool.
-        steps: the training steps, rising; one without a record.
+        steps: the training steps, rising; −1 without a record.
         medians: R of the ordinary pictures of each.
         ages: the age of the weights at each, updates; NaN without a record.
         error: error of the velocity, the median; NaN if unknown.
@@ -108,10 +107,10 @@ class _Course:
     @classmethod
     def of(cls, rows: PictureRows, null: PictureNull | None) -> _Course:
         """The course of some denoising steps."""
-        of_step = np.nan_to_num(rows.column("step"))
+        of_step = np.nan_to_num(rows.column("step"), nan=-1)
         steps, index = np.unique(of_step, return_inverse=True)
         base = null or PictureNull.of(rows.where(index == 0), name="the first step", origin=Origin())
-        ratio = rows.column("kl") / base.expected(rows)
+        ratio = np.maximum(rows.column("kl"), LEAST_KL * rows.column("dimensions")) / base.expected(rows)
 
         # One picture is far above the rest if all of its steps together are.
         medians = np.array([np.median(ratio[index == i]) for i in range(len(steps))])
@@ -241,7 +240,7 @@ def _from_the_start(course: _Course) -> Iterator[Finding]:
         metric="exact_kl_mean",
         value=float(np.median(course.ratio)),
         limit=f"at most {ABOVE:g} times the null",
-        first_step=int(course.steps[0]),
+        first_step=int(course.steps[0]) if course.steps[0] >= 0 else None,
         confidence=0.9 if uneven or course.error < LARGE_ERROR / 2 else 0.7,
         evidence={"velocity_error": course.error, "spread_of_log_kl": course.spread},
     )

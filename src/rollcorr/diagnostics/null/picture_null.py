@@ -69,6 +69,11 @@ class PictureNull:
     def of(cls, rows: PictureRows, *, name: str, origin: Origin) -> PictureNull:
         """The null of some denoising steps.
 
+        Args:
+            rows: of two policies that are the same.
+            name: what verdicts call it.
+            origin: the engines and models behind it.
+
         Raises:
             BadInputError: none of them has an exact KL.
         """

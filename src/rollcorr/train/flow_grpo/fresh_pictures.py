@@ -1,12 +1,11 @@
 """Pictures of an active null: sampled and scored with the same weights, as rollouts that `rollcorr null` measures.
 
-The sampler and the trainer are any two functions, or those of a `flow_grpo` configuration at its start.
+The sampler and the trainer are any two functions; `configured_pictures` has those of a `flow_grpo` configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,9 @@ from torch import Tensor
 
 from rollcorr.diffusion.batch_checks import check_shapes, dimensions_of, require
 from rollcorr.diffusion.step_correction import step_kl
-from rollcorr.train.steps import HELD_OUT
 
 if TYPE_CHECKING:
-    from rollcorr.engines import DiffusionEngine
     from rollcorr.rollout_log import RolloutBatch
-    from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-    from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
 
 PictureSampler = Callable[[int], Mapping[str, Any]]
 PictureScorer = Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
@@ -52,6 +47,8 @@ def fresh_pictures(sample: PictureSampler, score: PictureScorer, *, pictures: in
         columns: dict[str, Any] = {name: sampled.get(name) for name in _COLUMNS}
         yield denoising_batch(data, step=0, **columns)
         done += len(sampled["rollout_log_probs"])
+        if not done:
+            raise ValueError("the sampler returned no picture; it must return one or more for each number")
 
 
 _COLUMNS = ("sigma", "sigma_next", "prompt", "engine", "model")
@@ -94,57 +91,3 @@ def denoising_batch(
         exact_kl=step_kl(own_mean, mean, std),
         **{**columns, train_column: train},
     )
-
-
-def configured_pictures(
-    config: FlowGrpoConfig,
-    make_engine: Callable[[FlowGrpoTrainer], DiffusionEngine] | None = None,
-    *,
-    pictures: int = 64,
-) -> Iterator[RolloutBatch]:
-    """Sample and score the pictures of a `flow_grpo` configuration at its start; yield batches of a rollout log.
-
-    Each picture has a window of its own, so that few pictures cover every timestep of the run.
-
-    Args:
-        config: of the run.
-        make_engine: returns the engine that samples, from the trainer, which has `schedule` and `policy`; defaults to
-            the configuration's rollout copy. The engine must have the weights of the start.
-        pictures: how many.
-
-    Raises:
-        ImportError: an extra is missing.
-        EngineError: the engine failed.
-        KeyError: the engine returns no means.
-        ValueError: the engine's schedule differs.
-    """
-    from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
-    from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-
-    # Windows of every picture's own cover all timesteps.
-    config = replace(config, rollout=replace(config.rollout, sde_window="per_sample"))
-    texts, _ = make_prompts(config)
-    trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)
-
-    engine = None if make_engine is None else make_engine(trainer)
-    name = f"rollout copy, {config.rollout.dtype}" if engine is None else engine.engine
-
-    def sample(number: int) -> Mapping[str, Any]:
-        trajectories, prompts = trainer.sample(HELD_OUT + number, engine)
-        return {
-            **trajectories.data,
-            **trajectories.schedule.logged(trajectories.steps),
-            "prompt": prompts,
-            "engine": name,
-            "model": config.model.path,
-            "trajectories": trajectories,
-        }
-
-    def score(sampled: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return trainer.score_all(sampled["trajectories"], trainer.model)
-
-    return fresh_pictures(sample, score, pictures=pictures)
-
-
-def _no_reward(images: Tensor, texts: Sequence[str]) -> Tensor:
-    return torch.zeros(len(texts), device="cpu")
