@@ -11,7 +11,6 @@ import math
 import numpy as np
 
 from rollcorr.diagnostics.null.picture_rows import PictureRows
-from rollcorr.diagnostics.numbers import format_number
 
 # Clips in use, from the widest.
 CUSTOMARY = (1e-3, 1e-4, 1e-5)
@@ -30,7 +29,7 @@ def clip_advice(rows: PictureRows) -> str:
     # Round up to 1, 2 or 5 times a power of 10.
     needed = max(float(np.quantile(deviation, KEPT)), 1e-12)
     power = 10.0 ** math.floor(math.log10(needed))
-    advised = format_number(next(step * power for step in (1, 2, 5, 10) if step * power >= needed))
+    advised = next(step * power for step in (1, 2, 5, 10) if step * power >= needed)
     clip = next((clip for clip in CUSTOMARY if np.mean(deviation > clip) > MOST_CLIPPED), CUSTOMARY[-1])
     share = f"{np.mean(deviation > clip):.0%} of the steps is clipped before any update"
-    return f"clip_ratio in bypass mode: at ε = {clip:.0e}, {share}; take {advised} or more"
+    return f"clip_ratio in bypass mode: at ε = {clip:.0e}, {share}; take {advised:.0e} or more".replace("e-0", "e-")

@@ -195,8 +195,8 @@ def _rise(course: _Course) -> Finding | None:
     factor, code = course.growth_with_age, "stale_by_lag"
     if not factor > RISE:
         factor, code = course.growth, "frozen_sampler"
-    if not factor > RISE:
-        return None
+    if not min(factor, float(course.medians.max())) > RISE:
+        return None  # also one that ends at the noise of the null
     row, age = fault(code), format_number(float(np.nanmax(course.ages))) if code == "stale_by_lag" else ""
     first = next(int(s) for s, r in zip(course.steps, course.medians, strict=True) if r > RISE * course.medians[0])
     return replace(
