@@ -4,7 +4,8 @@ The pipelines of verl-omni record them; of vLLM-Omni's own (0.32.0rc1) only Bage
 answer has latents, timesteps and log-probs of the window, but no means: the exact KL, and so a null, needs another
 engine.
 
-Tests use an answer that vLLM-Omni's own worker transport and output formatter produced (tests/engines/recordings).
+Tests use answers that vLLM-Omni's own output formatter produced (tests/engines/recordings), from trajectories of the
+tests.
 
 Source: vllm-project/vllm-omni, `outputs/__init__.py` and `diffusion/output_formatter.py`; verl-project/verl-omni,
 `pipelines/sd3_flow_grpo`.

@@ -1,8 +1,8 @@
 """Record answers of diffusion engines: `python record_diffusion.py SGLANG VLLM_OMNI`, folders of their unpacked wheels.
 
-Runs their own rollout step, output classes and serializers in isolation, on a network with a known formula, without a
-server; every other module that they import is a stub. Needs msgspec and pydantic. The answers are written next to this
-file, with the version and the SHA-256 of each source file that ran.
+Runs SGLang's own rollout step and serializer, and vLLM-Omni's output formatter, in isolation, on a network with a known
+formula, without a server; every other module that they import is a stub. Needs msgspec and pydantic. The answers are
+written next to this file, with the version and the SHA-256 of each source file that ran.
 """
 
 import base64
