@@ -116,7 +116,7 @@ def check(
                 choose_config(preset=preset, settings=config or []),
                 train_column=train_column,
                 diffusion=diffusion,
-                null=None if null is None else diagnostics.read_null(null),
+                null=None if null is None else diagnostics.read_picture_null(null) or diagnostics.read_null(null),
                 null_steps=parse_steps(null_steps),
                 what_if=what_if,
                 workers=workers,

@@ -65,9 +65,10 @@ SYMPTOMS = (
     ),
     Fault(
         code="step_divergence",
-        kind="course",
+        kind="symptom",
         needs="metrics",
-        score=0.2,
+        title="the exact KL of a step is large for a small picture",
+        limit="the KL of a null, which grows with the size of the picture",
         reason="a step sampled by one policy has a likelihood ratio of about exp(−KL) under the other; averages over "
         "the dimensions hide it",
     ),

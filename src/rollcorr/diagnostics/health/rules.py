@@ -134,6 +134,8 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     lowest = min(last, default=0.0)
     if len(last) < SUSTAINED_STEPS or not lowest > SUSTAINED_DRIFT:
         return None
+    if evidence.diffusion and not evidence.rejection_in_force:
+        return None  # a veto that is only measured is no band to widen
 
     # A band that rejects this much is too tight; less of it is a drift.
     if lowest > SUSTAINED_REJECTION:
@@ -202,7 +204,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
         fix=f"lower the precision gap{evidence.or_leave_bypass}; rollout_is_ratio_fraction_high is how much is "
         "truncated",
-        severity=_diffusion_severity(evidence),
+        severity=_diffusion_severity(evidence) if evidence.weights_in_force else "note",
         **evidence.when(name, lambda value: value >= threshold),
     )
 

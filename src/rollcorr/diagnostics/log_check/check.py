@@ -20,6 +20,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, 
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.log_check.log_findings import log_findings, log_remarks, mixed_settings, partial_sentence
 from rollcorr.diagnostics.log_check.log_metrics import log_metrics
+from rollcorr.diagnostics.log_check.log_null import picture_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights, ordinary
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
@@ -29,8 +30,11 @@ from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
+from rollcorr.diagnostics.null.picture_clip import clip_advice
+from rollcorr.diagnostics.null.picture_judgment import judge_pictures
+from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.routing import judge_routing
-from rollcorr.diagnostics.null.run_null import null_beside
+from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
 from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
 from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
@@ -129,7 +133,7 @@ def check_logs(
     *,
     train_column: str | None = None,
     diffusion: bool = False,
-    null: MismatchNull | None = None,
+    null: MismatchNull | PictureNull | None = None,
     null_steps: tuple[int, int] | None = None,
     what_if: bool = False,
     batch_size: int = 256,
@@ -177,7 +181,7 @@ def check_logs(
     _check_null(null, null_steps)
     files, given = log_files(paths), path_texts(paths)
     if null is None and null_steps is None and len(given) == 1:
-        null = null_beside(given[0])
+        null = null_beside(given[0]) or picture_null_beside(given[0])
     read = read_log(
         paths,
         config,
@@ -203,7 +207,11 @@ def check_logs(
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
     evidence = replace(evidence, sampling=bool(tally.origin.sampling))
     judged = _JudgedRows()
-    if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
+    if read.denoising:
+        judged = _JudgedRows(weights=_judge_pictures(tally, null, null_steps))
+    elif isinstance(null, PictureNull):
+        raise BadInputError(f"{null.name} is a null of pictures, and this log is of tokens; give a null of such a log")
+    elif not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
         judged = _judge_rows(tally, null, null_steps, provenance, evidence, measured.ages)
     report, hypotheses = _verdict(read, judged, provenance, replace(evidence, noise=judged.noise))
     return CheckResult(
@@ -281,6 +289,28 @@ def _judge_rows(
     return judge(other_rows(tally.sample, provenance))
 
 
+def _judge_pictures(
+    tally: Tally, null: MismatchNull | PictureNull | None, null_steps: tuple[int, int] | None
+) -> WeightJudgment:
+    """Judge pictures by a null, or by the steps that serve as one; these are not judged themselves."""
+    if isinstance(null, MismatchNull):
+        raise BadInputError(f"{null.name} is a null of tokens, and this log is of pictures; give a null of pictures")
+    rows = tally.pictures
+    if null_steps is not None:
+        null = picture_null(tally, null_steps, name=f"steps {null_steps[0]} to {null_steps[1]} of this log")
+        of_step = rows.column("step")
+        rows = rows.where(~((of_step >= null_steps[0]) & (of_step <= null_steps[1])))
+        if not len(rows):
+            first, last = null_steps
+            raise BadInputError(f"every step of this log lies in {first}:{last}; nothing is left to be judged")
+    judged = judge_pictures(rows, null)
+    remarks = () if null is None else null.remarks(tally.origin)
+
+    # With a fault, log-ratios are no noise that a clip should let through.
+    advice = "" if in_excess(judged) else clip_advice(rows)
+    return replace(judged, remarks=(*remarks, advice) if advice else remarks)
+
+
 def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
     """Check that there is one null at most, and that it is one.
 
@@ -288,9 +318,9 @@ def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
         BadInputError: a null and steps of the log are given.
         TypeError: the null is not one that was read.
     """
-    if null is not None and not isinstance(null, MismatchNull):
+    if null is not None and not isinstance(null, MismatchNull | PictureNull):
         raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
-    if null is not None and null_steps is not None:
+    if isinstance(null, MismatchNull | PictureNull) and null_steps is not None:
         raise BadInputError(
             f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
         )
@@ -302,6 +332,8 @@ def _verdict(
     """Return the verdict, and the list of all hypotheses: one fault shows in several sources."""
     tally, weights, rest = read.tally, judged.weights, judged.rest
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.kept)
+    if read.denoising:
+        evidence = replace(evidence, changes={})  # averages over D and over windows; R of each timestep is judged
     measured = measured_findings(evidence)
     measured = measured if rest is None else rest.attribute(measured, with_rises=True)
 
@@ -330,7 +362,8 @@ def _verdict(
     # Notes of the pairs are hypotheses, and the verdict leaves them out.
     notes = {finding.code for finding in implied if finding.severity == "note"}
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
-    report = report_of(evidence, shown, None if evidence.diffusion else weights.judged_against)
+    by_metrics = evidence.diffusion and not read.denoising
+    report = report_of(evidence, shown, None if by_metrics else weights.judged_against)
     not_judged = (_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged)
     return replace(report, not_judged=(*partial_sentence(read), *not_judged, *report.not_judged)), hypotheses
 

@@ -23,11 +23,12 @@ from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.faults import fault
-from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
+from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
 from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
 from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
@@ -105,6 +106,7 @@ class Tally:
         routing: the mismatch by whether the routing of experts differs, where that is recorded.
         presets: what each preset would do, where that was asked for.
         worst: the tokens with the largest k3.
+        pictures: denoising steps, where the log is of pictures.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class Tally:
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
     worst: WorstTokens = field(default_factory=WorstTokens)
+    pictures: PictureRows = field(default_factory=PictureRows)
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
@@ -151,6 +154,7 @@ class Tally:
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
             worst=self.worst.merge(later.worst),
+            pictures=self.pictures.merge(later.pictures),
         )
 
 
@@ -241,7 +245,9 @@ class Measurement:
             rollout, train = (_without_sentinels(x) for x in (rollout, train))
             parts = dict(self._parts(batch, train, rollout, mask, None, None))
             findings = merge_findings(validate_batch(batch))
-            return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch))
+            kl = exact_kl(batch) if self.with_exact_kl else None
+            pictures = PictureRows.of(batch, rollout, train, kl, first=first)
+            return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch), pictures=pictures)
 
         ids = _ids(batch)
         steps = batch.values("step") if batch.has("step") else None

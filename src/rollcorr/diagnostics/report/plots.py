@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollcorr.diagnostics.health.diffusion_rules import BY_TIMESTEP, KL_FAILS, KL_WARNS
+from rollcorr.diagnostics.health.diffusion_rules import BY_TIMESTEP
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import healthy_range
 
@@ -176,10 +176,6 @@ STEP_PANELS: tuple[Panel, ...] = (
         absent="the means of both policies were not recorded",
         bounds=(0.0,),
         symlog=True,
-        guides=(
-            Guide(KL_WARNS, "warn", f"warn > {KL_WARNS:g}", optional=True),
-            Guide(KL_FAILS, "warn", f"fail > {KL_FAILS:g}", optional=True),
-        ),
     ),
     Panel(
         name="joint_kl",
