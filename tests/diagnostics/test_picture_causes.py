@@ -185,7 +185,7 @@ def test_no_rejection_without_a_band(tmp_path):
 
 @pytest.mark.parametrize(("D", "error"), [(768, 0.0115), (768, 0.05), (65_536, 0.028)])
 def test_the_advised_clip_keeps_95_percent(tmp_path, D, error):
-    result = check_logs([write_steps(tmp_path / "log", lambda step, row: error, D=D, steps=6)])
+    result = judged(tmp_path, lambda step, row: error, null=error, D=D, steps=6)
     (advice,) = (remark for remark in result.remarks if remark.startswith("clip_ratio"))
     found = re.search(r"at ε = (\S+), (\d+)% .*; take (\S+) or more", advice)
     clip, share, advised = float(found[1]), float(found[2]) / 100, float(found[3].replace("−", "-"))

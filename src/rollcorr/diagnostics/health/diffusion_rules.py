@@ -113,7 +113,7 @@ def rises_of_pictures(
 
 
 def step_divergence(evidence: Evidence) -> Finding | None:
-    """The exact KL of a step is above 0.1 nats; without the means, the mean of −J is. Only a null tells whether."""
+    """The exact KL of a step is above 0.1 nats; without the means, the mean of −J is. A null judges it."""
     exact = evidence.get("exact_kl_mean")
     name = "kl_joint" if math.isnan(exact) else "exact_kl_mean"
     value = evidence.get(name)

@@ -306,8 +306,8 @@ def _judge_pictures(
     judged = judge_pictures(rows, null)
     remarks = () if null is None else null.remarks(tally.origin)
 
-    # With a fault, log-ratios are no noise that a clip should let through.
-    advice = "" if in_excess(judged) else clip_advice(rows)
+    # With a fault, or without a null, nobody knows whether the log-ratios are noise that a clip should let through.
+    advice = clip_advice(rows) if judged.judged_against and not in_excess(judged) else ""
     return replace(judged, remarks=(*remarks, advice) if advice else remarks)
 
 
