@@ -53,7 +53,7 @@ def undo_misreported(pairs: PairRows) -> Undone:
     shifts = find_shifts(units.pairs)
     others = find_other_requests(shifts.pairs)
     findings = [*placeholders.findings, *units.findings, *shifts.findings, *others.findings]
-    return Undone(others.pairs, findings, shifts.lag)
+    return Undone(others.pairs, findings)
 
 
 def find_units(pairs: PairRows) -> Undone:
@@ -179,7 +179,7 @@ def find_shifts(pairs: PairRows) -> Undone:
         fix = "store the ids and the log-probs that the engine returned for one request; do not tokenize its text again"
     finding = provenance_finding("shifted", reason, confidence_of(z), evidence, fix=fix)
     here = extent(pairs, shifted & pairs.judged, tokens)
-    return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
+    return Undone(pairs.with_rollout(rollout), [replace(finding, **here)])
 
 
 def _fits_at(pairs: PairRows, lag: int, rows: Tensor, tokens: Tensor) -> bool:

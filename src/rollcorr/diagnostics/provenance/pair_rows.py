@@ -139,7 +139,6 @@ class Undone:
 
     pairs: PairRows
     findings: list[Finding] = field(default_factory=list)
-    lag: int = 0
 
 
 class Extent(TypedDict):

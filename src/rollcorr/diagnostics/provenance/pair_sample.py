@@ -175,7 +175,7 @@ class PairSample:
             return found
         count = torch.bincount(torch.cat(known)[mask.bool()].clamp(min=0)).double()
         different = float(count.sum() ** 2 / count.square().sum().clamp(min=1))
-        return found if different >= FEW_IDS else _of_repetition(found, different)
+        return found if different >= FEW_IDS else _of_repetition(found)
 
     @property
     def few(self) -> bool:
@@ -183,19 +183,14 @@ class PairSample:
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
 
 
-def _of_repetition(found: Provenance, different: float) -> Provenance:
+def _of_repetition(found: Provenance) -> Provenance:
     """What can be told of responses that repeat few tokens: settings and prompts look like weights there.
 
     An update of the weights moves the one log-prob that there is, as a temperature does; and every response is unsure
     at its beginning alone.
     """
     kept = [f for f in found.findings if fault(f.code).kind != "settings" and f.code != "processed"]
-    sentence = (
-        f"settings of the sampling, and other prompts: the responses repeat {different:.2g} tokens, and on "
-        "these every cause looks alike"
-    )
-    unknown = (*found.unknown, sentence)
-    return replace(found, findings=tuple(kept), temperature_ratio=1.0, kept_mass=1.0, unknown=unknown)
+    return replace(found, findings=tuple(kept))
 
 
 def _thinned(stride: int, rows: Mapping[int, SampleRow]) -> PairSample:
