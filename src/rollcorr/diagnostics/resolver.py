@@ -21,8 +21,6 @@ from rollcorr.diagnostics.faults import fault, is_cause, measures, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.refuting_tests import Case
 
-SETTINGS_AGREE = "the sampling settings agree"
-"""Title of "matched" if the weights have a finding of their own."""
 WEAK = 0.5
 """Confidence of a cause without one."""
 MOST_ROWS = 0.5
@@ -197,7 +195,7 @@ def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
 def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
     """Fold consequences under their causes, as deep as they go: warnings before notes, else in their order.
 
-    A consequence whose cause is not among the findings stands for itself, and so do those of a circle.
+    A consequence whose cause is not among the findings stands for itself.
     """
     ordered = sorted(findings, key=lambda finding: finding.severity == "note")
     below: dict[int, list[Finding]] = {}
@@ -207,7 +205,7 @@ def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
 
         # A warning is not hidden under a note.
         hidden = cause is not None and cause.severity == "note" and finding.severity != "note"
-        if cause is None or cause is finding or hidden or _leads_to(finding, cause, ordered):
+        if cause is None or cause is finding or hidden:
             roots.append(finding)
         else:
             below.setdefault(id(cause), []).append(finding)
@@ -225,45 +223,3 @@ def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         return [one.finding, *(finding for below in one.consequences for finding in flat(below))]
 
     return tuple(finding for root in folded(findings) for finding in flat(root))
-
-
-def _leads_to(finding: Finding, cause: Finding, findings: Sequence[Finding]) -> bool:
-    """Return whether the causes of a cause come back to the finding: then neither explains the other."""
-    seen, code = {finding.code}, cause.follows_from
-    while code is not None:
-        if code in seen:
-            return True
-        seen.add(code)
-        code = next((one.follows_from for one in findings if one.code == code), None)
-    return False
-
-
-def in_one_message(
-    pairs: Sequence[Finding], null: Sequence[Finding], *, judged_against: str
-) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Merge "matched" of the pairs, which see the settings alone, with what a null judged about the weights.
-
-    Args:
-        pairs: findings of provenance.
-        null: findings of the comparison with a null, or of the token ids.
-        judged_against: what the weights were compared with; empty without a null.
-
-    Returns:
-        The findings of the pairs, and those of the null.
-    """
-    if not null or all(finding.code != "matched" for finding in pairs):
-        return tuple(pairs), tuple(null)
-
-    # With a cause, "matched" is about the settings; without one, a single message is about both.
-    if any(is_cause(finding) for finding in null):
-        reason = "no pattern of a setting in the log-ratios"
-        about_settings = [
-            replace(finding, title=SETTINGS_AGREE, reason=reason, confirm="") if finding.code == "matched" else finding
-            for finding in pairs
-        ]
-        return tuple(about_settings), tuple(null)
-    both = f"{SETTINGS_AGREE}, and the mismatch is the ordinary noise of {judged_against}"
-    return (
-        tuple(finding for finding in pairs if finding.code != "matched"),
-        tuple(replace(finding, title=both) if finding.code == "ordinary_noise" else finding for finding in null),
-    )

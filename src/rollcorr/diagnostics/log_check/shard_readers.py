@@ -14,7 +14,7 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType
@@ -65,7 +65,7 @@ def read_here(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows
             return
 
 
-def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers: int) -> Iterator[Tally]:
+def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers: int) -> Generator[Tally, None, None]:
     """Read the shards in new processes, which take turns.
 
     A pool of the standard library would need semaphores, which have names in the system and stay there when all its
@@ -94,12 +94,12 @@ def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers
         for number in range(len(shards)):
             yield _answer(readers[number % workers][0], workers)
     finally:
-        for pipe, reader in readers:
+        for pipe, process in readers:
             pipe.close()
-            if reader.pid is not None:  # it was started
-                reader.kill()
-                reader.join()
-                reader.close()
+            if process.pid is not None:  # it was started
+                process.kill()
+                process.join()
+                process.close()
 
 
 def _answer(pipe: Connection, workers: int) -> Tally:
@@ -117,7 +117,7 @@ def _answer(pipe: Connection, workers: int) -> Tally:
     return tally
 
 
-def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: str) -> Iterator[Tally]:
+def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: str) -> Generator[Tally, None, None]:
     """Read the shards as tasks of a Ray cluster.
 
     A cluster that this process is connected to already is used, and left as it is.

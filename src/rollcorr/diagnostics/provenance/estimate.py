@@ -57,15 +57,15 @@ def estimate_provenance(
     check_layout(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob, mask=mask, cu_seqlens=cu_seqlens)
     if token_ids is not None and token_ids.shape != train_log_prob.shape:
         raise ValueError(f"token_ids {tuple(token_ids.shape)} and log-probs {tuple(train_log_prob.shape)} differ")
-    recorded = _rows(train_log_prob, rollout_log_prob, mask, cu_seqlens, steps)
+    vocabulary = None if token_ids is None or not token_ids.numel() else int(token_ids.max()) + 1
+    recorded = replace(_rows(train_log_prob, rollout_log_prob, mask, cu_seqlens, steps), vocabulary=vocabulary)
 
     # What was misreported is undone first, so that what follows compares the log-probs of the same tokens.
     stored = find_storage(recorded)
     undone = undo_misreported(recorded)
     odd, values = find_odd_values(undone.pairs)
     found, pairs = [*undone.findings, *odd], values
-    vocabulary = None if token_ids is None or not token_ids.numel() else int(token_ids.max()) + 1
-    for find in (lambda rows: find_impossible(rows, vocabulary), find_early, find_turn_drift):
+    for find in (find_impossible, find_early, find_turn_drift):
         more, pairs = find(pairs)
         found += more
 
@@ -117,7 +117,7 @@ def _of_rest(pairs: PairRows, groups: Groups) -> list[Finding]:
     if int(valid.sum()) < MIN_TOKENS:
         return []
     train, rollout = rest.train[valid], rest.rollout[valid]
-    truncated = find_truncation(train, rollout)
+    truncated = find_truncation(train, rollout, vocabulary=pairs.vocabulary)
     found = find_temperature(train, rollout, truncated=bool(truncated)) + truncated or [no_pattern(train, rollout)]
 
     # They are judged together: which rows show it is not known.

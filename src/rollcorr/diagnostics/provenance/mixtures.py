@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def _truncated_rows(groups: Groups) -> None:
         whole = float(rows.sum()) >= MOST * float(long_rows.sum())
         if whole or float(count[rows].sum()) < 8:
             continue
-        _take(groups, rows, find_truncation)
+        _take(groups, rows, partial(find_truncation, vocabulary=pairs.vocabulary))
 
 
 def _tempered_rows(groups: Groups) -> None:

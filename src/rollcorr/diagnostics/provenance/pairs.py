@@ -20,6 +20,8 @@ from torch import Tensor
 
 LIKELY = (0.5, 7.0)
 """Logits of `base` between which a token is called likely: p from 0.62 to 0.999, below where rounding decides."""
+VERY_LIKELY, MANY = (3.0, 5.0), 100
+"""Logits between which a likely token is compared with a very likely one beyond them, if there are so many of each."""
 UNLIKELY = -1.5
 """Logit of `base` below which a token is called unlikely: p < 0.18."""
 CERTAIN = -1e-5
@@ -47,6 +49,7 @@ class Crowds(NamedTuple):
             than `FEW` are unlikely; NaN where no likely token is far enough from p = ½.
         violations: share of each crowd on the wrong side of β: near 0 for a temperature, 0.5 for noise.
         unlikely_p80: 80 % quantile of the ratio of logits on unlikely tokens: a lower bound on β; NaN with few.
+        steepening: median ratio of logits of very likely tokens over that of likely ones; 1 with few.
     """
 
     likely: int
@@ -55,6 +58,7 @@ class Crowds(NamedTuple):
     exponent: float
     violations: float
     unlikely_p80: float
+    steepening: float = 1.0
 
 
 def crowds(base: Tensor, other: Tensor) -> Crowds:
@@ -62,20 +66,22 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
     x, y = logit(base), logit(other)
     likely, unlikely = (x > LIKELY[0]) & (x < LIKELY[1]), x < UNLIKELY
     high = (y / x)[likely & (x > -UNLIKELY)].sort().values
+    near, far = (y / x)[likely & (x > VERY_LIKELY[0]) & (x <= VERY_LIKELY[1])], (y / x)[likely & (x > VERY_LIKELY[1])]
+    steepening = float(far.median() / near.median()) if min(len(near), len(far)) >= MANY else 1.0
     low = (y / x)[unlikely].sort().values
     share_up = float((y > x)[likely].double().mean()) if likely.any() else 0.5
     if not len(high):
         return Crowds(int(likely.sum()), len(low), share_up, torch.nan, torch.nan, torch.nan)
     # One or two tokens are no crowd: where the others stand would then say nothing about β.
     if len(low) < FEW:
-        return Crowds(int(likely.sum()), len(low), share_up, float(high.quantile(0.1)), 0.1, torch.nan)
+        return Crowds(int(likely.sum()), len(low), share_up, float(high.quantile(0.1)), 0.1, torch.nan, steepening)
     beta = torch.logspace(-0.7, 0.7, 701, dtype=torch.float64, device=x.device)
     above, below = 1 - torch.searchsorted(low, beta) / len(low), torch.searchsorted(high, beta) / len(high)
     left, right = beta[above > below], beta[above < below]  # the difference falls; between them may be a gap
     ends = float(left[-1] if len(left) else beta[0]), float(right[0] if len(right) else beta[-1])
     exponent = math.sqrt(ends[0] * ends[1])
     wrong = float((low > 1.01 * exponent).double().mean()), float((high < exponent / 1.01).double().mean())
-    return Crowds(int(likely.sum()), len(low), share_up, exponent, max(wrong), float(low.quantile(0.8)))
+    return Crowds(int(likely.sum()), len(low), share_up, exponent, max(wrong), float(low.quantile(0.8)), steepening)
 
 
 class Slope(NamedTuple):

@@ -30,6 +30,9 @@ MIN_TOKENS = 16
 """Fewer valid tokens are not judged."""
 ONE_SIDED = 0.75
 """Share of likely tokens that must be higher on one side before a temperature is believed."""
+STEEPENS = 1.03
+"""Most that the ratio of logits grows from likely to very likely tokens. Under a temperature it falls to the exponent
+(1.005 at most was seen); under a cap of the logits it grows by 1.05."""
 EXPONENT = 0.05
 """Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
 CERTAIN_SHARE = 0.01
@@ -47,6 +50,8 @@ LARGE = 0.3
 """Standard deviation of the log-ratio, nats, above which a pair without a pattern is not called matched."""
 VISIBLE = 2.0
 """Standard errors by which the mean ratio must be below that of raw log-probs before they are called processed."""
+RARE, BEYOND_BOUND = 0.3, 0.1
+"""Mass V p up to which a token is rare, and the mean by which the lost mass may exceed it."""
 Z = 4.0
 """Standard errors that a mean must be away from what it should be."""
 
@@ -143,10 +148,15 @@ def _is_a_power(train: Tensor, rollout: Tensor, line: Slope) -> bool:
     return left <= LEFT_OVER and line.low >= TOGETHER * line.high
 
 
-def find_truncation(train: Tensor, rollout: Tensor) -> list[Finding]:
+def find_truncation(train: Tensor, rollout: Tensor, *, vocabulary: int | None = None) -> list[Finding]:
     """A softmax over fewer tokens on one side: certainty where the other side sees a choice, or mass that is lost.
 
     Both sides at once contradict each other, so then neither is claimed.
+
+    Args:
+        train: log π of the valid tokens.
+        rollout: log μ.
+        vocabulary: its size; None where not known.
     """
     findings = []
     for side, base, other in (("rollout", train, rollout), ("trainer", rollout, train)):
@@ -166,7 +176,7 @@ def find_truncation(train: Tensor, rollout: Tensor) -> list[Finding]:
 
         # A log-softmax in 16 bits rounds likely tokens to certainty too, but loses no mass.
         by_certainty = certain >= CERTAIN_SHARE and (lost_enough or not is_16_bit(other))
-        if not (by_certainty or by_mass):
+        if not (by_certainty or by_mass) or (vocabulary is not None and _drops_likelier(base, other, vocabulary)):
             continue
 
         mass = 1 - lost
@@ -181,6 +191,13 @@ def find_truncation(train: Tensor, rollout: Tensor) -> list[Finding]:
         confidence = confidence_of(max(z, certain / math.sqrt(max(certain, 1e-9) / len(base))))
         findings.append(provenance_finding("truncated", reason, confidence, evidence, fix=fix))
     return [] if len(findings) == 2 else findings
+
+
+def _drops_likelier(base: Tensor, other: Tensor, vocabulary: int) -> bool:
+    """Whether more mass is lost beside rare tokens than the V p that a truncation drops: it drops no likelier token."""
+    bound = vocabulary * base.exp()
+    beyond, z = mean_and_z((1 - (base - other).exp() - bound)[bound < RARE])
+    return int((bound < RARE).sum()) >= FEW and beyond > BEYOND_BOUND and z >= Z
 
 
 def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
@@ -202,4 +219,5 @@ def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
 def _is_temperature(seen: Crowds) -> bool:
     """Whether likely tokens rose by one exponent while unlikely ones fell: a truncation lifts both."""
     fell = seen.unlikely < FEW or seen.unlikely_p80 >= 1 + EXPONENT / 2
-    return seen.share_up >= ONE_SIDED and seen.exponent >= 1 + EXPONENT and seen.violations <= 0.35 and fell
+    one_exponent = seen.violations <= 0.35 and seen.steepening <= STEEPENS
+    return one_exponent and seen.share_up >= ONE_SIDED and seen.exponent >= 1 + EXPONENT and fell
