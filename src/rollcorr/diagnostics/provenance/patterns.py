@@ -30,9 +30,9 @@ MIN_TOKENS = 16
 """Fewer valid tokens are not judged."""
 ONE_SIDED = 0.75
 """Share of likely tokens that must be higher on one side before a temperature is believed."""
-STEEPENS = 1.03
+STEEPENS = 1.015
 """Most that the ratio of logits grows from likely to very likely tokens. Under a temperature it falls to the exponent
-(1.005 at most was seen); under a cap of the logits it grows by 1.05."""
+(1.005 at most was seen); under a cap of the logits it grows, in the judge's log by 1.05."""
 EXPONENT = 0.05
 """Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
 CERTAIN_SHARE = 0.01
