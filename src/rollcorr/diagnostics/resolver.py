@@ -195,7 +195,7 @@ def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
 def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
     """Fold consequences under their causes, as deep as they go: warnings before notes, else in their order.
 
-    A consequence whose cause is not among the findings stands for itself.
+    A consequence whose cause is not among the findings stands for itself, and so do those of a circle.
     """
     ordered = sorted(findings, key=lambda finding: finding.severity == "note")
     below: dict[int, list[Finding]] = {}
@@ -205,7 +205,7 @@ def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
 
         # A warning is not hidden under a note.
         hidden = cause is not None and cause.severity == "note" and finding.severity != "note"
-        if cause is None or cause is finding or hidden:
+        if cause is None or cause is finding or hidden or _leads_to(finding, cause, ordered):
             roots.append(finding)
         else:
             below.setdefault(id(cause), []).append(finding)
@@ -223,3 +223,14 @@ def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         return [one.finding, *(finding for below in one.consequences for finding in flat(below))]
 
     return tuple(finding for root in folded(findings) for finding in flat(root))
+
+
+def _leads_to(finding: Finding, cause: Finding, findings: Sequence[Finding]) -> bool:
+    """Return whether the causes of a cause come back to the finding: then neither explains the other."""
+    seen, code = {finding.code}, cause.follows_from
+    while code is not None:
+        if code in seen:
+            return True
+        seen.add(code)
+        code = next((one.follows_from for one in findings if one.code == code), None)
+    return False
