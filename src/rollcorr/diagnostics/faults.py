@@ -15,6 +15,7 @@ from rollcorr.diagnostics.refuting_tests import (
     Refutation,
     cache_named_first,
     in_excess_at_start,
+    not_one_exponent,
     present_from_start,
     resets_with_sync,
 )
@@ -179,7 +180,7 @@ _ROWS = (
         kind="settings",
         needs="pairs",
         score=3,
-        refuted_by=(present_from_start, resets_with_sync),
+        refuted_by=(present_from_start, resets_with_sync, not_one_exponent),
         number="temperature_ratio",
         limit="1",
         title="the two sides divide the logits by different temperatures",

@@ -162,7 +162,7 @@ SYMPTOMS = (
         code="matched",
         kind="no finding",
         needs="pairs",
-        title="the sampling settings agree; the weights are not judged",
+        title="the log-probs show no other sampling settings",
         confirm=_NULL_OR_IDS,
     ),
     Fault(

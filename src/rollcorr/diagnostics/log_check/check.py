@@ -36,9 +36,9 @@ from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
 from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
-from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
+from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
-from rollcorr.diagnostics.resolver import in_one_message, resolve_findings, standing
+from rollcorr.diagnostics.resolver import resolve_findings, standing
 from rollcorr.rollout_log import FileLimits
 from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
@@ -342,8 +342,8 @@ def _verdict(
     of_versions: tuple[Finding, ...] = ()
     of_null = weights.findings
     if not evidence.diffusion:
-        against = weights.judged_against
-        implied, of_null = in_one_message(provenance.findings, weights.findings, judged_against=against)
+        # What a null judged says more than that no setting shows.
+        implied = tuple(f for f in provenance.findings if f.code != "matched" or not weights.findings)
         of_null = (*judge_routing(tally.routing, judged.used, in_excess=in_excess(weights)), *of_null)
         of_versions = judge_versions(tally.versions)
         of_versions = of_versions if rest is None else rest.attribute(of_versions)
@@ -364,12 +364,5 @@ def _verdict(
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
     by_metrics = evidence.diffusion and not read.denoising
     report = report_of(evidence, shown, None if by_metrics else weights.judged_against)
-    not_judged = (_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged)
-    return replace(report, not_judged=(*partial_sentence(read), *not_judged, *report.not_judged)), hypotheses
-
-
-def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -> str:
-    """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
-    agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
-    agrees = agrees and not tally.profile.ids.repeats  # then settings do not show
-    return f"settings agree; {sentence}" if agrees else sentence
+    not_judged = (*partial_sentence(read), *weights.not_judged, *report.not_judged)
+    return replace(report, not_judged=not_judged), hypotheses

@@ -11,6 +11,7 @@ from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
+from rollcorr.diagnostics.null.token_share import TokenSums
 from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
 
 
@@ -54,8 +55,8 @@ def metrics_of_parts(
 ) -> LogMetrics:
     """The metrics of some rows, from their parts by step, their profile, and the ages of the steps."""
     whole = _metrics(merge_parts(parts.values()))
-    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step
-    whole |= _exact_share(profile)
+    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step: limits are of exact ids
+    whole |= _id_share(profile.ids)
     steps = sorted(step for step in parts if step is not None)
     return LogMetrics(
         whole, tuple({"step": step, **_metrics(parts[step]), **ages.get(step, {})} for step in steps), ages
@@ -71,20 +72,13 @@ def _metrics(part: Part) -> dict[str, float]:
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
     metrics["log/positive_count"] = float(part.positive)
-    share = part.ids.share()
-    if share.tokens >= FEW_TOKENS and not part.ids.repeats:
-        metrics["log/token_id_share"] = share.share
-    return metrics
+    return metrics | _id_share(part.ids)
 
 
-def _exact_share(profile: MismatchProfile) -> dict[str, float]:
-    """The share of the token id over all rows, from their own ids: limits on it are of exact ids, not of ids mod 1,024.
-
-    Empty where there are no ids, or too few to tell.
-    """
-    share = profile.share
-    told = share.tokens >= FEW_TOKENS and not profile.ids.repeats
-    return {"log/token_id_share": share.share} if told else {}
+def _id_share(ids: TokenSums) -> dict[str, float]:
+    """The share of the token id; empty where there are no ids, or too few to tell."""
+    share = ids.share()
+    return {"log/token_id_share": share.share} if share.tokens >= FEW_TOKENS and not ids.repeats else {}
 
 
 def _ages(tally: Tally) -> dict[int, dict[str, float]]:

@@ -19,7 +19,6 @@ from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, 
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.picture_judgment import guarded_null
 from rollcorr.diagnostics.null.picture_null import PictureNull
-from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import doubt_of, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
@@ -172,7 +171,7 @@ def _null_of(
         kind=kind,
         **_described(tally, profile, steps, engine_precision=engine_precision),
         sides=sides,
-        sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
+        sample=tuple(rows[index].log_ratio for index in sorted(rows)) if steps is None else (),
     )
 
 

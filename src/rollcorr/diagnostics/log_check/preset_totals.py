@@ -158,8 +158,13 @@ class PresetTotals:
 
         gain = error = None
         if 0 < kept < tokens:
+            # Single tokens are left out, rather than whole sequences.
+            config = PRESETS_ONCE[name]
+            by_token = (config.is_mode == "icepop" and config.weighs_tokens) or any(
+                criterion.scope == "token" for criterion in config.criteria
+            )
             gain = log["k3"] / tokens - left["kept_k3"] / kept
-            error = _random_error(log, left, by_token=_rejects_tokens(PRESETS_ONCE[name]))
+            error = _random_error(log, left, by_token=by_token)
         return WhatIf(
             preset=name,
             same_as=SAME_AS[name],
@@ -187,13 +192,6 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
         return 0.0
     variance = max(beyond, 0.0) / (rows - 1)
     return math.sqrt(variance * (1 - chosen / rows) / chosen) / (tokens / rows)
-
-
-def _rejects_tokens(config: RolloutCorrectionConfig) -> bool:
-    """Whether single tokens are left out, rather than whole sequences."""
-    return (config.is_mode == "icepop" and config.weighs_tokens) or any(
-        criterion.scope == "token" for criterion in config.criteria
-    )
 
 
 def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:
