@@ -2,10 +2,8 @@
 
 The gradient of the loss is Σ w A ∇log π over tokens. A log has its coefficients w A, summed here by token id: that is
 the gradient of a bias of the last layer, but for the probabilities of the other tokens. Prompts are dealt to folds, and
-the spread of the folds gives the variance of the total. No estimator here has ratios of its whole history but sequence
-weights, so the bias of another is its difference from these.
-
-Source: Efron (1982), The Jackknife, the Bootstrap and Other Resampling Plans, chapter 8 (half-samples).
+the spread of the folds gives the variance of the total (half-samples). No estimator here has ratios of its whole
+history but sequence weights, so the bias of another is its difference from these.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 A row is known by sums over its tokens (`RowTable`). Sums of rows that are put end to end are the sums of the parts, so
 a splice needs no tokens. Rows differ persistently, in their noise and in their mean, which independent rows put end to
 end would average away. So a splice has rows of one level. The level of a row is known up to the noise of its tokens: it
-is drawn anew for each splice, given what was measured. The halves of rows tell levels from noise.
-
-Source: Rubin (1987), Multiple Imputation for Nonresponse in Surveys, for drawn levels.
+is drawn anew for each splice, given what was measured. The halves of rows tell levels from noise (multiple imputation).
 """
 
 from __future__ import annotations
