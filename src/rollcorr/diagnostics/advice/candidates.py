@@ -163,7 +163,7 @@ class CandidateTotals:
         sums: dict[str, Sums] = {}
         coefficients: dict[str, Sums] = {}
         for name, candidate in CANDIDATES.items():
-            weight = applied_weights(candidate.config, train, rollout, mask, cu_seqlens) * valid
+            weight = np.where(valid, applied_weights(candidate.config, train, rollout, mask, cu_seqlens), 0.0)
             mean = np.bincount(row, weight, rows) / np.maximum(row_tokens, 1)
             sums[name] = np.array(
                 [

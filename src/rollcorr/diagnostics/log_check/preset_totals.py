@@ -107,7 +107,7 @@ class PresetTotals:
         )
         presets = {}
         for name, config in PRESETS_ONCE.items():
-            weight = applied_weights(config, train, rollout, mask, cu_seqlens) * valid
+            weight = np.where(valid, applied_weights(config, train, rollout, mask, cu_seqlens), 0.0)
             kept = weight > 0
             presets[name] = np.array(
                 [
