@@ -85,7 +85,8 @@ def _changes(advice: Advice) -> str:
 def _show_candidates(console: Console, advice: Advice) -> None:
     """Print what each candidate does to the log, the chosen one in bold."""
     console.print()
-    table = _table("correction", "tokens kept", "ESS, tokens", "ESS, sequences", "signal kept", "noise", "bias")
+    table = _table("correction", "kept", "token ESS", "sequence ESS", "signal kept", "noise", "bias")
+    table.columns[0].no_wrap = True
     for row in advice.candidates:
         numbers = (row.kept, row.token_ess, row.sequence_ess, row.signal, row.noise, row.bias)
         texts = ["not known" if number is None else f"{number:.3f}" for number in numbers]
