@@ -219,7 +219,7 @@ def test_candidates_are_the_corrections_of_the_bench():
 
 
 def test_the_limits_come_from_trained_cells():
-    """The committed table is that of the committed cells, and the rule has its limits."""
+    """The committed table has the committed cells, and the rule has its limits."""
     script = runpy.run_path(str(ROOT / "experiments" / "bench" / "advice_evidence.py"))
     table = script["read_evidence"]()
     assert [{key: str(value) for key, value in row.items()} for row in script["evidence_rows"]()] == table

@@ -149,7 +149,7 @@ def test_row_effects_survive_ten_times_the_length(shift):
 
 
 def test_rows_without_levels_splice_as_independent_ones():
-    """No level is found where there is none, and the spread of long sums is that of independent rows."""
+    """No level is found where there is none, and long sums spread like independent rows."""
     pool = 0.02 * np.random.default_rng(0).normal(size=(2000, 50))
     null = null_of(pool)
     levels = row_levels(null.sample)

@@ -66,15 +66,15 @@ def test_uneven_and_empty_data_parallel_ranks_equal_one_process(results, data, s
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_choose_one_horizon_from_all_rows(results, data, size):
-    """Also a rank without rows. The rows of a rank alone would give another horizon."""
+    """Also a rank without rows. The rows of one rank would give another horizon."""
     whole = ranks.with_chosen_horizon(data)
     assert 0 < whole["metrics"]["rollout_corr/rollout_is_horizon"] < 1
     for rank in range(SIZE):
         rows = slice(*ranks.SHARDS[size][rank % size : rank % size + 2])
         assert_same_numbers(results[rank]["chosen horizon", size], whole)
         assert_same_tokens(results[rank]["chosen horizon", size], whole, lambda x, rows=rows: x[rows])
-    alone = ranks.with_chosen_horizon(ranks.shard(data, size, 0))
-    assert alone["metrics"]["rollout_corr/rollout_is_horizon"] != whole["metrics"]["rollout_corr/rollout_is_horizon"]
+    first = ranks.with_chosen_horizon(ranks.shard(data, size, 0))
+    assert first["metrics"]["rollout_corr/rollout_is_horizon"] != whole["metrics"]["rollout_corr/rollout_is_horizon"]
 
 
 @pytest.mark.covering(2)
