@@ -23,7 +23,7 @@ from mismatch_pools import (
 from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.diagnostics import MismatchNull, MismatchProfile, calibrate, noise_table
 from rollcorr.diagnostics.advice.order_statistics import _ranks, quantile_estimate
-from rollcorr.diagnostics.advice.spliced_rows import UnitRows, row_levels, splices
+from rollcorr.diagnostics.advice.spliced_rows import UnitRows, halves_of, row_levels, splices
 from rollcorr.run_directory.stored_run import BadInputError
 
 FULL = os.environ.get("ROLLCORR_CALIBRATION") == "full"
@@ -152,7 +152,7 @@ def test_rows_without_levels_splice_as_independent_ones():
     """No level is found where there is none, and long sums spread like independent rows."""
     pool = 0.02 * np.random.default_rng(0).normal(size=(2000, 50))
     null = null_of(pool)
-    levels = row_levels(null.sample)
+    levels = row_levels(halves_of(null.sample))
     assert levels.between.tolist() == [0.0, 0.0]
     rows = UnitRows.of_table(null.profile.rows)
     made = splices(rows, 500, 4000, np.random.default_rng(1), levels)
@@ -203,7 +203,7 @@ def test_rows_of_different_lengths_are_spliced_to_the_wanted_one():
     tokens = np.array([30.0, 50.0, 70.0] * 100)
     sums = np.stack([0.01 * tokens, 0.00005 * tokens, 0.00005 * tokens])
     rows = UnitRows(tokens, sums, np.full(300, 0.01), np.full(300, 0.01), np.arange(300))
-    drawn = splices(rows, 1000, 500, np.random.default_rng(0), row_levels(()))
+    drawn = splices(rows, 1000, 500, np.random.default_rng(0), row_levels(halves_of(())))
     np.testing.assert_allclose(drawn[0], 10.0, rtol=1e-9)
     np.testing.assert_allclose(drawn[1], 0.05, rtol=1e-9)
 
@@ -327,6 +327,6 @@ def test_a_splice_has_the_mean_of_all_rows_and_not_of_the_table_alone(monkeypatc
     table = null.profile.rows
     assert table.stride == 4
     rows = _with_means_of_all(UnitRows.of_table(table), null.profile)
-    made = splices(rows, 8000, 2000, np.random.default_rng(0), row_levels(null.sample))
+    made = splices(rows, 8000, 2000, np.random.default_rng(0), row_levels(halves_of(null.sample)))
     assert made[2].mean() / 8000 == pytest.approx(null.profile.k3, rel=0.05)
     assert table.column("sum_k3").sum() / table.column("tokens").sum() > 1.5 * null.profile.k3

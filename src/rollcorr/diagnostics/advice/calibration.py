@@ -23,10 +23,10 @@ from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate, inter
 from rollcorr.diagnostics.advice.spliced_rows import (
     FEWEST,
     SUMS,
-    RowLevels,
     Source,
     UnitRows,
     at_length,
+    halves_of,
     row_levels,
     rows_for,
     splices,
@@ -190,14 +190,14 @@ def calibrate(
     null.check_sides()
     _check(null, rate, alarm_rate, lengths, sequences)
     rows = UnitRows.of_table(null.profile.rows)
-    limits, levels = [*_token_limits(null, rate, seed)], row_levels(null.sample)
+    limits, halves = [*_token_limits(null, rate, seed)], halves_of(null.sample)
     alarms: list[CalibratedAlarm] = []
     remarks: list[str] = []
     for length in lengths:
         source, parts = rows_for(length, rows, null.sample)
         if source == "spliced" and len(parts) == len(rows):
             parts = _with_means_of_all(parts, null.profile)
-        limits += _limits_at(length, source, parts, rate, seed, levels)
+        limits += _limits_at(length, source, parts, rate, seed, halves)
         alarms += _alarms_at(length, rows, alarm_rate, sequences, seed)
         if source != "recorded":
             remarks.append(_remark(length, source, parts))
@@ -251,10 +251,10 @@ def _remark(length: int, source: Source, parts: UnitRows) -> str:
 
 
 def _limits_at(
-    length: int, source: Source, parts: UnitRows, rate: float, seed: int, levels: RowLevels
+    length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Iterator[CalibratedLimit]:
     """Everything that judges sequences, at one length."""
-    estimates = _estimates(length, source, parts, rate, seed, levels)
+    estimates = _estimates(length, source, parts, rate, seed, halves)
 
     def limit(
         setting: str, option: str, upper: QuantileEstimate | None, lower: QuantileEstimate | None = None
@@ -291,7 +291,7 @@ def _extremes(lowest: Floats, highest: Floats) -> Floats:
 
 
 def _estimates(
-    length: int, source: Source, parts: UnitRows, rate: float, seed: int, levels: RowLevels
+    length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Callable[[int, float], QuantileEstimate]:
     """A function that estimates a quantile of a column: `SUMS`, then `_extremes`."""
     count = max(length / float(parts.tokens.mean()), 1e-9)
@@ -309,16 +309,19 @@ def _estimates(
     random = np.random.default_rng([seed, length])
     wanted = np.array([rate / 2, 1 - rate / 2, 1 - rate])
 
-    def quantiles(rows: UnitRows, count: int) -> Floats:
+    def quantiles(rows: UnitRows, count: int, halves: Floats) -> Floats:
         if source == "cut":
             drawn = at_length(rows.tokens, rows.sums, length, token_means(rows))
         else:
-            made = splices(rows, length, count, random, levels)
+            made = splices(rows, length, count, random, row_levels(halves))
             drawn = np.concatenate([made[: len(SUMS)], _extremes(*made[len(SUMS) :])])
         return np.quantile(drawn, wanted, axis=1, method="weibull").T
 
-    value = quantiles(parts, SPLICES)
-    again = np.stack([quantiles(_drawn_anew(parts, random), SPLICES_AGAIN) for _ in range(REPLICATES)])
+    value, rows = quantiles(parts, SPLICES, halves), halves.shape[-1]
+    again = np.empty((REPLICATES, *value.shape))
+    for replicate in again:
+        drawn = random.integers(max(rows, 1), size=rows)
+        replicate[:] = quantiles(_drawn_anew(parts, random), SPLICES_AGAIN, halves[..., drawn])
 
     def estimate(column: int, q: float) -> QuantileEstimate:
         if column >= len(value):

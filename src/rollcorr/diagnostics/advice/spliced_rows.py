@@ -145,23 +145,37 @@ class RowLevels(NamedTuple):
         return levels
 
 
-def row_levels(sample: Sequence[Floats]) -> RowLevels:
-    """Estimate what persists from the covariance of the halves of rows; nothing below two standard errors of it.
+def halves_of(sample: Sequence[Floats]) -> Floats:
+    """Measure the levels of the halves of rows, and what the variance of their noise is proportional to.
 
     Args:
-        sample: d of the tokens of some rows; fewer than `FEWEST` show nothing.
+        sample: d of the tokens of some rows.
+
+    Returns:
+        First and second halves' levels, then their scales of noise: (4, 2, rows).
     """
     halves = [(row[: len(row) // 2], row[len(row) // 2 :]) for row in sample if len(row) > 1]
-    if len(halves) < FEWEST:
-        return RowLevels(np.zeros(2), np.zeros(2))
     sides = []
     for side in (0, 1):
         parts = [pair[side] for pair in halves]
         tokens = np.array([len(d) for d in parts], dtype=np.float64)
-        sides.append(_measured_levels(tokens, np.array([[d.sum(), (d * d).sum() / 2] for d in parts]).T))
+        sums = np.array([[d.sum(), (d * d).sum() / 2] for d in parts]).reshape(-1, 2)
+        sides.append(_measured_levels(tokens, sums.T))
     (one, scale_one), (other, scale_other) = sides
+    return np.stack([one, other, scale_one, scale_other])
+
+
+def row_levels(halves: Floats) -> RowLevels:
+    """Estimate what persists from the covariance of the halves of rows; nothing below two standard errors of it.
+
+    Args:
+        halves: as `halves_of` returns them; fewer than `FEWEST` rows show nothing.
+    """
+    one, other, scale_one, scale_other = halves
+    if one.shape[1] < FEWEST:
+        return RowLevels(np.zeros(2), np.zeros(2))
     products = (one - one.mean(1, keepdims=True)) * (other - other.mean(1, keepdims=True))
-    covariance, error = products.mean(1), products.std(1) / math.sqrt(len(halves))
+    covariance, error = products.mean(1), products.std(1) / math.sqrt(one.shape[1])
     noise = ((one - other) ** 2).mean(1) / (scale_one + scale_other).mean(1)
     return RowLevels(np.where(covariance > 2 * error, covariance, 0.0), noise)
 
