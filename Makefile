@@ -168,7 +168,7 @@ test-compile: $(STAMP) ## Compile the correction and the losses with torch.compi
 	ROLLCORR_COMPILE_BACKENDS=inductor $(BIN)/python -m pytest tests/correction/test_compile.py --numprocesses 2
 
 calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
-	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover"
+	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover or effects"
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

@@ -158,14 +158,6 @@ def test_the_study_of_a_page_is_one_that_simulate_reads(page, tmp_path):
             assert read_simulation_file(path)
 
 
-def test_the_three_steps_go_from_metrics_to_the_preset_they_name():
-    blocks = re.findall(r"```yaml\n(.*?)```", PAGES["docs/guides/choosing.md"], re.DOTALL)
-    look, reject, weigh = (convert(load_yaml(text)).config for text in blocks)
-    assert (look.weights_reach_loss, look.criteria) == (False, ())
-    assert (reject.weights_reach_loss, reject.criteria) == (False, weigh.criteria)
-    assert weigh == RolloutCorrectionConfig.decoupled_k3_rs_token_tis()
-
-
 def test_the_estimator_table_names_presets_with_the_settings_of_their_row():
     table = PAGES["docs/guides/choosing.md"].split("| estimator |")[1].split("\n\n")[0].splitlines()[2:]
     modes = [(False, "ppo_clip"), (True, "ppo_clip"), (True, "reinforce")]

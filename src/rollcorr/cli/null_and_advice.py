@@ -388,7 +388,10 @@ def advise_on(
         ),
     ] = None,
     config: Annotated[list[str] | None, CONFIG_OPTION] = None,
-    rate: Annotated[float, typer.Option(help="Share of healthy sequences that a rejection may cost.")] = 0.05,
+    intended: Annotated[
+        bool,
+        typer.Option("--intended", help="The sampler's weights are old or rounded on purpose: advise unjudged."),
+    ] = False,
     train_column: Annotated[
         str | None,
         typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: the one that is recorded]"),
@@ -403,7 +406,7 @@ def advise_on(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Recommend a preset for a log, with thresholds, reasons and YAML to paste; or the repair to make first.
+    """Measure corrections on a log, and recommend one with reasons and YAML to paste; or the repair to make first.
 
     With --config, also print the overrides that turn your configuration into the recommended one.
 
@@ -418,8 +421,6 @@ def advise_on(
 
     with exit_on():
         check_unused(output, overwrite=overwrite)
-        if not 0 < rate < 0.5:
-            raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
         yours = choose_config(settings=config).to_dict() if config else None
         file_limits, column_names = file_options(limit, columns)
         with row_progress() as on_rows:
@@ -427,6 +428,7 @@ def advise_on(
                 logs,
                 train_column=train_column,
                 null=None if null is None else diagnostics.read_null(null),
+                candidates=True,
                 workers=workers,
                 file_limits=file_limits,
                 column_names=column_names,
@@ -435,7 +437,7 @@ def advise_on(
         if result.interrupted:
             typer.echo("interrupted: part of a log gives no advice", err=True)
             raise typer.Exit(130)
-        advice = diagnostics.advise(result, rate=rate)
+        advice = diagnostics.advise(result, intended=intended)
         if output is not None and advice.yaml:
             write_text_durably(output, advice.yaml)
     if output is not None and not advice.yaml:

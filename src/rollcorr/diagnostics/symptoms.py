@@ -142,7 +142,7 @@ SYMPTOMS = (
         kind="symptom",
         needs="metrics",
         title="most sequences would count for almost nothing",
-        fix="stay with or move to token weights; shorten responses; lower the KL",
+        fix="measure the weights on a log (`rollcorr advise`); shorten responses; lower the KL",
     ),
     Fault(
         code="one_sided_gradients",

@@ -14,6 +14,7 @@ from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
 from rollcorr.config.layers import read_document
+from rollcorr.diagnostics.advice.candidates import CandidateRow
 from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
@@ -98,6 +99,7 @@ class CheckResult:
         profile: the mismatch of all rows.
         null: what it was compared with; None without any.
         what_if: what each preset would do, where that was asked for and the tokens are of a language model.
+        candidates: what each correction that `advise` chooses among would do, where that was asked for.
         worst_tokens: the few tokens that carry most of k3; empty if no few do.
         lags: the mismatch by the age of the weights that sampled; empty unless steps and versions are recorded.
     """
@@ -117,6 +119,7 @@ class CheckResult:
     profile: MismatchProfile = field(repr=False)
     null: MismatchNull | None = field(repr=False)
     what_if: tuple[WhatIf, ...] = ()
+    candidates: tuple[CandidateRow, ...] = ()
     worst_tokens: tuple[HeavyToken, ...] = ()
     lags: tuple[LagRow, ...] = ()
 
@@ -136,6 +139,7 @@ def check_logs(
     null: MismatchNull | PictureNull | None = None,
     null_steps: tuple[int, int] | None = None,
     what_if: bool = False,
+    candidates: bool = False,
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
@@ -157,6 +161,7 @@ def check_logs(
         null_steps: instead, the first and the last step of this log that serve as its null: they are known to be right.
             Without any null, the first steps of a log of 10 steps or more do, and its start stays unjudged.
         what_if: also measure what every preset would do, in the same pass.
+        candidates: also measure the corrections that `advise` chooses among.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
         workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
             `if __name__ == "__main__":`.
@@ -188,6 +193,7 @@ def check_logs(
         train_column=train_column,
         null_steps=null_steps,
         what_if=what_if,
+        candidates=candidates,
         batch_size=batch_size,
         workers=workers,
         ray=ray,
@@ -230,6 +236,7 @@ def check_logs(
         profile=tally.profile,
         null=judged.used,
         what_if=tally.presets.rows(),
+        candidates=tally.candidates.table(),
         worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
         lags=lag_rows(tally.versions.by_lag()),
     )

@@ -20,6 +20,7 @@ from rollcorr.config.finding import Finding, merge_findings
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, compare
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
 from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
@@ -103,6 +104,7 @@ class Tally:
         versions: the mismatch by step and version of the weights, where both are recorded.
         routing: the mismatch by whether the routing of experts differs, where that is recorded.
         presets: what each preset would do, where that was asked for.
+        candidates: what each correction to choose would do, where that was asked for.
         worst: the tokens with the largest k3.
         pictures: denoising steps, where the log is of pictures.
     """
@@ -121,6 +123,7 @@ class Tally:
     versions: VersionCells = field(default_factory=VersionCells)
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
+    candidates: CandidateTotals = field(default_factory=CandidateTotals)
     worst: WorstTokens = field(default_factory=WorstTokens)
     pictures: PictureRows = field(default_factory=PictureRows)
 
@@ -151,6 +154,7 @@ class Tally:
             versions=self.versions.merge(later.versions),
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
+            candidates=self.candidates.merge(later.candidates),
             worst=self.worst.merge(later.worst),
             pictures=self.pictures.merge(later.pictures),
         )
@@ -185,6 +189,7 @@ class Measurement:
         timesteps: their timestep values, to break the mismatch down by.
         with_exact_kl: whether the log records what the exact KL needs.
         what_if: whether every preset is measured too.
+        candidates: whether the corrections that `advise` chooses among are measured too.
     """
 
     config: RolloutCorrectionConfig
@@ -197,11 +202,13 @@ class Measurement:
     timesteps: tuple[float, ...] = ()
     with_exact_kl: bool = False
     what_if: bool = False
+    candidates: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the log that are read."""
-        return COLUMNS + KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising + ("advantages",) * self.what_if
+        own = KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising
+        return COLUMNS + own + ("advantages",) * (self.what_if or self.candidates)
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
@@ -268,6 +275,9 @@ class Measurement:
             ids=None if ids is None else ids.numpy(),
         )
         profile = MismatchProfile.of_ratios(ratios)
+        candidates = CandidateTotals()
+        if self.candidates:
+            candidates = CandidateTotals.of(batch, train, rollout, mask, ids=ids, prompts=prompts, first=first)
         return Tally(
             parts=dict(self._parts(batch, train, rollout, mask, ratios)),
             findings=merge_findings(validate_batch(batch)),
@@ -281,6 +291,7 @@ class Measurement:
             versions=_versions(batch, ratios),
             routing=_routing(batch, ratios),
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
+            candidates=candidates,
             worst=WorstTokens.of(ratios),
         )
 
