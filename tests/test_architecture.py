@@ -64,18 +64,18 @@ BUDGETS = {
     "confirm": 246,
     "conformance": 350,
     "core": 1565,
-    "correction": 1268,
+    "correction": 1298,
     "demo": 171,
     "diffusion": 491,
-    "engines": 2003,
+    "engines": 2067,
     "integrations": 1848,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 1076,
+    "monitor": 1304,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1154,
-    "train": 3273,
+    "train": 3301,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 
