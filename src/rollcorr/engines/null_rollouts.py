@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from rollcorr.config import SamplingSpec
 from rollcorr.engines.base import Engine, Rollout
-from rollcorr.engines.weight_probes import untouched
+from rollcorr.engines.weight_probes import check_scorable, engine_score, untouched
 from rollcorr.rollout_log import RolloutBatch
 
 
@@ -64,26 +63,3 @@ def measure_null(
         policy_versions=engine.weight_version,
         model=model,
     )
-
-
-def check_scorable(sampling: SamplingSpec) -> None:
-    """Raise `ValueError` if an engine's log-probs are not of the distribution that it samples from."""
-    if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncates):
-        raise ValueError(
-            f"the engine returns raw log-probs of tokens sampled at temperature {sampling.temperature:g}, top_p "
-            f"{sampling.top_p:g}, top_k {sampling.top_k}; a null needs log-probs of what was sampled: set "
-            "logprobs='processed', or temperature=1 without truncation"
-        )
-
-
-def engine_score(engine: Engine, rollout: Rollout) -> Tensor:
-    """Compute the engine's own score; a truncated log-prob is the full one minus the log of the kept mass."""
-    full = engine.score(rollout.tokens)
-    if not engine.sampling.restricts:
-        return full
-    if rollout.log_kept_mass is None:
-        raise ValueError(
-            "the engine truncates and does not report the kept mass, so its own score does not match; sample with "
-            "top_p=1, top_k=-1, min_p=0, or give a score over the kept sets"
-        )
-    return full - rollout.log_kept_mass.to(full.device)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollcorr.config import SamplingSpec
 from rollcorr.core.sampling import KeptSets
 from rollcorr.correction.weight_probe import WeightProbe
 
@@ -49,8 +50,6 @@ def probe_engine(
     engine: Engine, rollout: Rollout, model: nn.Module, score: Callable[[Rollout], Tensor], *, rows: int
 ) -> WeightProbe:
     """Probe an engine: arguments and errors are those of `Engine.probe`."""
-    from rollcorr.engines.null_rollouts import check_scorable, engine_score
-
     check_scorable(rollout.sampling)
     rollout = _first_rows(rollout, rows)
     with untouched(model):
@@ -87,3 +86,26 @@ def _first_rows(rollout: Rollout, rows: int) -> Rollout:
         offsets = kept.offsets[: int(tokens.response_mask.sum()) + 1]
         kept = KeptSets(kept.ids[: int(offsets[-1])], offsets)
     return dataclasses.replace(rollout, tokens=tokens, kept=kept, **columns)
+
+
+def check_scorable(sampling: SamplingSpec) -> None:
+    """Raise `ValueError` if an engine's log-probs are not of the distribution that it samples from."""
+    if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncates):
+        raise ValueError(
+            f"the engine returns raw log-probs of tokens sampled at temperature {sampling.temperature:g}, top_p "
+            f"{sampling.top_p:g}, top_k {sampling.top_k}; a null needs log-probs of what was sampled: set "
+            "logprobs='processed', or temperature=1 without truncation"
+        )
+
+
+def engine_score(engine: Engine, rollout: Rollout) -> Tensor:
+    """Compute the engine's own score; a truncated log-prob is the full one minus the log of the kept mass."""
+    full = engine.score(rollout.tokens)
+    if not engine.sampling.restricts:
+        return full
+    if rollout.log_kept_mass is None:
+        raise ValueError(
+            "the engine truncates and does not report the kept mass, so its own score does not match; sample with "
+            "top_p=1, top_k=-1, min_p=0, or give a score over the kept sets"
+        )
+    return full - rollout.log_kept_mass.to(full.device)
