@@ -1,8 +1,10 @@
 """The null of a run: measured once, before the first step, by an engine that has the trainer's weights."""
 
+import copy
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
 from rollcorr import read_run
@@ -56,6 +58,43 @@ def test_a_null_changes_nothing_that_is_trained(micro_config, tmp_path):
     )
     assert with_null == without
     assert not (tmp_path / "without" / "null.json").exists()
+
+
+def test_a_null_follows_the_policy_and_changes_nothing(micro_config, tmp_path):
+    for name, every in (("with", 1), ("without", 0), ("parted", 1)):
+        options = ("log.null=5", f"log.null_every={every}", f"run_dir={tmp_path / name}")
+        if name == "parted":
+            trained(micro_config("steps=1", *options))
+        trained(micro_config("steps=3", *options))
+    files = {name: tmp_path / name / "null.json" for name in ("with", "without", "parted")}
+    weights = [file.parent / "checkpoints" / "step_000003" / "model.safetensors" for file in files.values()]
+    assert len({file.read_bytes() for file in weights}) == 1
+
+    # One part before the first step, and one of 8 rows for each step.
+    assert [(part.first_step, part.rows) for part in read_null(files["with"]).measured] == [
+        (None, 5), (1, 8), (2, 8), (3, 8)
+    ]  # fmt: skip
+    assert files["parted"].read_bytes() == files["with"].read_bytes()
+    assert len(read_null(files["without"]).measured) == 1
+
+
+def test_a_probe_changes_nothing_that_is_trained(micro_trainer, micro_policy):
+    weights = []
+    for probes in (True, False):
+        torch.manual_seed(0)
+        trainer = micro_trainer("rollout.refresh_every=2", policy=copy.deepcopy(micro_policy))
+        for step in range(1, 4):
+            result = trainer.step(step)
+            if probes:
+                rollout, actor = result.batch.rollout, result.batch.actor
+                probe = trainer.engine.probe(
+                    rollout,
+                    trainer.model,
+                    lambda part, actor=actor, model=trainer.model: actor.log_prob(model, part, rows_at_once=4),
+                )
+                assert probe.tokens > 0
+        weights.append([weight.clone() for weight in trainer.model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
 def test_another_precision_of_the_sampler_needs_another_null(micro_config, tmp_path):

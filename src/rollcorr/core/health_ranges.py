@@ -110,7 +110,7 @@ _METRIC_ADVICE = {
     ),
     "chi2_token": (
         "the variance of the token weights is above 1: importance sampling needs many more samples",
-        "truncate lower or reject; " + _CLOSER_POLICIES_ADVICE,
+        "find the cause first: log rollouts, run `rollcorr check`; " + _CLOSER_POLICIES_ADVICE,
     ),
     "ppl_ratio": (
         "above 1 the trainer is less sure of the sampled tokens than the sampler was",

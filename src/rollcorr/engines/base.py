@@ -8,7 +8,7 @@ Symbols (docs/reference/notation.md): B sequences, P padded prompt length, T pad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Protocol
@@ -21,6 +21,7 @@ from rollcorr.config.checks import names_unknown_options
 from rollcorr.config.sampling_spec import Actor
 from rollcorr.config.secrets import redact_text
 from rollcorr.core.sampling import KeptSets
+from rollcorr.correction.weight_probe import WeightProbe
 
 # Largest difference, nats, between log-probs of two implementations in the same precision.
 NOISE_FLOOR: Mapping[str, float] = {"bfloat16": 0.5, "float16": 0.1, "float32": 5e-4}
@@ -252,6 +253,29 @@ class Engine(Protocol):
             weights: name → parameter, each in the shape that it has in the model.
             version: version of these weights, recorded in rollouts.
         """
+
+    def probe(
+        self, rollout: Rollout, model: nn.Module, score: Callable[[Rollout], Tensor], *, rows: int = 32
+    ) -> WeightProbe:
+        """Score some rows of a rollout again with the trainer's weights, and return what the mismatch comes from.
+
+        The engine gets the trainer's weights for one score, then its own weights back. Weights, gradients, random
+        states and train or eval modes are afterwards as before.
+
+        Args:
+            rollout: sampled by this engine with the current weights of the run.
+            model: the trainer's policy.
+            score: callback that returns the trainer's log-probs of a rollout's responses, (B, T) nats, as in a training
+                step; called twice.
+            rows: number of rows to compare, the first ones.
+
+        Raises:
+            ValueError: as in `measure_null`.
+            WeightSyncError: the weights do not arrive.
+        """
+        from rollcorr.engines.weight_probes import probe_engine
+
+        return probe_engine(self, rollout, model, score, rows=rows)
 
     def close(self) -> None:
         """Release the process or connections, if any. Safe to call twice."""

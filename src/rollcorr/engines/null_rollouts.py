@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from rollcorr.engines.base import Engine, Rollout
+from rollcorr.engines.weight_probes import check_scorable, engine_score, untouched
 from rollcorr.rollout_log import RolloutBatch
 
 
@@ -45,17 +46,12 @@ def measure_null(
         ValueError: the engine returns raw log-probs at a temperature other than 1, which no score matches; or it
             truncates without reporting the kept mass, and must score.
     """
-    sampling = engine.sampling
-    if sampling.logprobs == "raw" and (sampling.temperature != 1 or sampling.truncates):
-        raise ValueError(
-            f"the engine returns raw log-probs of tokens sampled at temperature {sampling.temperature:g}, top_p "
-            f"{sampling.top_p:g}, top_k {sampling.top_k}; a null needs log-probs of what was sampled: set "
-            "logprobs='processed', or temperature=1 without truncation"
-        )
-    rollout = engine.generate(prompts, seed=seed, first_row=first_row)
-    tokens = rollout.tokens
-    train = _engine_score(engine, rollout) if score is None else score(rollout)
-    sampled = rollout.rollout_log_prob if again is None else again(rollout).to(rollout.rollout_log_prob.device)
+    check_scorable(engine.sampling)
+    with untouched():
+        rollout = engine.generate(prompts, seed=seed, first_row=first_row)
+        tokens = rollout.tokens
+        train = engine_score(engine, rollout) if score is None else score(rollout)
+        sampled = rollout.rollout_log_prob if again is None else again(rollout).to(rollout.rollout_log_prob.device)
     return RolloutBatch.from_padded(
         tokens.response_mask,
         prompt_ids=tokens.prompt_ids,
@@ -67,16 +63,3 @@ def measure_null(
         policy_versions=engine.weight_version,
         model=model,
     )
-
-
-def _engine_score(engine: Engine, rollout: Rollout) -> Tensor:
-    """Compute the engine's own score; a truncated log-prob is the full one minus the log of the kept mass."""
-    full = engine.score(rollout.tokens)
-    if not engine.sampling.restricts:
-        return full
-    if rollout.log_kept_mass is None:
-        raise ValueError(
-            "the engine truncates and does not report the kept mass, so its own score does not match; sample with "
-            "top_p=1, top_k=-1, min_p=0, or give a score over the kept sets"
-        )
-    return full - rollout.log_kept_mass.to(full.device)

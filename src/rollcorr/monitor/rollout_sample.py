@@ -66,6 +66,9 @@ class RolloutSample:
 SampledRows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
 """Row numbers in the step, and the rows' mask, offsets and columns."""
 
+HostRows = tuple[Tensor, "Tensor | None", Mapping[str, Any]]
+"""Mask, offsets if packed, and columns of a micro-batch, on the host."""
+
 
 class CollectedRollouts:
     """The sampled rows of a step. They stay on their device until the log is written.
@@ -92,8 +95,9 @@ class CollectedRollouts:
         cu_seqlens: Tensor | None,
         position_ids: Tensor | None,
         context_group: ProcessGroup | None,
+        most: int | None = None,
     ) -> tuple[int, SampledRows | None]:
-        """Return the number of sequences in a micro-batch, and copies of the rows to log, for `keep`.
+        """Return the number of sequences in a micro-batch, and copies of the rows to log, for `keep`; `most` at most.
 
         Raises:
             ValueError: the number of rows of a column differs, or the log has no such column.
@@ -101,7 +105,7 @@ class CollectedRollouts:
         check_columns(columns)
         sequences = response_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         keys = self._selection_keys(columns, sequences, self.seen) if step % self._sample.every == 0 else ()
-        rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)]
+        rows = [row for row, key in enumerate(keys) if self._sample.takes_row(step, key)][:most]
         if not rows:
             return sequences, None
 
@@ -155,14 +159,20 @@ class CollectedRollouts:
         """
         if not self._batches:
             return None
-        batches, size = [], 0
+        batches, size = self.on_host(step, rewards)
+        return WriteTask(ROWS, step, partial(write_rows, path, batches), size)
+
+    def on_host(self, step: int, rewards: Tensor | None = None) -> tuple[list[HostRows], int]:
+        """Copy the rows of the step to the host, and return them with their size in bytes."""
+        batches: list[HostRows] = []
+        size = 0
         for rows, mask, offsets, columns in self._batches:
             reward_column = {} if rewards is None else {"reward": rewards[rows]}
             named = {**reward_column, "step": step, **columns}
             on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in named.items()}
             batches.append((mask.cpu(), None if offsets is None else offsets.cpu(), on_host))
             size += mask.nbytes + sum(value.nbytes for value in on_host.values() if isinstance(value, Tensor))
-        return WriteTask(ROWS, step, partial(write_rows, path, batches), size)
+        return batches, size
 
     def _selection_keys(self, columns: Mapping[str, object], sequences: int, first: int) -> Sequence[object]:
         for name in ("group_id", "sequence_id"):
@@ -175,7 +185,7 @@ class CollectedRollouts:
         return [f"{self._rank}/{first + row}" for row in range(sequences)]
 
 
-def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mapping[str, Any]]]) -> None:
+def write_rows(path: Path, batches: Sequence[HostRows]) -> None:
     """Write a rollout log.
 
     Args:
@@ -186,11 +196,16 @@ def write_rows(path: Path, batches: Sequence[tuple[Tensor, Tensor | None, Mappin
         OSError: the disk is full or not writable; the partial file is removed.
     """
     with RolloutLogWriter(path, overwrite=True) as log:
-        for mask, offsets, columns in batches:
-            if offsets is None:
-                log.write(RolloutBatch.from_padded(mask, **columns))
-            else:
-                log.write(RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns))
+        for rows in batches:
+            log.write(rollout_batch(rows))
+
+
+def rollout_batch(rows: HostRows) -> RolloutBatch:
+    """Return rows on the host as a batch of a rollout log."""
+    mask, offsets, columns = rows
+    if offsets is None:
+        return RolloutBatch.from_padded(mask, **columns)
+    return RolloutBatch.from_packed(mask, cu_seqlens=offsets, **columns)
 
 
 def _select_rows(

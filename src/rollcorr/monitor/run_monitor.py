@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -25,16 +26,19 @@ from rollcorr.correction import Correction, correct
 from rollcorr.correction.losses import PolicyLossOutput
 from rollcorr.correction.process_groups import check_groups, members
 from rollcorr.correction.rollout_correction import configuration_of
+from rollcorr.correction.weight_probe import WeightProbe
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
-from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
+from rollcorr.monitor.batch_at_hand import BatchAtHand, first_cause
 from rollcorr.monitor.field_names import read_fields
 from rollcorr.monitor.lag_split import LagSplit
-from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
-from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
+from rollcorr.monitor.own_null import OwnNull
+from rollcorr.monitor.rollout_sample import CollectedRollouts, HostRows, RolloutSample
+from rollcorr.monitor.run_writer import ANALYSIS, CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
 from rollcorr.monitor.step_totals import RankExchange, StepTotals, merged_metrics
+from rollcorr.rollout_log import RolloutBatch
 from rollcorr.rollout_log.arrow import pa as pyarrow
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.durable_files import write_text_durably
@@ -93,6 +97,7 @@ class Monitor:
             "stdout", or objects with `write(step, metrics)` and `close()`. Only the first rank uses them, in a
             background thread.
         on_alarm: callback for the `Finding` of each alarm that begins, called on every rank. Its exceptions are logged.
+        null_steps: "auto" makes a null of the first steps with fresh weights, unless the directory has `null.json`.
         rollouts: the sampling of the rollout log, which has a file for each step and rank. By default no log is
             written.
         sampling: the sampler's settings, for the rollout log and config.yaml; without them no verdict is "healthy".
@@ -124,9 +129,12 @@ class Monitor:
         on_alarm: OnAlarm | Sequence[OnAlarm] = (),
         rollouts: RolloutSample | None = None,
         sampling: SamplingSpec | None = None,
+        null_steps: Literal["auto"] | None = None,
         strict: bool = False,
         **options: Unpack[ConfigOptions],
     ) -> None:
+        if null_steps not in (None, "auto"):
+            raise ValueError(f"null_steps is 'auto' or None, got {null_steps!r}; `rollcorr null --steps` takes others")
         self.config = configuration_of(config, options)
         self.config_was_given = config is not None or bool(options)
         self.directory = RunDirectory(Path(run_dir))
@@ -137,13 +145,21 @@ class Monitor:
         self._lags = LagSplit()
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
-        null: Noise | None = None
+        given, noise = None, None
         if self.directory.null.exists():
-            from rollcorr.diagnostics.null import noise_beside  # it needs Arrow
+            from rollcorr.diagnostics.null.run_null import noise_of, null_beside  # it needs Arrow
 
-            null = noise_beside(self.directory.path)
+            given = null_beside(self.directory.path)
+            noise = None if given is None else noise_of(given)
+        self._null = OwnNull(
+            None if self.directory.null.exists() else self.directory.null, given, from_first_steps=null_steps == "auto"
+        )
+
+        # One rank analyzes rows, which must be whole: slices of a context group are not joined for that.
+        self._analyzes = self._writes and self._exchange.context_ranks == 1 and find_spec("pyarrow") is not None
+        self._unexplained: list[Finding] = []
         self.sampling = sampling
-        self._judge = RunningJudge(null, sampling=sampling is not None)
+        self._judge = RunningJudge(noise, sampling=sampling is not None)
         self._judged_config = self.config
         self._sample = rollouts
         self._strict = strict
@@ -159,7 +175,7 @@ class Monitor:
         problem: Exception | None = None
         earlier: list[dict[str, Any]] = []
         try:
-            if rollouts is not None:
+            if rollouts is not None or null_steps is not None:
                 pyarrow.int64()  # imports it now: a missing extra is found before the first step
 
             # The writer thread owns the lock and the file: a write that hangs keeps them until it ends.
@@ -253,10 +269,10 @@ class Monitor:
             **options,
         )
         # Do not count a part of an invalid batch: the caller may catch the error, and retry.
+        own = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, "sampling": self.sampling}
+        logged: dict[str, object] = {**own, **(columns or {})}
         sampled = None
         if self._rollouts is not None:
-            own = {"rollout_log_prob": rollout_log_prob, "old_log_prob": train_log_prob, "sampling": self.sampling}
-            logged: dict[str, object] = {**own, **(columns or {})}
             sampled = self._rollouts.sampled(
                 self.steps + 1,
                 response_mask,
@@ -274,10 +290,15 @@ class Monitor:
             self._totals.add_statistics("lags", split)
         if self._rollouts is not None and sampled is not None:
             self._rollouts.keep(*sampled)
+        if self._analyzes:
+            self._at_hand.hold(response_mask, logged, cu_seqlens)
         return correction
 
-    def add(self, measured: Correction | PolicyLossOutput | Statistics) -> None:
+    def add(self, measured: Correction | PolicyLossOutput | Statistics | WeightProbe | RolloutBatch) -> None:
         """Count a correction, a loss, or a loss's statistics that were computed without `Monitor.correct`.
+
+        The result of `engine.probe` becomes the metrics `probe/…`, and vets a null of the first steps. Rollouts of
+        `rollcorr.engines.measure_null`, sampled right after a weight sync, are merged into the null on the first rank.
 
         For a loss, the metrics of `rollcorr.loss_metrics` are added as `actor/…`, and those of the first loss of the
         step as `actor/first/…`: add it before the first update. In bypass mode the loss also measures
@@ -291,6 +312,11 @@ class Monitor:
         """
         if isinstance(measured, Statistics):
             self._totals.add_statistics("loss", measured)
+        elif isinstance(measured, WeightProbe):
+            self._probed.update({f"probe/{name}": value for name, value in asdict(measured).items()})
+            self._analyze(WriteTask(ANALYSIS, self.steps, partial(self._null.add_probe, measured)))
+        elif isinstance(measured, RolloutBatch):
+            self._analyze(WriteTask(ANALYSIS, self.steps, partial(self._null.add_measurement, measured)))
         elif isinstance(measured, Correction):
             if measured.statistics is not None:
                 counts = self._counts_here(measured)
@@ -331,7 +357,8 @@ class Monitor:
             TimeoutError: only with `strict`: files or sinks hang. The step has ended.
         """
         self._totals.forget_values()
-        for name, value in {**self._unwritten_counts(), "reward": reward, **own}.items():
+        measured = {**self._unwritten_counts(), **self._null.numbers, **self._probed}
+        for name, value in {**measured, "reward": reward, **own}.items():
             if value is not None:
                 self._totals.add_value(name, value)
         rewards = None if self._rollouts is None else self._rollouts.checked_rewards(reward)
@@ -339,7 +366,7 @@ class Monitor:
         metrics = merged_metrics(self._exchange.read(layout, vector), self._exchange.context_ranks)
 
         # The step ends here, even if writing or judging fails.
-        step, rollouts = self.steps + 1, self._rollouts
+        step, rollouts, at_hand = self.steps + 1, self._rollouts, self._at_hand
         self.steps = step
         self._begin_step()
         tasks = tuple(self._write_tasks(step, dict(metrics), rollouts, rewards))
@@ -349,6 +376,8 @@ class Monitor:
             # Queue the writes last, because the woken threads compete with the judge for the GIL.
             if self._files is not None and self._files.put(*tasks) and self._trackers is not None and self._sinks:
                 self._trackers.put(WriteTask(SINKS, step, partial(self._sinks.write, step, dict(metrics))))
+        if self._analyzes:
+            self._analyze(*self._analysis_tasks(step, metrics, at_hand))
         if self._strict:
             self._flush_or_raise(step)
         return metrics
@@ -444,6 +473,8 @@ class Monitor:
 
     def _begin_step(self) -> None:
         self._totals = StepTotals()
+        self._at_hand = BatchAtHand()
+        self._probed: dict[str, float] = {}
         self._rollouts: CollectedRollouts | None = None
         if self._sample is not None:
             first_of_context = self._context_group is None or self._context_group.rank() == 0
@@ -577,8 +608,37 @@ class Monitor:
         if self._writes:
             for finding in changes.passed:
                 logger.info("step %d: has passed: %s", step, finding.title)
+        self._unexplained = list(changes.began)
         for finding in changes.began:
             self._sound_alarm(step, finding)
+
+    def _analysis_tasks(self, step: int, metrics: Mapping[str, float], at_hand: BatchAtHand) -> Iterator[WriteTask]:
+        """Return the analyses of a step, for the writer thread: of the alarms that began, and for a null."""
+        alarms, self._unexplained = self._unexplained, []
+        for_null = self._null.wants(metrics)
+        if not (for_null or alarms):
+            return
+        try:
+            rows, size = at_hand.on_host(step)
+        except Exception as error:  # columns that fit no log, for example: the step itself is right
+            self._log_or_raise(error, "step %d: its rows cannot be analyzed", step)
+            return
+        if for_null:
+            yield WriteTask(ANALYSIS, step, partial(self._null.add_step, step, rows), size)
+        if rows and alarms:
+            yield WriteTask(ANALYSIS, step, partial(self._find_cause, step, alarms, rows), size)
+
+    def _find_cause(self, step: int, alarms: Sequence[Finding], rows: Sequence[HostRows]) -> None:
+        """Attach the first cause to the alarms that began in a step. The writer thread calls this."""
+        cause = first_cause(rows, self._null.null)
+        if cause is not None:
+            self._judge.explain(alarms, cause)
+            logger.warning("%s", alarm_text(step, cause))
+
+    def _analyze(self, *tasks: WriteTask) -> None:
+        """Queue analyses for the writer thread, on the rank that has one."""
+        if tasks and self._analyzes and self._files is not None:
+            self._files.put(*tasks)
 
     def _sound_alarm(self, step: int, finding: Finding) -> None:
         """Log an alarm that begins, and pass it to `on_alarm`."""

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 logger = logging.getLogger("rollcorr.monitor")
 
 LINE, ROWS, CONFIG, SINKS = "metrics.jsonl", "the rollout log", "config.yaml", "the sinks"
+ANALYSIS = "the analysis of the mismatch"
 
 # Maximum number of lines to keep after a failed write, and of queued tasks before a step waits for the thread.
 FAILED_LINES, FULL_QUEUE = 1000, 2000

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from statistics import median
 from typing import NamedTuple
@@ -31,7 +32,11 @@ from rollcorr.diagnostics.health.rules import COMPARISON
 from rollcorr.diagnostics.health.trend import SeriesWatch
 from rollcorr.monitor.step_totals import LOSS_PREFIX
 
-_FindingKey = tuple[str, str | None]
+AlarmKey = tuple[str, str | None]  # code and metric
+
+# Metrics of a null that the Monitor measured: every rank, and every reader of the run, judges by the same one.
+NULL_K3, NULL_STD, NULL_IS_VETTED = "monitor/null_k3", "monitor/null_std", "monitor/null_is_vetted"
+UNVETTED = "is unvetted: nothing shows that both sides had the same weights; add a probe, monitor.add(engine.probe(…))"
 COUNTS = ("sequence_count", "token_count")
 """Metrics that are summed over the run."""
 
@@ -84,8 +89,11 @@ class RunningJudge:
         self._differed = False
         self._first: list[tuple[int, dict[str, float]]] = []
         self._counted: Counter[str] = Counter()
-        self._alarms: dict[_FindingKey, Finding] = {}
-        self._absent: dict[_FindingKey, int] = {}
+        self._alarms: dict[AlarmKey, Finding] = {}
+        self._absent: dict[AlarmKey, int] = {}
+
+        # A thread adds causes, so they have a dictionary of their own.
+        self._causes: dict[AlarmKey, Finding] = {}
 
     @property
     def verdict(self) -> Verdict:
@@ -114,8 +122,13 @@ class RunningJudge:
 
     @property
     def alarms(self) -> tuple[Finding, ...]:
-        """Return the active alarms, the oldest first."""
-        return tuple(self._alarms.values())
+        """Return the active alarms, the oldest first, each with its first cause if that is known."""
+        return tuple(with_cause(alarm, self._causes.get(key)) for key, alarm in self._alarms.items())
+
+    def explain(self, findings: Iterable[Finding], cause: Finding) -> None:
+        """Attach a cause to alarms that still last. Any thread may call this."""
+        keys = [(finding.code, finding.metric) for finding in findings]
+        self._causes.update({key: cause for key in keys if key in self._alarms})
 
     def remember(self, step: int, bare: dict[str, float]) -> None:
         """Add a step to the window. Skip a step that measured no token, as the health check does.
@@ -128,6 +141,7 @@ class RunningJudge:
             self._history.append((step, bare))
             self._broken.append([name for name, value in bare.items() if is_broken(name, value)])
             self._watch.add(step, bare)
+            self._null = _own_noise(bare) or self._null
             self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
             if len(self._first) < 2 * FIRST_STEPS:
                 self._first.append((step, bare))
@@ -171,6 +185,7 @@ class RunningJudge:
             if self._absent[key] >= RECENT_STEPS:
                 ended.append(self._alarms.pop(key))
                 del self._absent[key]
+                self._causes.pop(key, None)
         return Changes(began, tuple(ended))
 
     def raise_alarm(self, finding: Finding) -> bool:
@@ -184,6 +199,28 @@ class RunningJudge:
         self._alarms[key] = finding
         self._absent.pop(key, None)
         return began
+
+
+def with_cause(finding: Finding, cause: Finding | None) -> Finding:
+    """Return an alarm with the reason and the fix of its cause; unchanged without one."""
+    if cause is None or cause.code == finding.code:
+        return finding
+    reason = "; ".join(filter(None, (cause.title, cause.reason)))
+    return replace(finding, reason=reason, fix=cause.fix, confirm=cause.confirm, follows_from=cause.code)
+
+
+def _own_noise(bare: Mapping[str, float]) -> Noise | None:
+    """Return the noise of the null that the Monitor measured; None without one."""
+    if NULL_K3 not in bare or NULL_STD not in bare:
+        return None
+    is_null = bare.get(NULL_IS_VETTED, 0.0) > 0
+    return Noise(
+        sigma=bare[NULL_STD],
+        source="the null of this run",
+        k3=bare[NULL_K3],
+        is_null=is_null,
+        unusable="" if is_null else UNVETTED,
+    )
 
 
 def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:

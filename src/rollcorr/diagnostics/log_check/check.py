@@ -26,7 +26,7 @@ from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_
 from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights, ordinary
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
-from rollcorr.diagnostics.log_check.tally import Tally
+from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
@@ -40,7 +40,7 @@ from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.diagnostics.resolver import resolve_findings, standing
-from rollcorr.rollout_log import FileLimits
+from rollcorr.rollout_log import FileLimits, RolloutBatch
 from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -202,6 +202,44 @@ def check_logs(
         column_names=column_names,
         on_rows=on_rows,
     )
+    return _result(read, config, diffusion=diffusion, null=null, null_steps=null_steps, files=tuple(map(str, files)))
+
+
+def check_batches(
+    batches: Sequence[RolloutBatch],
+    config: RolloutCorrectionConfig = DIAGNOSIS,
+    *,
+    train_column: str = "old_log_prob",
+    null: MismatchNull | None = None,
+) -> CheckResult:
+    """Judge rollouts in memory, as `check_logs` judges them in a file.
+
+    Args:
+        batches: the rollouts, in their order.
+        config: as in `check_logs`.
+        train_column: where π is.
+        null: as in `check_logs`; defaults to none.
+
+    Raises:
+        NullMismatchError: the null is of another engine, other sampling settings or another vocabulary.
+    """
+    if config.nonfinite == "raise":
+        config = replace(config, nonfinite="reject_token")  # a check counts what is missing and goes on
+    kept = batches[0].has("kept_offsets")
+    tally = Measurement(config=config, train_column=train_column, batch_size=256, kept=kept).of_batches(batches)
+    return _result(LogTally(tally=tally, total=tally.rows, train_column=train_column, kept=kept), config, null=null)
+
+
+def _result(
+    read: LogTally,
+    config: RolloutCorrectionConfig,
+    *,
+    diffusion: bool = False,
+    null: MismatchNull | None = None,
+    null_steps: tuple[int, int] | None = None,
+    files: tuple[str, ...] = (),
+) -> CheckResult:
+    """Judge what a pass over a log gave. Arguments and errors are those of `check_logs`."""
     tally = read.tally
     diffusion = diffusion or read.denoising
     measured = log_metrics(tally)
@@ -225,7 +263,7 @@ def check_logs(
         metrics=measured.whole,
         series=measured.series,
         rows=tally.rows,
-        files=tuple(map(str, files)),
+        files=files,
         train_column=read.train_column,
         provenance=provenance,
         config=config,

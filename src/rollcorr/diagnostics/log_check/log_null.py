@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -114,7 +114,7 @@ def picture_null(tally: Tally, steps: tuple[int, int] | None, *, name: str, quan
 
 
 def null_of_batch(
-    batch: RolloutBatch,
+    batch: RolloutBatch | Sequence[RolloutBatch],
     *,
     name: str = "null.json",
     kind: Kind = "engine",
@@ -125,7 +125,7 @@ def null_of_batch(
     """The same for rollouts in memory, as `rollcorr.engines.measure_null` returns them.
 
     Args:
-        batch: rollouts whose two sides are the same policy.
+        batch: rollouts whose two sides are the same policy, or several batches of them.
         name: what verdicts call the null.
         kind: who made the rollouts.
         sides: as in `null_of_logs`: "engine" for `measure_null` without `score`, "trainer" for one with `again`.
@@ -135,8 +135,8 @@ def null_of_batch(
     Raises:
         BadInputError: the two sides are visibly not of one policy, or the recorded settings contradict themselves.
     """
-    measurement = Measurement(config=MEASUREMENT, train_column=train_column, batch_size=len(batch))
-    tally = measurement.of_batch(batch, first=0)
+    batches = [batch] if isinstance(batch, RolloutBatch) else batch
+    tally = Measurement(config=MEASUREMENT, train_column=train_column, batch_size=256).of_batches(batches)
     return _null_of(tally, name=name, kind=kind, sides=sides, engine_precision=engine_precision)
 
 

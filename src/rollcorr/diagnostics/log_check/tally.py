@@ -295,6 +295,13 @@ class Measurement:
             worst=WorstTokens.of(ratios),
         )
 
+    def of_batches(self, batches: Iterable[RolloutBatch]) -> Tally:
+        """The tally of consecutive batches in memory."""
+        tally = Tally()
+        for batch in batches:
+            tally = tally.merge(self.of_batch(batch, first=tally.rows, stride=tally.sample.stride))
+        return tally
+
     def _wanted_first(self, steps: Tensor, beyond: int | None) -> dict[int, Tensor]:
         """The steps of a batch that may serve as the null, each with its rows (B,); as in `Tally.first`."""
         if self.null_steps is not None:

@@ -131,6 +131,13 @@ class MismatchProfile:
         """The same with every token counted, to be sent elsewhere."""
         return replace(self, ids=self.ids.counted())
 
+    def scaled(self, factor: float) -> MismatchProfile:
+        """The same with a smaller weight of each token, and the latest rows of the table."""
+        first = len(self.rows) - int(factor * len(self.rows))
+        rows = replace(self.rows, index=self.rows.index[first:], values=self.rows.values[first:])
+        sums = {name: getattr(self, name) * factor for name in ("cells", "lengths", "sizes", "row_sizes")}
+        return replace(self, **sums, ids=self.ids.scaled(factor), rows=rows, missing=int(factor * self.missing))
+
     def without(self, part: MismatchProfile) -> MismatchProfile:
         """The profile of the other rows, `part` being some of these."""
         own = self.ids if self.ids.limit == part.ids.limit else self.ids.folded(part.ids.limit)

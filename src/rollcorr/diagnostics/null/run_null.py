@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from rollcorr.diagnostics.health.evidence import ABOVE_NULL, LEAST_K3
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.null.excess import MIN_ROWS
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, read_null
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, NullMismatchError, read_null
 from rollcorr.diagnostics.null.picture_null import PictureNull, read_picture_null
 from rollcorr.run_directory.directory import RunDirectory
 
@@ -37,6 +38,32 @@ def remark_on_size(null: MismatchNull) -> str:
             f"{GOOD_TOKENS:,} tokens or more"
         )
     return ""
+
+
+def follow_policy(null: MismatchNull, later: MismatchNull, *, most_tokens: int = GOOD_TOKENS) -> MismatchNull:
+    """Return a null with a later measurement, in which older ones decay so that it follows the policy.
+
+    Args:
+        null: the null so far.
+        later: a measurement with equal weights on both sides.
+        most_tokens: tokens from which older measurements lose weight.
+
+    Raises:
+        NullMismatchError: as `MismatchNull.merge`; or k3 of `later` is several times the null's, as that of weights
+            which did not arrive.
+    """
+    limit = ABOVE_NULL * max(null.profile.k3, LEAST_K3)
+    if is_large(null) and later.profile.k3 >= limit:
+        raise NullMismatchError(
+            f"{later.name} has k3 {later.profile.k3:.2g}, at least {ABOVE_NULL:g} times that of {null.name}, so the "
+            "weights may not be equal; look at the weight sync"
+        )
+    factor = min(1.0, max(0, most_tokens - later.profile.tokens) / max(null.profile.tokens, 1))
+    if factor < 1:
+        share = null.share._replace(tokens=int(factor * null.share.tokens))
+        kept = null.sample[len(null.sample) - int(factor * len(null.sample)) :]
+        null = replace(null, profile=null.profile.scaled(factor), share=share, sample=kept)
+    return null.merge(later)
 
 
 def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:

@@ -131,6 +131,10 @@ class TokenSums:
         rest[:, : part.sums.shape[1]] -= part.sums
         return TokenSums(rest, self.largest, self.limit)
 
+    def scaled(self, factor: float) -> TokenSums:
+        """The sums of a smaller weight of each token."""
+        return TokenSums(self.sums * factor, self.largest, self.limit)
+
     def folded(self, limit: int = STEP_IDS) -> TokenSums:
         """The same tokens with sums for fewer ids; as if they had been counted with that limit."""
         width = -(-self.sums.shape[1] // limit) * limit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from rollcorr.engines.base import EngineAnswerError, Rollout, TokenBatch
 from rollcorr.engines.fused_scoring import needs_logits, score_responses_fused
 from rollcorr.engines.response_scoring import ResponseScores, response_logits, score_responses
 from rollcorr.train.grpo.tasks import Reward
+
+if TYPE_CHECKING:
+    from rollcorr.rollout_log import RolloutBatch
 
 _MISSING_KEPT_ERROR = (
     "actor.sampling={} needs the kept {} of each token, and the engine {!r} gave none: choose an engine or an engine "
@@ -218,8 +221,10 @@ class StepResult:
         metrics: name → number.
         batch: the sampled, scored and corrected batch.
         log_prob: log π_θ, nats, (B, T).
+        fresh_null: rows that were sampled and scored with equal weights; optional.
     """
 
     metrics: dict[str, float]
     batch: GrpoBatch
     log_prob: Tensor
+    fresh_null: RolloutBatch | None = None

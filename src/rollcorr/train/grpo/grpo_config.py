@@ -202,15 +202,18 @@ class GrpoLogConfig(LogConfig):
         rollouts: write a rollout log (Parquet) for each step.
         null: held-out problems sampled and scored before the first step, with equal weights on both sides, to measure
             the mismatch of sampler and trainer (RUN/null.json); 0 disables it.
+        null_every: steps between new measurements of 8 rows, right after a weight sync; they are merged into the null,
+            and older ones decay. 0 disables it.
     """
 
     evaluate: int = 256
     rollouts: bool = True
     null: int = 128
+    null_every: int = 20
 
     def __post_init__(self) -> None:
         LogConfig.__post_init__(self)
-        at_least("log", self, null=0)
+        at_least("log", self, null=0, null_every=0)
 
 
 @dataclass(frozen=True, kw_only=True)

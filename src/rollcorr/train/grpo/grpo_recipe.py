@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,9 @@ from rollcorr.train.reference_policy import reference_model
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics import MismatchNull
+    from rollcorr.rollout_log import RolloutBatch
+
+logger = logging.getLogger("rollcorr.train")
 
 
 class GrpoRecipe(Recipe):
@@ -88,7 +93,9 @@ class GrpoRecipe(Recipe):
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step of the trainer."""
-        self.newest = self.trainer.step(step)
+        every = self.trainer.config.log.null_every
+        is_due = every > 0 and step % every == 0 and self.directory.null.exists()
+        self.newest = self.trainer.step(step, null_rows=8 if is_due else 0)
         return self.newest.metrics
 
     def save_policy(self, directory: Path) -> None:
@@ -128,8 +135,10 @@ class GrpoRecipe(Recipe):
         return null_of_batch(trainer.null_rollouts(config.log.null), name=self.directory.null.name)
 
     def write_extras(self, step: int) -> None:
-        """Write the rollout log of the step."""
+        """Write the rollout log of the step, and the null if it was measured again."""
         result = self.newest
+        if result is not None and result.fresh_null is not None:
+            self._update_null(step, result.fresh_null)
         if not self.trainer.config.log.rollouts or result is None:
             return
         from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
@@ -157,6 +166,25 @@ class GrpoRecipe(Recipe):
         )
         with RolloutLogWriter(self.directory.rollout_log(step), overwrite=True) as writer:
             writer.write(log)
+
+    def _update_null(self, step: int, rows: RolloutBatch) -> None:
+        """Merge a measurement into the run's own null; a null that the user put there stays."""
+        from rollcorr.diagnostics.log_check import null_of_batch
+        from rollcorr.diagnostics.null import read_null
+        from rollcorr.diagnostics.null.run_null import follow_policy
+
+        try:
+            null = read_null(self.directory.null)
+
+            # A step that a resumed run repeats is measured already.
+            known = [part.last_step or 0 for part in null.measured]
+            if null.kind != "engine" or max(known, default=0) >= step:
+                return
+            fresh = null_of_batch(rows, name=f"the measurement of step {step}")
+            parts = tuple(part._replace(first_step=step, last_step=step) for part in fresh.measured)
+            follow_policy(null, replace(fresh, measured=parts)).save(self.directory.null)
+        except BadInputError as error:
+            logger.warning("step %d: the null stays as it is: %s", step, error)
 
     def close(self) -> None:
         """Close the engine."""

@@ -97,11 +97,18 @@ class GrpoTrainer:
         self.skipped_steps = 0
         self._micro_batch_size = micro_batch_size(config.rollout.rows, config.optim)
 
-    def step(self, step: int) -> StepResult:
-        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
+    def step(self, step: int, *, null_rows: int = 0) -> StepResult:
+        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step).
+
+        Args:
+            step: its number.
+            null_rows: rows to sample and score for the null after a weight sync; they do not change the step.
+        """
         clock = Clock()
         with clock("rollout"):
             refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
+            is_synced = self.engine.weight_version == step - 1
+            fresh_null = self.null_rollouts(null_rows, step=step) if null_rows and is_synced else None
             batch = self._sample(step)
 
             # The rollout's own versions, not the engine's: weights may change within a response.
@@ -129,13 +136,14 @@ class GrpoTrainer:
             "perf/tokens_per_second": tokens / clock.total,
             **clock.metrics(),
         }
-        return StepResult(metrics, batch, log_prob)
+        return StepResult(metrics, batch, log_prob, fresh_null)
 
-    def null_rollouts(self, count: int) -> RolloutBatch:
+    def null_rollouts(self, count: int, *, step: int = 0) -> RolloutBatch:
         """Sample and score held-out problems like a step; with equal weights on both sides this is a null.
 
         Args:
             count: problems; each gets one response.
+            step: number of the training step that follows.
 
         Raises:
             ValueError: the configuration allows two sides that cannot be the same distribution.
@@ -143,7 +151,7 @@ class GrpoTrainer:
         from rollcorr.engines import measure_null  # it needs Arrow
 
         seed = self.config.seed
-        problems = self.task.problems(count, seed=seed, step=HELD_OUT + 1)
+        problems = self.task.problems(count, seed=seed, step=HELD_OUT + 1 + step)
 
         def score(rollout: Rollout) -> Tensor:
             actor = Actor.of(rollout, self.config.actor.spec(rollout.sampling))
@@ -152,7 +160,7 @@ class GrpoTrainer:
         return measure_null(
             self.engine,
             [self.policy.encode(problem.prompt) for problem in problems],
-            seed=derived_seed(seed, "null"),
+            seed=derived_seed(seed, "null", step),
             score=score,
         )
 

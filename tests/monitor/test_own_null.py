@@ -1,0 +1,116 @@
+"""The null that a Monitor measures itself: a correct run becomes healthy, one that was broken from step 1 never."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from synthetic_policies import head, sample, shifted
+
+from rollcorr import Monitor, SamplingSpec
+from rollcorr.correction.weight_probe import WeightProbe
+from rollcorr.rollout_log import RolloutBatch
+
+HEAD, OTHER = head(), head() + 0.02 * head(seed=9)
+SPEC = SamplingSpec(logprobs="processed")
+NOISE = 1e-6
+"""About k3 of the two heads' rounding, nats."""
+
+
+def add(monitor, rows, *, ids=True, **metrics):
+    monitor.correct(rows.train, rows.rollout, rows.mask, columns={"response_ids": rows.ids} if ids else None)
+    return monitor.step(**metrics)
+
+
+def measured(seed, train, rollout=None):
+    """Return 8 rows as `measure_null` returns them."""
+    rows = sample(seed, train, rollout, rows=8)
+    return RolloutBatch.from_padded(
+        rows.mask, old_log_prob=rows.train, rollout_log_prob=rows.rollout, response_ids=rows.ids, sampling=SPEC
+    )
+
+
+def test_a_correct_run_becomes_healthy_by_itself(tmp_path):
+    verdicts = []
+    for folder, null_steps in (("without", None), ("with", "auto")):
+        with Monitor(tmp_path / folder, sampling=SPEC, null_steps=null_steps) as monitor:
+            for step in range(1, 13):
+                add(monitor, sample(step, HEAD))
+                monitor.flush()
+            verdicts.append(monitor.verdict)
+    assert verdicts == ["not judged", "healthy"]
+
+    # A resumed run, and every reader of the directory, judge by the same null.
+    with Monitor(tmp_path / "with", sampling=SPEC, start=12) as resumed:
+        add(resumed, sample(13, HEAD))
+        assert resumed.verdict == "healthy"
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("fault", ["shift", "temperature", "other weights"])
+def test_a_run_broken_from_step_1_is_never_healthy(tmp_path, fault, ids):
+    rows = {
+        "shift": lambda step: shifted(sample(step, HEAD)),
+        "temperature": lambda step: sample(step, HEAD, temperature=0.8),
+        "other weights": lambda step: sample(step, HEAD, OTHER),
+    }[fault]
+    with Monitor(tmp_path, sampling=SPEC, null_steps="auto") as monitor:
+        for step in range(1, 15):
+            add(monitor, rows(step), ids=ids)
+            monitor.flush()
+            assert monitor.verdict != "healthy"
+
+
+@pytest.mark.parametrize(("synced_k3", "verdict"), [(NOISE, "healthy"), (NOISE / 100, "not judged")])
+def test_a_probe_vets_a_null_without_ids(tmp_path, synced_k3, verdict):
+    with Monitor(tmp_path, sampling=SPEC, null_steps="auto") as monitor:
+        for step in range(1, 13):
+            metrics = add(monitor, sample(step, HEAD), ids=False)
+            monitor.flush()
+        assert monitor.not_judged[0].startswith("unchanged since steps 1 to 5")
+        k3 = metrics["rollout_corr/k3_kl"] / NOISE
+        monitor.add(WeightProbe(sampled_k3=k3 * NOISE, synced_k3=k3 * synced_k3, repeated_k3=0.0, tokens=900))
+        monitor.flush()
+        assert add(monitor, sample(13, HEAD), ids=False)["probe/synced_k3"] == pytest.approx(k3 * synced_k3)
+        assert monitor.verdict == verdict
+
+
+def test_stale_steps_make_no_null(tmp_path):
+    with Monitor(tmp_path, sampling=SPEC, null_steps="auto") as monitor:
+        for step in range(1, 9):
+            metrics = add(monitor, sample(step, HEAD), **{"engine/staleness": 1.0})
+            monitor.flush()
+    assert "monitor/null_k3" not in metrics
+
+
+def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None):
+    """Return the alarms and the step of the first one, in a run that measures its null every ten steps."""
+    step_size = 0.002 * torch.randn(HEAD.shape, generator=torch.Generator().manual_seed(seed))
+    with Monitor(folder, sampling=SPEC) as monitor:
+        for step in range(1, steps + 1):
+            train = HEAD * sharper ** (step / steps)
+            rollout = train
+            if stops_at is not None:
+                train = train + step * step_size
+                rollout = HEAD + min(step, stops_at) * step_size
+            if step % 10 == 1:
+                monitor.add(measured(1000 * seed + step, train, rollout))
+                monitor.flush()
+            rows = sample(1000 * seed + step, train, rollout)
+            metrics = add(monitor, rows)
+            if monitor.alarms:
+                return monitor.alarms, step, metrics
+    return (), steps, metrics
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_policy_that_becomes_sharper_raises_no_alarm(tmp_path, seed):
+    entropies = [torch.distributions.Categorical(logits=torch.randn(999, 16) @ HEAD * x).entropy() for x in (1, 1.9)]
+    assert entropies[1].mean() < entropies[0].mean() / 2
+    assert run_with_fresh_nulls(tmp_path, seed, steps=60, sharper=1.9)[0] == ()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stopped_sync_is_found_within_ten_steps(tmp_path, seed):
+    alarms, step, _ = run_with_fresh_nulls(tmp_path, seed, steps=45, stops_at=25)
+    assert alarms
+    assert 26 <= step <= 35
