@@ -20,7 +20,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write report.html and the figures into this folder. [default: RUN/report]"
+            "--output", "-o", help="Write report.html into this folder. [default: RUN/report]"
         ),
     ] = None,
     diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
@@ -63,7 +63,7 @@ def check(
     preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
     config: Annotated[list[str] | None, CONFIG_OPTION] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write report.html and figures into this folder.")
+        Path | None, typer.Option("--output", "-o", help="Also write report.html into this folder.")
     ] = None,
     train_column: Annotated[
         str | None,

@@ -137,7 +137,8 @@ rc.viewer = async (box) => {
       if (!ids.has(id)) ids.set(id, String(id) === wanted || (run.texts[id] ?? "").toLowerCase().includes(wanted));
       return ids.get(id);
     };
-    if (wanted) run.prompts.forEach((_, row) => promptOf(row).toLowerCase().includes(wanted) && prompts.add(row));
+    const asks = (prompt, row) => (typeof prompt === "string" ? prompt.toLowerCase().includes(wanted) : prompt.some(matches) || (Object.keys(run.texts).length && promptOf(row).toLowerCase().includes(wanted)));
+    if (wanted) run.prompts.forEach((prompt, row) => asks(prompt, row) && prompts.add(row));
     for (let i = 0; i < run.d.length; i++) {
       if (state >= 0 ? run.state[i] !== state : view.mode === "tokens" && run.state[i] === 0) continue;
       if (view.least && !(Math.abs(run.d[i]) >= view.least)) continue;
