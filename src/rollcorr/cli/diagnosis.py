@@ -19,9 +19,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="The run directory. It holds metrics.jsonl and config.yaml.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Write report.html into this folder. [default: RUN/report]"
-        ),
+        typer.Option("--output", "-o", help="Write report.html into this folder. [default: RUN/report]"),
     ] = None,
     diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
