@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
-.PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-ray test-arm test-verl
+.PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-browser test-ray test-arm test-verl
 .PHONY: test-trl test-frameworks test-vllm check docs front-figures docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
 .PHONY: laboratory conformance diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained
 .PHONY: training-bench training-bench-quick clean
@@ -169,6 +169,12 @@ test-compile: $(STAMP) ## Compile the correction and the losses with torch.compi
 
 calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
 	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover or effects"
+
+test-browser: $(STAMP) ## Drive the pages in headless Chromium (installs the distribution's package chromium, and playwright)
+	@command -v chromium > /dev/null || apt-get install --yes --no-install-recommends chromium > /dev/null || \
+		{ echo "make test-browser needs the package chromium: apt-get install chromium" >&2; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50'
+	$(BIN)/python -m pytest tests/browser
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

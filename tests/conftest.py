@@ -83,13 +83,6 @@ def nothing_hidden(monkeypatch) -> None:
     monkeypatch.setattr(secrets, "_hidden_values", {})
 
 
-@pytest.fixture
-def blank_figures(monkeypatch) -> None:
-    """Leave the figures of pages empty: to render all of a page takes two seconds, and other tests look at them."""
-    pytest.importorskip("matplotlib", reason="the extra report is not installed")
-    monkeypatch.setattr("rollcorr.diagnostics.report.html_page.to_png", lambda _: b"PNG")
-
-
 @pytest.fixture(scope="session")
 def golden() -> dict:
     """Numbers from verl 0.9.1 and two older versions; tests/golden/README.md has their provenance."""

@@ -59,7 +59,7 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 725,
+    "cli": 807,
     "config": 1689,
     "confirm": 246,
     "conformance": 350,
@@ -74,7 +74,7 @@ BUDGETS = {
     "monitor": 1345,
     "rollout_log": 2155,
     "run_directory": 751,
-    "simulation": 1154,
+    "simulation": 1161,
     "train": 3572,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
@@ -90,6 +90,15 @@ def test_packages_stay_within_their_budgets():
     over = {name: (count, BUDGETS[name]) for name, count in counts.items() if count > BUDGETS[name]}
     assert not over, f"statements and budgets: {over}"
     assert set(BUDGETS) == set().union(*LAYERS) - {"diagnostics"}
+
+
+def test_the_page_stays_within_its_budgets():
+    """Statements of Python in `report`, and lines of our own JavaScript."""
+    report = PACKAGE / "diagnostics" / "report"
+    nodes = [node for path in report.glob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    assert sum(isinstance(node, ast.stmt) for node in nodes) <= 697
+    own = [path for path in (report / "page").glob("*.js") if not path.name.startswith("uPlot")]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own) <= 1200
 
 
 def test_public_names_and_options_are_documented():

@@ -64,7 +64,6 @@ def test_no_public_function_asks_for_a_path_object():
 
 
 @pytest.mark.parametrize("form", [str, Path, Somewhere])
-@pytest.mark.usefixtures("blank_figures")
 def test_a_log_a_null_a_run_and_a_report_are_found_by_any_path(tmp_path, form):
     log = form(write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80)))
     null = null_of_logs(log)

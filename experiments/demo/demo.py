@@ -273,7 +273,6 @@ HELD_OUT_PANEL = Panel(
     curves={"held_out": "accuracy"},
     absent="not measured",
     bounds=(0.0, 1.0),
-    width=11.4,
     see=f"Of the policy that is trained, sampled in float32. One standard error is 0.03 at {PROBLEMS} problems.",
 )
 

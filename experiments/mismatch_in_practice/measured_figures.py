@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from measured_rows import CLAMP, CUT, SAMPLINGS, Rows, clip_values, distance, law, select
 
-from rollcorr.diagnostics.report.plots import LIGHT, to_png
+from rollcorr.simulation.simulation_figures import BACKGROUND, FAINT, INK, to_png
 
 COLORS = {"1.0": "#2563c9", "0.4": "#b45309", CUT: "#7c3aed"}
 PRECISION, STALENESS, TOKENS = "#2563c9", "#b45309", "#8b949e"
@@ -60,12 +60,12 @@ def draw_variance(grid: Rows) -> Figure | None:
 
     # Gaussian log-ratios of variance 2 T × KL: their effective sample size is exp(−variance).
     curve = [10 ** (step / 20) for step in range(-60, 40)]
-    panels[2].plot(curve, [math.exp(-2 * value) for value in curve], color=LIGHT.faint, label="exp(−2 T × KL)")
+    panels[2].plot(curve, [math.exp(-2 * value) for value in curve], color=FAINT, label="exp(−2 T × KL)")
     panels[1].set_yscale("log")
     titles = ("mean weight, truncated at 4", "χ²_seq of the sample", "effective sample size", "low-weight fraction")
     for axes, title in zip(panels, titles, strict=True):
         _finish(axes, "T × KL, nats", title, logarithmic=True)
-        axes.axvline(CLAMP, color=LIGHT.warn, linewidth=0.8, linestyle=":")
+        axes.axvline(CLAMP, color="#c02626", linewidth=0.8, linestyle=":")
     return figure
 
 
@@ -87,7 +87,7 @@ def draw_growth(grid: Rows) -> Figure | None:
             markersize=4,
             label="measured",
         )
-        axes.plot(x, [law(row) for row in rows], color=LIGHT.ink, linestyle="--", label="T log(1 + χ̄²)")
+        axes.plot(x, [law(row) for row in rows], color=INK, linestyle="--", label="T log(1 + χ̄²)")
         axes.set_yscale("symlog", linthresh=0.01)
         _finish(axes, "response length T", f"log(1 + χ²_seq), {name}", logarithmic=True)
     return figure
@@ -137,7 +137,7 @@ def draw_false_positive(grid: Rows) -> Figure | None:
             axes.plot([row["T"] for row in chosen], y, color=color, marker="o", markersize=3, label=mode)
             caught = [(row["T"], value) for row, value in zip(chosen, y, strict=True) if row["false_positive"]]
             if caught and column == "ess":
-                axes.plot(*zip(*caught, strict=True), "x", color=LIGHT.ink, markersize=9, label="the health rule fires")
+                axes.plot(*zip(*caught, strict=True), "x", color=INK, markersize=9, label="the health rule fires")
         axes.set_ylim(-0.03, 1.05)
         _finish(axes, "response length T", title, logarithmic=True)
     return figure
@@ -153,12 +153,12 @@ def draw_kl(grid: Rows) -> Figure | None:
     axes = panels[0]
     labels = [f"{row['mode']}\n{row['sampling']}" for row in rows]
     axes.bar(labels, [row["k3"] for row in rows], color=[COLORS[row["sampling"]] for row in rows])
-    axes.plot(labels, [abs(row["kl"]) for row in rows], "_", color=LIGHT.ink, markersize=18, label="|mean of −log ρ|")
+    axes.plot(labels, [abs(row["kl"]) for row in rows], "_", color=INK, markersize=18, label="|mean of −log ρ|")
     axes.set_yscale("log")
     axes.set_ylabel("KL per token, nats")
     right = axes.secondary_yaxis("right", functions=(lambda kl: CLAMP / (kl + 1e-12), lambda t: CLAMP / (t + 1e-12)))
     right.set_ylabel("T_max = 20 / KL")
-    axes.set_title("bars: k3, an estimate of KL(μ‖π)", fontsize=9, color=LIGHT.ink)
+    axes.set_title("bars: k3, an estimate of KL(μ‖π)", fontsize=9, color=INK)
     axes.legend(fontsize=7, frameon=False)
     axes.tick_params(labelsize=7)
     return figure
@@ -174,14 +174,14 @@ def draw_temperature(rows: Rows) -> Figure | None:
         chosen = select(rows, knob=knob)
         x = [row["temperature"] for row in chosen]
         for column, color, label in (
-            ("kl", LIGHT.ink, "all"),
+            ("kl", INK, "all"),
             ("kl_head", PRECISION, "head"),
             ("kl_tail", STALENESS, "tail"),
         ):
             axes.plot(
                 x, [max(row[column], 1e-12) for row in chosen], color=color, marker="o", markersize=3, label=label
             )
-        axes.axvline(1.0, color=LIGHT.faint, linewidth=0.8)
+        axes.axvline(1.0, color=FAINT, linewidth=0.8)
         axes.set_yscale("log")
         _finish(axes, "temperature of both sides", f"KL(μ‖π) per token, {knob}", logarithmic=True)
     return figure
@@ -206,7 +206,7 @@ def draw_clip(grid: Rows, clips: Sequence[float] = (2, 4, 16, 256, 65536, 4.0e8)
 
 
 def _figure(width: float, height: float, panels: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.background)
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=BACKGROUND)
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
@@ -215,8 +215,8 @@ def _finish(axes: Axes, label: str, title: str, *, logarithmic: bool) -> None:
     if logarithmic:
         axes.set_xscale("log")
     axes.set_xlabel(label, fontsize=8)
-    axes.set_title(title, fontsize=9, color=LIGHT.ink)
+    axes.set_title(title, fontsize=9, color=INK)
     axes.tick_params(labelsize=7)
-    axes.grid(color=LIGHT.faint, linewidth=0.4)
+    axes.grid(color=FAINT, linewidth=0.4)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7, frameon=False)

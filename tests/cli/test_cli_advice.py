@@ -126,7 +126,6 @@ def test_every_preset_side_by_side(folder):
     assert "what_if" not in json.loads(invoke("check", folder / "log.parquet", "--json").output)
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_the_page_has_the_same_presets_as_the_text_and_the_json(folder, tmp_path):
     log = (folder / "log.parquet", "--null", folder / "null.json", "--what-if")
     shown = invoke("check", *log, "-o", tmp_path)

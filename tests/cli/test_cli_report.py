@@ -41,10 +41,8 @@ def test_a_run_without_findings_gives_a_page_in_its_folder_and_exit_code_3(run):
     assert result.stdout.splitlines()[2] == "Run run: 3 steps, the last is 3"
     assert f"report: {path / 'report' / 'report.html'}" in result.stdout
     assert "\x1b" not in result.stdout
-    assert len(list((path / "report").glob("*.png"))) == 7
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     result = invoke(run(kl=0.5, rollout_is_std=3.0), "-o", tmp_path / "elsewhere")
     assert result.exit_code == 1
@@ -58,7 +56,6 @@ def test_findings_give_exit_code_1_and_the_page_still(run, tmp_path):
     assert "KL is too far from 0" in (tmp_path / "elsewhere" / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_a_run_with_rollouts_is_told_how_to_ask_the_tokens_unless_it_is_healthy(run, tmp_path):
     path = run(kl=0.5)
     asks = f"rollouts are logged: `rollcorr check {path}`"
@@ -71,17 +68,17 @@ def test_a_run_with_rollouts_is_told_how_to_ask_the_tokens_unless_it_is_healthy(
     assert asks in " ".join(json.loads(invoke(path, "--json").stdout)["remarks"])
 
 
-@pytest.fixture(params=["matplotlib", "jinja2"])
+@pytest.fixture(params=["jinja2"])
 def without_figures(request, monkeypatch):
     """As if one package of the extra `report` were not installed."""
     for name in [request.param, *(name for name in sys.modules if name.startswith(f"{request.param}."))]:
         monkeypatch.setitem(sys.modules, name, None)
 
     # The page's modules are imported once more, whatever earlier tests have loaded.
-    for module in ("html_page", "plots"):
+    for module in ("html_page",):
         monkeypatch.delitem(sys.modules, f"{report_package.__name__}.{module}", raising=False)
     monkeypatch.delitem(vars(report_package), "write_report", raising=False)
-    return {"matplotlib": "figures need matplotlib", "jinja2": "reports need Jinja2"}[request.param]
+    return "reports need Jinja2"
 
 
 def test_without_the_extra_there_is_a_verdict_and_its_exit_code_and_a_line_that_says_what_to_install(
@@ -104,7 +101,6 @@ def test_without_the_extra_a_page_that_was_asked_for_is_bad_input(run, tmp_path,
     assert result.stdout == ""
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_json_is_for_machines(run):
     result = invoke(run(kl=0.5), "--json")
     document = json.loads(result.stdout)
@@ -115,7 +111,6 @@ def test_json_is_for_machines(run):
     assert (finding["metric"], finding["first_step"], finding["steps"]) == ("kl", 1, 3)
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_diffusion_rules_warn_on_request(tmp_path, run):
     path = run(rollout_is_max=2.0)
     assert invoke(path).exit_code == 3
@@ -142,13 +137,11 @@ def test_an_output_that_cannot_be_written_gives_exit_code_2(run, tmp_path):
     assert "Not a directory" in result.stderr
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_no_link_in_a_run_makes_the_report_write_somewhere_else(run, tmp_path):
     path, mine = run(), tmp_path / "mine"
     mine.write_text("precious")
     (path / "report").mkdir()
     (path / "report" / "report.html").symlink_to(mine)
-    (path / "report" / "mean_weight.png").symlink_to(mine)
     assert invoke(path).exit_code == 3
     assert mine.read_text() == "precious"
     assert "<html" in (path / "report" / "report.html").read_text(encoding="utf-8")

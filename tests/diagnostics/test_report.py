@@ -1,5 +1,7 @@
 """The page: self-contained, complete, escaped, and right with gaps."""
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -7,22 +9,13 @@ from html.parser import HTMLParser
 import pytest
 
 from rollcorr.core.metric_registry import PREFIX
-from rollcorr.diagnostics.report import html_page as report
-from rollcorr.diagnostics.report.html_page import caption, reward_gain, series_by_name, write_report
-from rollcorr.diagnostics.report.plots import PANELS, REWARD
+from rollcorr.diagnostics.report.curves import PANELS, REWARD, series_by_name
+from rollcorr.diagnostics.report.html_page import reward_gain, write_report
 from rollcorr.diagnostics.report.report_data import run_report
 from rollcorr.run_directory.stored_run import read_run
 
 HEALTHY = {"token_count": 4000.0, "kl": 2e-4, "k3_kl": 1e-4, "chi2_token": 2e-4, "ppl_ratio": 1.0002}
 HEALTHY |= {"rollout_is_mean": 1.0, "rollout_is_eff_sample_size": 0.999, "rollout_rs_masked_fraction": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _fast_figures(request, monkeypatch):
-    """Pictures are drawn in one test; the rest test the page."""
-    if not request.node.name.startswith("test_a_report_is_one_page"):
-        monkeypatch.setattr(report, "draw", lambda *_: None)
-        monkeypatch.setattr(report, "to_png", lambda _: b"PNG")
 
 
 class Page(HTMLParser):
@@ -31,7 +24,7 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.addresses, self.words, self.tags = [], [], []
-        self.feed(html)
+        self.feed(html.partition("<body>")[2].partition("<script")[0])
         self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
@@ -56,20 +49,19 @@ def page_of(run, output):
     return Page(write_report(data, output).read_text(encoding="utf-8")), data
 
 
-def test_a_report_is_one_page_and_a_png_per_panel(tmp_path):
+def test_a_report_is_one_file_with_every_panel(tmp_path):
     page, _ = page_of(write(tmp_path / "run", 12), tmp_path / "out")
-    names = {f"{panel.name}.png" for panel in (*PANELS, REWARD)}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {"report.html"}
-    assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    assert page.tags.count("figure") == 7
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+    assert page.tags.count("figure") == len((*PANELS, REWARD))
 
 
 def test_the_page_asks_nothing_of_the_network(tmp_path):
     page, _ = page_of(write(tmp_path / "run", 3), tmp_path / "out")
-    assert len(page.addresses) == 14, "a light and a dark picture of seven panels"
-    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    assert all(address.startswith("#") for address in page.addresses)
     html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"https?:|//cdn|@import|url\(|<script|<link", html)
+    own = html.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?://(?!github.com/leeoniya)|//cdn|@import|url\((?!#)|<link", own)
+    assert "connect-src 'none'" in html
 
 
 def test_the_verdict_is_said_before_anything_else(tmp_path):
@@ -98,11 +90,31 @@ def test_all_metrics_of_the_last_step_come_with_their_definition(tmp_path):
     assert "reward/mean" in page.text
 
 
-def test_text_from_the_run_is_escaped(tmp_path):
-    run = write(tmp_path / "<b>run", 1, config="rollout_correction: null # <script>alert(1)</script>\n")
+def allowed_scripts(html):
+    """The scripts of a page by their hashes, and the hashes of its policy."""
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
+    assert "unsafe" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    return hashes, re.findall(r"'sha256-([^']+)'", re.search("script-src ([^;]*)", policy)[1])
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def test_hostile_names_and_text_stay_text(tmp_path):
+    run = write(tmp_path / "<img src=x onerror=alert(1)>", 2, config=f"rollout_correction: null # {HOSTILE}\n")
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 3, HOSTILE: 1.0, PREFIX + HOSTILE: 2.0}) + "\n")
     page, _ = page_of(run, tmp_path / "out")
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "script" not in page.tags
-    assert "<script>alert(1)</script>" in page.text
+    assert "img" not in page.tags
+    assert HOSTILE in page.text
+    assert HOSTILE not in html
+    hashes, allowed = allowed_scripts(html)
+    assert hashes == allowed
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("steps", [1, 500])
@@ -147,9 +159,3 @@ def test_series_leave_out_steps_without_tokens_but_keep_their_reward():
     series = series_by_name(steps)
     assert series["kl"].tolist() == [[2, 0.1]]
     assert series["reward/mean"].tolist() == [[1, 1.0], [2, 2.0]]
-
-
-def test_captions_give_the_latest_value_and_its_range():
-    assert caption(REWARD, {"reward/mean": [(1, 0.5), (2, 1.5), (3, 1.0)]}) == "mean reward 1 (0.5 to 1.5000)"
-    assert caption(REWARD, {"reward/mean": [(1, 0.5)]}) == "mean reward 0.5"
-    assert caption(REWARD, {}) == ""

@@ -69,7 +69,7 @@ def on_page(shown):
 
     data = ReportData(title="a run", subtitle="", health=shown, series=(), metrics={}, metrics_title="", config_text="")
     page = Text()
-    page.feed(render(data, []).partition("<body>")[2])
+    page.feed(render(data).partition("<body>")[2].partition("<script")[0])
     return " ".join(page.words.split())
 
 

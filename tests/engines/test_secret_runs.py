@@ -117,7 +117,6 @@ def options_of(server, folder):
     return f"rollout.engine_options={json.dumps(options)}"
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_a_run_full_of_secrets_leaves_none(tmp_path, command, caplog):
     caplog.set_level(logging.DEBUG)
     run, answer = tmp_path / "run", Echoing(make_micro_policy().model)

@@ -51,7 +51,6 @@ def test_no_shape_reaches_the_files_of_options(shapes, tmp_path):
     assert stored["urls"][0] == "https://host.example/v1?k=***&page=***"
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_no_shape_reaches_a_report_of_an_old_configuration(shapes, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -68,7 +67,6 @@ def test_no_shape_reaches_a_report_of_an_old_configuration(shapes, tmp_path):
     assert leaks(shapes, tmp_path / "out") == {}
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_no_shape_reaches_a_report_of_a_broken_configuration(shapes, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

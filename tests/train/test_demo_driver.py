@@ -55,7 +55,6 @@ def quiet():
     return Console(file=io.StringIO(), width=200)
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_two_steps_of_every_run_make_the_page(demo, tiny_root, capsys):
     assert demo.main(["--page", "--root", str(tiny_root)]) == 0
     printed = capsys.readouterr().out

@@ -17,6 +17,7 @@ from rollcorr.cli import (
     rescoring,
     simulation,
     training,
+    viewing,
 )
 from rollcorr.cli.app import app
 from rollcorr.config.secrets import redact_text
@@ -40,6 +41,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "import": configuration.import_log,
     },
     "Follow a run": {
+        "view": viewing.view,
         "watch": monitoring.watch,
         "report": diagnosis.report,
         "compare": monitoring.compare,

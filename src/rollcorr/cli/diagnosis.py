@@ -19,9 +19,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="The run directory. It holds metrics.jsonl and config.yaml.")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", help="Write report.html and the figures into this folder. [default: RUN/report]"
-        ),
+        typer.Option("--output", "-o", help="Write report.html into this folder. [default: RUN/report]"),
     ] = None,
     diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -63,7 +61,7 @@ def check(
     preset: Annotated[str | None, typer.Option(help="Measure what this preset would do.")] = None,
     config: Annotated[list[str] | None, CONFIG_OPTION] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write report.html and figures into this folder.")
+        Path | None, typer.Option("--output", "-o", help="Also write report.html into this folder.")
     ] = None,
     train_column: Annotated[
         str | None,

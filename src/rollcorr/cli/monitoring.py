@@ -81,7 +81,7 @@ def compare(
         list[str] | None, typer.Option(help="Show this metric; repeat it for several. [default: the headline metrics]")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write comparison.html and figures into this folder.")
+        Path | None, typer.Option("--output", "-o", help="Also write comparison.html into this folder.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rollcorr.diagnostics.report.plots import LIGHT, to_png
 from rollcorr.simulation.studies import APART, REGIMES, ResultRow
 
 try:
@@ -23,6 +23,9 @@ except ImportError as error:
 
 Rows = Sequence[ResultRow]
 
+BACKGROUND, INK, FAINT = "#ffffff", "#1f2328", "#d5d9df"
+"""Colors of a figure."""
+
 SHOWN = {
     "none": "none",
     "decoupled_token_is": "Token-TIS",
@@ -34,25 +37,25 @@ SHOWN = {
 }
 """Estimators that are drawn as curves."""
 _STYLE = {
-    "figure.facecolor": LIGHT.background,
+    "figure.facecolor": BACKGROUND,
     "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
-    "axes.titlecolor": LIGHT.ink,
+    "axes.titlecolor": INK,
     "axes.labelsize": 8,
-    "axes.labelcolor": LIGHT.ink,
+    "axes.labelcolor": INK,
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": LIGHT.faint,
+    "grid.color": FAINT,
     "grid.linewidth": 0.5,
     "grid.alpha": 0.6,
     "legend.fontsize": 7.5,
     "legend.frameon": False,
     "lines.linewidth": 1.4,
     "lines.markersize": 3,
-    "xtick.color": LIGHT.ink,
+    "xtick.color": INK,
     "xtick.labelsize": 7,
-    "ytick.color": LIGHT.ink,
+    "ytick.color": INK,
     "ytick.labelsize": 7,
 }
 COLORS = ("#1f2328", "#2563c9", "#b45309", "#f0a04b", "#7c3aed", "#15803d", "#c02626")
@@ -236,3 +239,10 @@ def _set_labels(axes: Axes, title: str, label: str) -> None:
 def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+
+
+def to_png(figure: Figure, *, dpi: int = 144) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor=figure.get_facecolor(), metadata={"Software": None})
+    return buffer.getvalue()

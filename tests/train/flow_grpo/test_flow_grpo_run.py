@@ -90,7 +90,6 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(flow_config, tmp_p
     assert "stopped by SIGINT after step 2 of 4\nthe same command continues after step 2\n" in told
 
 
-@pytest.mark.usefixtures("blank_figures")
 def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
     run = tmp_path / "run"
     arguments = [*flow_run, f"run_dir={run}", "steps=2", "log.evaluate=4", "log.tensorboard=true"]

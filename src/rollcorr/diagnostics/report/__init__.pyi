@@ -6,8 +6,8 @@ from .comparison_page import config_differences as config_differences
 from .comparison_page import write_comparison as write_comparison
 from .console import show_health as show_health
 from .console import to_json as to_json
+from .curves import Panel as Panel
 from .html_page import write_report as write_report
-from .plots import Panel as Panel
 from .report_data import ReportData as ReportData
 from .report_data import check_report as check_report
 from .report_data import run_report as run_report

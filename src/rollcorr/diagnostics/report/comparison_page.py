@@ -1,4 +1,4 @@
-"""Runs side by side as one self-contained HTML page, with its figures as PNG files beside it."""
+"""Runs side by side as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from typing import Any
 
 from rollcorr.config.documents import load_yaml
 from rollcorr.diagnostics.numbers import HEADLINES, format_number
-from rollcorr.diagnostics.report.html_page import page_environment, series_by_name, write_figures, write_page
-from rollcorr.diagnostics.report.plots import COMPARED, Panel, draw_runs
-from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, verdict_content
+from rollcorr.diagnostics.report.curves import (
+    COMPARED,
+    Panel,
+    Points,
+    chart_of,
+    guides_of,
+    series_by_name,
+    single_panel,
+)
+from rollcorr.diagnostics.report.html_page import render_page, write_page
+from rollcorr.diagnostics.report.verdict_content import verdict_content
 from rollcorr.diagnostics.run_comparison import RunComparison, compare_runs
 from rollcorr.run_directory.stored_run import Run
 
@@ -104,7 +112,7 @@ def comparison_report(runs: Sequence[Run], metrics: Sequence[str] = (), **shown:
 
 
 def write_comparison(data: ComparisonData, directory: str | os.PathLike[str]) -> Path:
-    """Write comparison.html and one PNG per figure into a directory; return the path of the page.
+    """Write comparison.html into a directory; return its path.
 
     A symbolic link in the place of a file is replaced and not followed.
 
@@ -112,49 +120,44 @@ def write_comparison(data: ComparisonData, directory: str | os.PathLike[str]) ->
         data: the runs to compare.
         directory: where to; made if it is not there.
     """
-    directory = Path(directory)
+    return write_page(Path(directory) / COMPARISON_FILE, render_comparison(data))
+
+
+def render_comparison(data: ComparisonData, page: Mapping[str, Any] | None = None) -> str:
+    """The page of some runs as text; `page` is what its script reads besides the charts, such as tokens."""
     names = data.comparison.names
     series = [series_by_name(run.series) for run in data.runs]
-    panels = list(data.extra)
+    panels: list[tuple[Panel, Mapping[str, Points]]] = list(data.extra)
 
     # A metric that is 0 in every run, such as the rejected share, has nothing to show.
-    for panel in COMPARED:
+    known = [*COMPARED, *map(single_panel, sorted(set().union(*series) - {m for p in COMPARED for m in p.curves}))]
+    for panel in known:
         (metric,) = panel.curves
         if any(value for values in series for _, value in values.get(metric, ())):
             panels.append((panel, {name: values.get(metric, ()) for name, values in zip(names, series, strict=True)}))
 
-    drawings = [
-        (panel, lambda theme, panel=panel, curves=curves: draw_runs(panel, curves, theme), last_values(curves))
+    # A run keeps its color in every chart, also where another run lacks the metric.
+    charts = [
+        chart_of(panel, curves, guides=guides_of(panel.curves, labels=panel.curves))
+        | {"optional": panel in known[len(COMPARED) :]}
         for panel, curves in panels
     ]
-    figures = write_figures(drawings, directory)
-    text = (
-        page_environment()
-        .get_template("comparison.html.j2")
-        .render(
-            data=data,
-            names=names,
-            figures=figures,
-            differences=config_differences([run.config_text for run in data.runs]),
-            numbers={
-                HEADLINES.get(name, name): [ABSENT if value is None else format_number(value) for value in values]
-                for name, values in data.comparison.values.items()
-            },
-            latest={panel.title: [_latest(curves.get(name, ())) for name in names] for panel, curves in data.extra},
-            contents=[verdict_content(report) for report in data.comparison.reports],
-            consequences=CONSEQUENCES,
-        )
+    return render_page(
+        "comparison.html.j2",
+        {"charts": charts, "runs": list(names), **(page or {})},
+        data=data,
+        names=names,
+        differences=config_differences([run.config_text for run in data.runs]),
+        numbers={
+            HEADLINES.get(name, name): [ABSENT if value is None else format_number(value) for value in values]
+            for name, values in data.comparison.values.items()
+        },
+        latest={panel.title: [_latest(curves.get(name, ())) for name in names] for panel, curves in data.extra},
+        contents=[verdict_content(report) for report in data.comparison.reports],
     )
-    return write_page(directory / COMPARISON_FILE, text)
 
 
-def last_values(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """The latest finite value of each run."""
-    latest = {name: _latest(points) for name, points in curves.items()}
-    return "; ".join(f"{name} {value}" for name, value in latest.items() if value != ABSENT)
-
-
-def _latest(points: Sequence[tuple[float, float]]) -> str:
+def _latest(points: Points) -> str:
     value = next((value for _, value in reversed(points) if math.isfinite(value)), None)
     return ABSENT if value is None else format_number(value)
 

@@ -1,17 +1,17 @@
-"""The report: one self-contained HTML page, and its figures as PNG files beside it."""
+"""The page of a run or a log: one self-contained HTML file."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import math
 import os
 import statistics
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from rollcorr.core.metric_registry import PREFIX, metric
 from rollcorr.diagnostics.health.diffusion_rules import step_range
@@ -21,22 +21,30 @@ from rollcorr.diagnostics.numbers import format_number
 
 try:
     import jinja2
+    from markupsafe import Markup
 except ImportError as error:
     raise ImportError("reports need Jinja2: pip install 'rollcorr[report]'") from error
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-from rollcorr.diagnostics.report.plots import DARK, LAST, LIGHT, Panel, Theme, draw, over_timesteps, panels_of, to_png
+from rollcorr.diagnostics.report.curves import (
+    Points,
+    chart_of,
+    guides_of,
+    over_timesteps,
+    panels_of,
+    series_by_name,
+    single_panel,
+)
 from rollcorr.diagnostics.report.report_data import ReportData
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, expected_text, verdict_content
 from rollcorr.diagnostics.run_comparison import REWARD
 
 HTML_FILE = "report.html"
+SCRIPTS = ("uPlot.iife.min.js", "page.js", "charts.js", "tokens.js")
+STYLES = ("uPlot.min.css", "page.css")
 
 
 def write_report(data: ReportData, directory: str | os.PathLike[str]) -> Path:
-    """Write report.html and one PNG per figure into a directory; return the path of the page.
+    """Write report.html into a directory; return its path.
 
     A symbolic link in the place of a file is replaced and not followed.
 
@@ -44,48 +52,68 @@ def write_report(data: ReportData, directory: str | os.PathLike[str]) -> Path:
         data: the run.
         directory: where to; made if it is not there.
     """
-    directory = Path(directory)
-    series = series_by_name(data.series)
-    series |= over_timesteps(series)
-    panels = panels_of(series, diffusion=data.health.diffusion)
-    drawings = [
-        (panel, lambda theme, panel=panel: draw(panel, series, theme), caption(panel, series)) for panel in panels
-    ]
-    return write_page(directory / HTML_FILE, render(data, write_figures(drawings, directory)))
-
-
-def write_figures(
-    drawings: Iterable[tuple[Panel, Callable[[Theme], Figure], str]], directory: Path
-) -> list[dict[str, Any]]:
-    """Draw figures, write one PNG of each into a directory, and return what a page needs to show them.
-
-    Args:
-        drawings: (panel, a function that draws it in a theme, caption).
-        directory: made if it does not exist.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-
-    # Each figure is drawn twice: the page shows the one that suits the reader's color scheme.
-    figures = []
-    for panel, draw_in, text in drawings:
-        light, dark = (to_png(draw_in(theme)) for theme in (LIGHT, DARK))
-        _write(directory / f"{panel.name}.png", light)
-        figures.append({"panel": panel, "light": _base64(light), "dark": _base64(dark), "caption": text})
-    return figures
+    return write_page(Path(directory) / HTML_FILE, render(data))
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page; a symbolic link in its place is replaced and not followed."""
-    _write(path, text.encode())
+    """Write a page and the directory it is in; a symbolic link in its place is replaced and not followed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        path.unlink()
+    path.write_bytes(text.encode())
     return path
 
 
-def _write(path: Path, content: bytes) -> None:
-    if path.is_symlink():
-        path.unlink()
-    path.write_bytes(content)
+def render_page(template: str, page: Mapping[str, Any], **shown: Any) -> str:  # noqa: ANN401 - of the template
+    """Return a page as text: self-contained, with scripts that only their hash allows.
+
+    Args:
+        template: its file.
+        page: what the page's script reads: charts, tokens, and whether it follows a run.
+        shown: what the template shows.
+    """
+    style, script = map(_joined, (STYLES, SCRIPTS))
+    policy = {
+        "default-src": "'none'",
+        "img-src": "data: blob:",
+        "connect-src": "'self'" if page.get("live") else "'none'",
+        "style-src": _allowed(style),
+        "script-src": _allowed(script),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+
+    # In a script element only "<" can end the element, so no text of a run can.
+    data = json.dumps(page, ensure_ascii=False, separators=(",", ":"), default=float).replace("<", "\\u003c")
+    return (
+        page_environment()
+        .get_template(template)
+        .render(
+            policy=Markup("; ".join(f"{name} {value}" for name, value in policy.items())),
+            style=Markup(style),
+            script=Markup(script),
+            page_data=Markup(data),
+            tokens=page.get("tokens", ()),
+            charts=page["charts"],
+            rule=page.get("rule", ""),
+            consequences=CONSEQUENCES,
+            from_noise=EXPECTED,
+            **shown,
+        )
+    )
 
 
+@cache
+def _joined(files: Sequence[str]) -> str:
+    folder = Path(__file__).with_name("page")
+    return "\n".join((folder / file).read_text(encoding="utf-8") for file in files)
+
+
+def _allowed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+@cache
 def page_environment() -> jinja2.Environment:
     """The templates, with what every page needs."""
     environment = jinja2.Environment(
@@ -99,36 +127,41 @@ def page_environment() -> jinja2.Environment:
     return environment
 
 
-def render(data: ReportData, figures: Sequence[Mapping[str, Any]]) -> str:
-    """The page as text."""
-    return (
-        page_environment()
-        .get_template("report.html.j2")
-        .render(
-            data=data,
-            figures=figures,
-            pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
-            content=verdict_content(data.health),
-            consequences=CONSEQUENCES,
-            from_noise=EXPECTED,
-            reward=reward_gain(data.series),
-            defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
-            others={name: value for name, value in data.metrics.items() if not _is_known(name)},
-            checked=sum(_can_warn(name, diffusion=data.health.diffusion) for name in data.health.values),
-        )
+def render(data: ReportData, page: Mapping[str, Any] | None = None) -> str:
+    """The page of a run or a log as text.
+
+    Args:
+        data: the run.
+        page: what its script reads besides the charts, such as tokens.
+    """
+    return render_page(
+        "report.html.j2",
+        {"charts": run_charts(data.series, diffusion=data.health.diffusion), **(page or {})},
+        data=data,
+        pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
+        content=verdict_content(data.health),
+        reward=reward_gain(data.series),
+        defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
+        others={name: value for name, value in data.metrics.items() if not _is_known(name)},
+        checked=sum(_can_warn(name, diffusion=data.health.diffusion) for name in data.health.values),
     )
 
 
-def series_by_name(series: Sequence[Metrics]) -> dict[str, Any]:
-    """Arrays of (step, value) by bare metric name, of the steps that measured a token; the reward of every step."""
-    found: dict[str, array[float]] = {}
-    for index, metrics in enumerate(series, start=1):
-        step, bare = int(metrics.get("step", index)), bare_metrics(metrics)
-        measured = bare.get("token_count", 1.0) > 0
-        for name, value in bare.items():
-            if measured or name.startswith("reward/"):
-                found.setdefault(name, array("d")).extend((step, value))
-    return {name: np.asarray(points).reshape(-1, 2) for name, points in found.items()}
+def run_charts(series: Sequence[Metrics], *, diffusion: bool) -> list[dict[str, Any]]:
+    """Return the charts of a run: the panels, then one for each other metric, which a reader can ask for."""
+    curves = series_by_name(series)
+    values: dict[str, Points] = {**curves, **over_timesteps(curves)}
+    panels = panels_of(values, diffusion=diffusion)
+    shown = {name for panel in panels for name in panel.curves}
+    charts = []
+    for panel in panels:
+        there = {name: values[name] for name in panel.curves if len(values.get(name, ()))}
+        guides = [*guides_of(there, labels=panel.curves), *panel.guides] if there else []
+        charts.append(chart_of(panel, {panel.curves[name]: there[name] for name in there}, guides=guides))
+    for name in sorted(curves.keys() - shown):
+        guides = guides_of([name], labels={name: name})
+        charts.append(chart_of(single_panel(name), {name: curves[name]}, guides=guides) | {"optional": True})
+    return charts
 
 
 def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, float] | None:
@@ -150,20 +183,6 @@ def reward_gain(series: Sequence[Metrics], *, window: int = 10) -> dict[str, flo
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / window)
     first_mean, last_mean = statistics.fmean(first), statistics.fmean(last)
     return {"first": first_mean, "last": last_mean, "gain": last_mean - first_mean, "error": error, "window": window}
-
-
-def caption(panel: Panel, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """The latest value of each curve and the range it moved in; over timesteps, the latest value at each."""
-    if panel.across == "timestep":
-        by_timestep = (f"{format_number(value)} at {time:g}" for time, value in reversed(series.get(LAST, ())))
-        return ", ".join(by_timestep)
-    parts = []
-    for name, label in panel.curves.items():
-        values = [value for _, value in series.get(name, ()) if math.isfinite(value)]
-        if values:
-            span = f"{format_number(min(values))} to {format_number(max(values))}"
-            parts.append(f"{label} {format_number(values[-1])}" + (f" ({span})" if min(values) < max(values) else ""))
-    return "; ".join(parts)
 
 
 def _definition(name: str, value: float, health: HealthReport) -> dict[str, Any]:

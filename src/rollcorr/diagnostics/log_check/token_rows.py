@@ -1,0 +1,293 @@
+"""The tokens of a page: rows of rollout logs with the largest k3 and a sample of the others, packed for its script.
+
+One pass over a log keeps a bounded number of rows, and sums distributions and breakdowns over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, exact_kl, has_exact_kl
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
+from rollcorr.diagnostics.report.curves import pack
+from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
+from rollcorr.rollout_log.reader import Paths
+from rollcorr.rollout_log.schema import ragged
+
+MOST_SEQUENCES, MOST_TOKENS = 10_000, 1_250_000
+"""Sequences and tokens of a page."""
+RULE = (
+    f"Above {MOST_SEQUENCES:,} sequences or {MOST_TOKENS:,} tokens, half of the place goes to the sequences with the "
+    "largest k3, and half to a random sample of the others."
+)
+MASKED, KEPT, REJECTED = 0, 1, 2
+COLUMNS = (
+    *("step", "reward", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "policy_versions"),
+    *DENOISING_COLUMNS,
+)
+PROMPT_IDS = 64
+"""Last token ids of a prompt that the page shows."""
+
+D_EDGES = np.concatenate([-np.logspace(1.5, -4, 34), np.logspace(-4, 1.5, 34)])
+WEIGHT_EDGES = np.logspace(-3, 3, 49)
+POWERS = np.concatenate([[0], 2.0 ** np.arange(18)])
+BREAKDOWNS: Mapping[str, NDArray[np.float64]] = {
+    "position": POWERS,
+    "length": POWERS,
+    "probability": np.array([0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999]),
+    "turn": np.arange(16.0),
+    "version lag": np.arange(16.0),
+}
+"""What the mismatch is broken down by → the lower edges of its bins; the last bin has no upper edge."""
+
+
+class TokenRow(NamedTuple):
+    """A sequence that the page shows: the place in the log, what it weighs, and its tokens."""
+
+    place: int
+    step: int
+    kl: float
+    reward: float
+    prompt: Sequence[int] | str
+    tokens: NDArray[Any]
+
+    @property
+    def priority(self) -> int:
+        """Return a pseudo-random number, the same in each run: rows with the lowest ones are the sample."""
+        return (self.place * 2654435761 + 12345) % (1 << 32)
+
+
+@dataclass
+class TokenRows:
+    """What a pass over a log keeps.
+
+    Attributes:
+        rows: the sequences that the page shows.
+        sequences: of the log.
+        tokens: of the log.
+        kl: Σ k3 over all tokens that count, nats; of denoising steps, Σ exact KL, or Σ |J| where it is not recorded.
+        breakdowns: name → (5, bins): tokens, their Σ k3, kept tokens, their Σ k3 and Σ weight.
+        histograms: name → (2, bins) counts, raw and applied.
+        diffusion: the tokens are denoising steps.
+    """
+
+    rows: list[TokenRow] = field(default_factory=list)
+    sequences: int = 0
+    tokens: int = 0
+    kl: float = 0.0
+    breakdowns: dict[str, NDArray[Any]] = field(default_factory=dict)
+    histograms: dict[str, NDArray[Any]] = field(default_factory=dict)
+    diffusion: bool = False
+
+    def prune(self, share: float = 1.0) -> None:
+        """Keep what fits into a share of the page's limits, by `RULE`."""
+        sequences, tokens = MOST_SEQUENCES * share, MOST_TOKENS * share
+        if len(self.rows) <= sequences and sum(len(row.tokens) for row in self.rows) <= tokens:
+            return
+        by_size = sorted(self.rows, key=lambda row: (-row.kl, row.place))
+        largest = _fitting(by_size, sequences / 2, tokens / 2)
+        others = sorted(by_size[len(largest) :], key=lambda row: row.priority)
+        self.rows = sorted(largest + _fitting(others, sequences - len(largest), tokens / 2))
+
+
+def _fitting(rows: Sequence[TokenRow], sequences: float, tokens: float) -> list[TokenRow]:
+    """Return the first rows that fit; at least one, if there is place for a sequence."""
+    ends = np.cumsum([len(row.tokens) for row in rows]) if rows else np.zeros(0)
+    return list(rows[: min(int(sequences), max(1, int(np.searchsorted(ends, tokens, side="right"))))])
+
+
+TOKEN = np.dtype([(name, "f4") for name in ("mu", "d", "weight", "kl", "time")] + [("state", "u1"), ("id", "i4")])
+"""What is kept of a token: log μ, log π − log μ (of a denoising step, J), and the weight that the loss applies."""
+
+
+def read_tokens(
+    paths: Paths,
+    config: RolloutCorrectionConfig | None,
+    *,
+    text: bool = True,
+    share: float = 1.0,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> TokenRows:
+    """Read what a page shows of rollout logs, in memory bounded by the page and a batch.
+
+    Args:
+        paths: files, folders or patterns.
+        config: the correction, whose weights and rejections are shown; None shows weights of 1.
+        text: keep token ids and prompts; without them, the page does not reveal what was sampled.
+        share: of the page's limits; the runs of a page share them.
+        on_rows: called with the rows read since the last call, and the rows of the log.
+
+    Raises:
+        RolloutLogError: a log cannot be read, or lacks the log-probs of a side.
+    """
+    shards, found = log_shards(paths), TokenRows()
+    total = sum(shard.rows for shard in shards)
+    columns = (*COLUMNS, *(("prompt", "prompt_ids", "response_ids") if text else ()))
+    for shard in shards:
+        for batch in read_shard(shard, columns=columns):
+            _add(found, batch, config, text=text)
+            if sum(len(row.tokens) for row in found.rows) > MOST_TOKENS or len(found.rows) > 2 * MOST_SEQUENCES:
+                found.prune(share)
+            if on_rows is not None:
+                on_rows(len(batch), total)
+    found.prune(share)
+    return found
+
+
+def _add(found: TokenRows, batch: RolloutBatch, config: RolloutCorrectionConfig | None, *, text: bool) -> None:
+    """Add a batch: its sums, and its rows."""
+    column = next((name for name in ("old_log_prob", "log_prob") if batch.has(name)), "old_log_prob")
+    rollout, train = (_log_prob(batch, name) for name in ("rollout_log_prob", column))
+    mask, lengths = batch.packed("response_mask"), batch.lengths
+    found.diffusion = batch.has("dimensions")
+    if found.diffusion:
+        # Log-probs of pictures are averages over D, so the ratio of a denoising step is D times their difference.
+        size = batch.values("dimensions").float().repeat_interleave(lengths)
+        rollout, train = rollout * size, train * size
+    ratios = TokenRatios.of(train.numpy(), rollout.numpy(), mask.numpy(), lengths.numpy())
+
+    # The weights are those that this configuration gives to these rows. A loss without weights weighs each token as 1.
+    weights, kept = torch.ones_like(train), mask
+    if config is not None:
+        settings = replace(config, nonfinite="reject_token")
+        correction = correct(train, rollout, mask, settings, cu_seqlens=batch.cu_seqlens, densities=True)
+        kept = correction.loss_mask
+        weights = weights if correction.loss_weights is None else correction.loss_weights.float()
+
+    tokens = np.zeros(len(ratios.d), dtype=TOKEN)
+    tokens["mu"], tokens["weight"] = -ratios.surprise, weights.numpy()
+    tokens["d"] = np.where(ratios.valid, ratios.d, np.nan)
+    tokens["state"] = np.where(kept.numpy() & ratios.valid, KEPT, np.where(ratios.mask, REJECTED, MASKED))
+    tokens["time"] = batch.packed("timestep").numpy() if batch.has("timestep") else np.nan
+    tokens["id"] = batch.packed("response_ids").numpy() if text and batch.has("response_ids") else -1
+    tokens["kl"] = ratios.k3
+    if found.diffusion:
+        tokens["kl"] = exact_kl(batch).nan_to_num().numpy() if has_exact_kl(batch) else np.abs(ratios.d)
+
+    _sum_up(found, batch, tokens, ratios.valid)
+    _keep_rows(found, batch, tokens, text=text)
+
+
+def _log_prob(batch: RolloutBatch, column: str) -> Tensor:
+    """Return a column of log-probs with NaN for an engine's −9999; packed, (N,)."""
+    values = batch.packed(column).float()
+    return values.masked_fill(values == JSON_MINUS_INFINITY, torch.nan)
+
+
+def _keep_rows(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], *, text: bool) -> None:
+    """Append the rows of a batch; without a step or a reward they hold −1 or NaN."""
+    count, ends = len(batch), np.cumsum(batch.lengths.numpy())
+    steps = batch.values("step").tolist() if batch.has("step") else [-1] * count
+    rewards = batch.values("reward").tolist() if batch.has("reward") else [np.nan] * count
+    column = next((name for name in ("prompt", "prompt_ids") if text and batch.has(name)), None)
+    prompts = batch.objects(column) if column else [None] * count
+    for row, part in enumerate(np.split(tokens, ends[:-1])):
+        kl = float(part["kl"][np.isfinite(part["d"])].sum())
+        prompt = prompts[row] or ()
+        prompt = prompt if isinstance(prompt, str) else prompt[-PROMPT_IDS:]
+        own = part.copy()  # a view would keep the whole batch in memory
+        found.rows.append(TokenRow(found.sequences + row, steps[row], kl, rewards[row], prompt, own))
+    found.sequences += count
+
+
+def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: NDArray[np.bool_]) -> None:
+    """Add the tokens of a batch to the totals, the histograms and the breakdowns."""
+    lengths = batch.lengths.numpy()
+    kept, kl, d = tokens["state"] == KEPT, tokens["kl"].astype(np.float64), tokens["d"]
+    found.tokens += int(valid.sum())
+    found.kl += float(kl[valid].sum())
+    shown = {
+        "log π − log μ": (D_EDGES, d[valid], d[kept]),
+        "weight": (WEIGHT_EDGES, np.exp(np.clip(d[valid], -20, 20)), tokens["weight"][kept]),
+    }
+    for name, (edges, raw, applied) in shown.items():
+        inside = [np.histogram(np.clip(x, edges[0], edges[-1]), edges)[0] for x in (raw, applied)]
+        found.histograms[name] = found.histograms.get(name, 0.0) + np.stack(inside)
+
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    values: dict[str, NDArray[Any] | None] = {
+        "position": np.arange(len(d)) - starts,
+        "length": np.repeat(lengths, lengths),
+        "probability": np.exp(np.minimum(tokens["mu"], 0)),
+        "turn": _turns(tokens["state"] != MASKED, starts),
+        "version lag": _lags(batch, lengths),
+    }
+    for name, value in values.items():
+        if value is None:
+            continue
+        edges = BREAKDOWNS[name]
+        bins = np.clip(np.digitize(value, edges) - 1, 0, len(edges) - 1)
+        columns = (valid, kl * valid, kept, kl * kept, tokens["weight"] * kept)
+        sums = np.stack([np.bincount(bins, column, len(edges)) for column in columns])
+        found.breakdowns[name] = found.breakdowns.get(name, 0.0) + sums
+
+
+def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the turn of each token: how often sampling went on after masked tokens of its row, from 0."""
+    begins = np.concatenate([[0], (sampled[1:] & ~sampled[:-1]) & (starts[1:] == starts[:-1])]).cumsum()
+    return begins - begins[starts]
+
+
+def _lags(batch: RolloutBatch, lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """Return the training step minus the version of the weights, for each token; None where they are not recorded."""
+    if not (batch.has("policy_versions") and batch.has("step")):
+        return None
+    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
+    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
+    row = np.repeat(np.arange(len(batch)), sizes)
+    if (np.bincount(row, length, len(batch)) != lengths).any():
+        return None
+    return np.repeat(batch.values("step").numpy()[row] - version, length.astype(np.int64)).astype(np.float64)
+
+
+def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | None = None) -> dict[str, Any]:
+    """Return the tokens of a run as the page's script reads them.
+
+    Args:
+        found: of `read_tokens`.
+        name: of the run.
+        decode: token id → text; None shows ids.
+    """
+    tokens = np.concatenate([row.tokens for row in found.rows]) if found.rows else np.zeros(0, TOKEN)
+    ids = np.unique(tokens["id"])
+    prompts = [row.prompt for row in found.rows]
+    asked = {token for prompt in prompts if not isinstance(prompt, str) for token in prompt}
+    texts = {} if decode is None else {int(i): decode(int(i)) for i in sorted(asked.union(ids[ids >= 0].tolist()))}
+    arrays = {key: pack(np.clip(tokens[key], -6e4, 6e4), "f2") for key in ("mu", "d", "weight")}
+    if found.diffusion:
+        arrays |= {"time": pack(tokens["time"], "f4"), "stepKl": pack(tokens["kl"], "f4")}
+    return {
+        "run": name,
+        "diffusion": found.diffusion,
+        "sequences": found.sequences,
+        "shown": len(found.rows),
+        "count": found.tokens,
+        "kl": found.kl,
+        "prompts": prompts,
+        "texts": texts,
+        **arrays,
+        "state": pack(tokens["state"], "u1"),
+        "id": pack(tokens["id"], "i4"),
+        "length": pack([len(row.tokens) for row in found.rows], "i4"),
+        "row": pack([row.place for row in found.rows], "i4"),
+        "step": pack([row.step for row in found.rows], "i4"),
+        "reward": pack([row.reward for row in found.rows], "f4"),
+        "rowKl": pack([row.kl for row in found.rows], "f4"),
+        "breakdowns": {
+            key: {"edges": BREAKDOWNS[key].tolist(), "sums": sums.tolist()} for key, sums in found.breakdowns.items()
+        },
+        "histograms": {
+            key: {"edges": {"weight": WEIGHT_EDGES}.get(key, D_EDGES).tolist(), "counts": counts.tolist()}
+            for key, counts in found.histograms.items()
+        },
+    }

@@ -1,0 +1,90 @@
+"""The page of runs or rollout logs with their tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollcorr.config.documents import BadInputError
+from rollcorr.diagnostics.log_check.check import check_logs
+from rollcorr.diagnostics.log_check.token_rows import RULE, packed_tokens, read_tokens
+from rollcorr.diagnostics.report.comparison_page import comparison_report, render_comparison
+from rollcorr.diagnostics.report.html_page import render
+from rollcorr.diagnostics.report.report_data import check_report, run_report
+from rollcorr.run_directory.directory import RunDirectory
+from rollcorr.run_directory.stored_run import Run, read_run
+
+
+def view_page(
+    paths: Sequence[Path],
+    *,
+    decode: Callable[[int], str] | None = None,
+    text: bool = True,
+    live: bool = False,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> str:
+    """Return the page of one run, of several side by side, or of a rollout log.
+
+    Args:
+        paths: run directories, or one rollout log.
+        decode: token id → text; defaults to ids.
+        text: show prompts, tokens and pictures' prompts; without it, the page has numbers only.
+        live: the page asks its server for new steps.
+        on_rows: called with the rows read since the last call, and the rows of the log.
+
+    Raises:
+        BadInputError: a path is neither, or several are given and one is no run.
+        RolloutLogError: a log cannot be read.
+    """
+    page: dict[str, Any] = {"live": live, "rule": RULE}
+    if len(paths) == 1 and not RunDirectory(paths[0]).metrics.exists():
+        result = check_logs(paths)
+        found = read_tokens(paths, result.config, text=text, on_rows=on_rows)
+        page["tokens"] = [packed_tokens(found, paths[0].name, decode)]
+        return render(check_report(result), page)
+
+    runs = [read_run(path) for path in paths]
+    logged = [run for run in runs if _has_rollouts(run)]
+    page["tokens"] = []
+    for run in logged:
+        found = read_tokens(
+            RunDirectory(run.path).rollouts, run.config, text=text, share=1 / len(logged), on_rows=on_rows
+        )
+        page["tokens"].append(packed_tokens(found, run.path.resolve().name, decode))
+    if len(runs) > 1:
+        return render_comparison(comparison_report(runs), page)
+    return render(run_report(runs[0]), page)
+
+
+def _has_rollouts(run: Run) -> bool:
+    """Whether a run logged rollouts. A run may be untrusted, so a link in it is not followed."""
+    folder = RunDirectory(run.path).rollouts
+    files = list(folder.glob("*"))  # empty if there is no folder
+    return bool(files) and not any(file.is_symlink() for file in (folder, *files))
+
+
+def token_decoder(directory: Path) -> Callable[[int], str]:
+    """Return a function from a token id to its text.
+
+    Args:
+        directory: of a tokenizer, with tokenizer.json or another form that transformers reads.
+
+    Raises:
+        BadInputError: there is no tokenizer.
+    """
+    try:
+        if (directory / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            own = Tokenizer.from_file(os.fspath(directory / "tokenizer.json"))
+            return lambda token: own.decode([token], skip_special_tokens=False)
+        from transformers import AutoTokenizer
+
+        known = AutoTokenizer.from_pretrained(os.fspath(directory), local_files_only=True)
+        return lambda token: known.decode([token])
+    except ImportError as error:
+        raise ImportError("--tokenizer needs transformers: pip install 'rollcorr[train]'") from error
+    except Exception as error:
+        raise BadInputError(f"{directory} holds no tokenizer ({error}); give the folder of tokenizer.json") from error
