@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-seeds demo-diffusion demo-diffusion-seeds test test-oldest coverage test-anywhere
 .PHONY: test-slow test-mutants test-crash test-crash-bugs test-hostile test-oracle test-sanitizers test-triton test-compile calibration test-ray test-arm test-verl
-.PHONY: test-trl test-frameworks test-vllm check docs docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
+.PHONY: test-trl test-frameworks test-vllm check docs front-figures docs-site lock release-check wheels bench gpu-wheels gpu gpu-dry
 .PHONY: laboratory conformance diagnosis diagnosis-vllm judge study-measured study-measured-quick study-trained
 .PHONY: training-bench training-bench-quick clean
 
@@ -203,6 +203,9 @@ check: $(STAMP) ## Lint, format and type checks, also of the code on the pages; 
 docs: $(STAMP) ## Write the generated pages and the notebook
 	$(BIN)/python tools/generate_docs.py
 	$(BIN)/python tools/make_notebook.py
+
+front-figures: $(STAMP) ## Draw the figures of the front page anew (ARGS="--demo runs/demo …" takes the curves of finished demos)
+	$(BIN)/python tools/front_figures.py $(ARGS)
 
 docs-site: $(DOCS_STAMP) ## Build the site into site/, and check its links, its API sections and its search (installs mkdocs)
 	rm -rf site

@@ -23,6 +23,8 @@ DOORS = {
     "rollcorr.diagnostics": "health, checks of logs, provenance, reports",
     "rollcorr.engines": "samplers",
     "rollcorr.simulation": "policies with a known mismatch, their exact gradient, and the error of every estimator",
+    "rollcorr.confirm": "rows scored again under variants of the trainer",
+    "rollcorr.conformance": "fifteen properties of any correction function",
     "rollcorr.monitor": "metrics, alarms and logs over a run, in any training loop",
     "rollcorr.train": "the reference trainers",
     "rollcorr.train.grpo": "the trainer for language models",
@@ -33,6 +35,30 @@ DOORS = {
     "rollcorr.integrations.verl.v2025_10": "the same for verl of October 2025",
 }
 """Front doors, in the order of their pages. tests/test_api_pages.py compares them with docs/reference/stable.md."""
+
+FIRST = {
+    "rollcorr": ("correct", "policy_loss", "Monitor"),
+    "rollcorr.config": ("RolloutCorrectionConfig", "PRESETS"),
+    "rollcorr.core": ("token_log_prob", "Statistics"),
+    "rollcorr.correction": ("correct", "Correction", "policy_loss"),
+    "rollcorr.layouts": ("pack_padded", "unpack_list"),
+    "rollcorr.diffusion": ("diffusion_loss",),
+    "rollcorr.rollout_log": ("RolloutLogWriter",),
+    "rollcorr.run_directory": ("read_run",),
+    "rollcorr.diagnostics": ("check_logs", "causes", "advise"),
+    "rollcorr.engines": ("Engine", "TransformersEngine"),
+    "rollcorr.simulation": ("measure", "make_pair"),
+    "rollcorr.confirm": ("confirm",),
+    "rollcorr.conformance": ("grade_function",),
+    "rollcorr.train": ("train", "GrpoTrainer"),
+    "rollcorr.train.grpo": ("GrpoTrainer",),
+    "rollcorr.train.flow_grpo": ("FlowGrpoTrainer",),
+    "rollcorr.integrations.trl": ("attach",),
+    "rollcorr.integrations.verl": ("install", "compute_rollout_correction_and_add_to_batch"),
+    "rollcorr.integrations.verl.v2025_11": ("compute_rollout_correction_and_add_to_batch",),
+    "rollcorr.integrations.verl.v2025_10": ("compute_rollout_importance_weights",),
+}
+"""Names that open a page, because most readers come for them."""
 
 # What mkdocstrings is told about a table of the code: its docstring says what it holds.
 LONG_VALUE = ("    options:", "      show_attribute_values: false")
@@ -49,14 +75,24 @@ def sections() -> dict[str, str]:
     """Each public name, as DOOR.NAME → the DOOR.NAME that has its section."""
     first: dict[int, str] = {}
     found = {}
-    for door in DOORS:
+
+    # A package describes its own names, and `rollcorr` leads to them.
+    for door in (*list(DOORS)[1:], "rollcorr"):
         module = importlib.import_module(door)
-        for name in sorted(module.__all__):
+        for name in sorted(module.__all__, key=lambda name: (_place(door, name), name)):
             value, path = getattr(module, name), f"{door}.{name}"
             # Numbers and texts may be one object by chance; only what has a definition of its own is followed.
             is_defined = inspect.isclass(value) or inspect.isroutine(value)
             found[path] = first.setdefault(id(value), path) if is_defined else path
     return found
+
+
+def _place(door: str, name: str) -> int:
+    """Where a name stands on its page: first names, then functions and classes, then constants."""
+    names = FIRST.get(door, ())
+    if name in names:
+        return names.index(name)
+    return len(names) + name.isupper()
 
 
 def api_pages(generated: str, table: Table) -> dict[str, Callable[[], str]]:
@@ -75,7 +111,11 @@ def _page_text(door: str, generated: str) -> str:
         if path.rpartition(".")[0] == door:
             (own if section == path else elsewhere).append((path, section))
     lines = [f"# {door}", "", generated, "", _introduction(door), ""]
-    if elsewhere:
+    if door == "rollcorr":
+        lines += [f"- {_link(path.rpartition('.')[2], section)}: {_summary(path)}" for path, section in elsewhere] + [
+            ""
+        ]
+    elif elsewhere:
         links = ", ".join(_link(path.rpartition(".")[2], section) for path, section in elsewhere)
         lines += [f"Also opened here, and described where the link leads: {links}.", ""]
     for path, _ in own:
@@ -94,6 +134,12 @@ def _introduction(door: str) -> str:
     """The first paragraph of a package's docstring, without its formula marks."""
     text = inspect.getdoc(importlib.import_module(door)) or ""
     return text.split("\n\n")[0]
+
+
+def _summary(path: str) -> str:
+    """The first line of a docstring."""
+    door, _, name = path.rpartition(".")
+    return (inspect.getdoc(getattr(importlib.import_module(door), name)) or "").partition("\n")[0]
 
 
 def _link(label: str, section: str) -> str:

@@ -159,6 +159,18 @@ def context_run(folder: Path, rank: int) -> dict[str, Any]:
         return {"metrics": monitor.step(reward=rewards(numbers))}
 
 
+def padded_context_run(folder: Path, rank: int) -> None:
+    """The same sequences as padded rows, (2, 9) in all and (2, 3) on each rank."""
+    mine, numbers = {}, (3, 6)
+    for name in ("train", "rollout", "mask"):
+        rows = [torch.nn.functional.pad(one, (0, 9 - len(one))) for one in (sequences()[n][name] for n in numbers)]
+        mine[name] = torch.stack(rows)[:, rank::SIZE]
+    positions = torch.arange(9)[rank::SIZE].expand(2, -1)
+    with Monitor(folder, CONFIG, context_group=dist.group.WORLD, rollouts=RolloutSample()) as monitor:
+        monitor.correct(*mine.values(), position_ids=positions, columns={"x_number": list(numbers)})
+        monitor.step(reward=rewards(numbers))
+
+
 def context_whole(folder: Path) -> dict[str, float]:
     with Monitor(folder, CONFIG) as monitor:
         correct(monitor, (3, 6))
@@ -185,5 +197,6 @@ def run(rank: int, path: str) -> None:
         "faults": faulty_runs(folder, rank),
         "context": context_run(folder / "context", rank),
     }
+    padded_context_run(folder / "padded context", rank)
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -102,16 +102,22 @@ def test_ranks_agree_while_a_disk_fails(folder, results, name):
     assert faults_of(folder / name, runs[0], ranks=monitor_ranks.SIZE) == []
 
 
-def test_context_slices_are_counted_once_and_logged_whole(folder, results):
+def test_context_slices_are_counted_once(folder, results):
     """Slices use a different kernel than full sequences: sums agree to float32."""
     expected = monitor_ranks.context_whole(folder / "context alone")
     for result in results:
         assert result["context"]["metrics"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    rows = monitor_ranks.logged(folder / "context")
+
+
+@pytest.mark.parametrize("layout", ["context", "padded context"])
+def test_joined_context_slices_are_whole_rows(folder, results, layout):
+    rows = monitor_ranks.logged(folder / layout)
     assert sorted(rows) == [(1, 3), (1, 6)]
     for (_, number), row in rows.items():
         whole = monitor_ranks.sequences()[number]
-        assert row["response_mask"] == whole["mask"].tolist()
-        assert row["old_log_prob"] == pytest.approx(whole["train"].tolist())
+        logged = len(row["response_mask"])
+        assert row["response_mask"] == whole["mask"].tolist()[:logged]
+        assert row["old_log_prob"] == pytest.approx(whole["train"].tolist()[:logged])
+        assert not any(whole["mask"][logged:])  # a padded row ends with its last token
         assert row["reward"] == number**2
     assert math.isnan(rows[1, 3]["rollout_log_prob"][2])

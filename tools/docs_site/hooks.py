@@ -39,9 +39,15 @@ def github_slug(heading: str, separator: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give headings GitHub's anchors, and put the pages of the API, which are generated, into the navigation."""
+    """Give headings GitHub's anchors, and put the pages of the API, which are generated, into the navigation.
+
+    With the address of a repository in ROLLCORR_REPOSITORY, each written page has a link that edits it.
+    """
+    if repository := os.environ.get("ROLLCORR_REPOSITORY"):
+        config.edit_uri = repository.rstrip("/") + "/edit/main/docs/"
     config.mdx_configs.setdefault("toc", {})["slugify"] = github_slug
-    _entry(config.nav, "API").extend(f"reference/api/{page_name(door)}" for door in DOORS)
+    titles = {door: door.removeprefix("rollcorr.").removeprefix("integrations.") for door in DOORS}
+    _entry(config.nav, "API").extend({title: f"reference/api/{page_name(door)}"} for door, title in titles.items())
     return config
 
 
@@ -91,6 +97,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if Path(path.removesuffix(".md")).suffix in SOURCE and uri.startswith(OUTSIDE):
         page.meta["search"] = {"exclude": True}  # a source file would crowd out the pages
         return markdown
+
+    if uri.startswith(OUTSIDE) or "<!-- Written by tools/" in markdown:
+        page.edit_url = None
 
     # A word is looked up to be explained; studies use all of them.
     boost = 0.2 if uri.startswith(OUTSIDE) else 1
