@@ -48,7 +48,7 @@ def test_each_of_twenty_steps_is_corrected_by_us(steps):
 
 
 def test_older_samples_are_further_from_the_policy(steps):
-    """The first step differs by bfloat16 alone."""
+    """In the first step they differ by bfloat16 only."""
     behind = [step["training/off_policy/trajectory_staleness/min"] for step in steps]
     assert behind[0] == 0
     assert max(behind) >= 1

@@ -191,7 +191,7 @@ def shard(rank: int, path: str, _world: int) -> None:
     """Three steps under FSDP2 with an engine, then without what makes accelerate shard on a CPU.
 
     accelerate 1.15 takes FSDP for accelerators only (`AcceleratorState.__init__`): two CPU ranks count as MULTI_CPU
-    and get DDP. So the ranks are called MULTI_GPU here, and nothing else is changed.
+    and get DDP. So the test calls the ranks MULTI_GPU.
     """
     from accelerate import state
     from torch.distributed.tensor import DTensor
