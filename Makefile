@@ -168,7 +168,7 @@ test-compile: $(STAMP) ## Compile the correction and the losses with torch.compi
 	ROLLCORR_COMPILE_BACKENDS=inductor $(BIN)/python -m pytest tests/correction/test_compile.py --numprocesses 2
 
 calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
-	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover"
+	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover or effects"
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
@@ -253,8 +253,9 @@ judge: $(STAMP) ## Make logs of loops and faults that the rules were not written
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/make_logs.py --root $(JUDGE_LOGS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/judge/score_logs.py --root $(JUDGE_LOGS)
 
-conformance: $(STAMP) ## Grade the corrections of six frameworks from the index by fifteen properties; SOURCES=DIR with checkouts: five more
+conformance: $(STAMP) ## Grade the corrections of six frameworks from the index by fifteen properties; SOURCES=DIR with checkouts: six more
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/conformance/grade_peers.py $(SOURCES)
+	$(if $(SOURCES),OMP_NUM_THREADS=1 $(BIN)/python experiments/conformance/lines.py $(SOURCES))
 	$(BIN)/python tools/generate_docs.py
 
 study-measured: $(STAMP) ## Measure what rollouts of real engines do to the weights, then write its pages (half an hour on 2 cores; goes on)

@@ -47,5 +47,5 @@ def check(path: Path) -> int:
 directory = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 write(directory / "sound.parquet", trainer_temperature=0.5)
 write(directory / "wrong_temperature.parquet", trainer_temperature=1.0)
-assert check(directory / "sound.parquet") == 3  # its settings agree; its weights need a null to be judged
+assert check(directory / "sound.parquet") == 3  # its weights need a null to be judged
 assert check(directory / "wrong_temperature.parquet") == 1

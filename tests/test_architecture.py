@@ -59,23 +59,23 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 693,
+    "cli": 727,
     "config": 1689,
     "confirm": 246,
     "conformance": 350,
-    "core": 1565,
+    "core": 1634,
     "correction": 1268,
     "demo": 171,
     "diffusion": 491,
-    "engines": 2003,
+    "engines": 2241,
     "integrations": 1848,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 1076,
+    "monitor": 1117,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1154,
-    "train": 3273,
+    "train": 3544,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rollcorr.diagnostics.advice.noise_table import NOISE_LENGTHS, SIGMAS, noise_table
-from rollcorr.diagnostics.advice.situations import FEW_TIMES
 from rollcorr.diagnostics.advice.spliced_rows import FEWEST
 from rollcorr.diagnostics.report.advice_text import share_text
 
@@ -33,7 +32,6 @@ def calibration_page(generated: str, table: Table) -> str:
         generated=generated,
         sections="\n\n".join(sections),
         never=_in_words([f"`{limit[0]}`" for limit in first if limit in never]),
-        few_times=FEW_TIMES,
         fewest=FEWEST,
     )
 

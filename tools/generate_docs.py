@@ -22,6 +22,7 @@ from api_pages import api_pages  # noqa: E402
 from calibration_page import calibration_page  # noqa: E402
 from conformance_page import conformance_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
+from lines_page import lines_page  # noqa: E402
 from option_types import option_types_stub  # noqa: E402
 from options_page import options_page  # noqa: E402
 from performance_page import performance_page  # noqa: E402
@@ -33,9 +34,10 @@ from rollcorr.config import RolloutCorrectionConfig  # noqa: E402
 from rollcorr.config.presets import PRESETS, SHORT, START_WITH, VERL_2025_11, VERL_2025_12  # noqa: E402
 from rollcorr.core.detail_rows import RELATIVE_ERROR, TOP  # noqa: E402
 from rollcorr.core.health_ranges import HealthyRange  # noqa: E402
+from rollcorr.core.lag_statistics import SLOW  # noqa: E402
 from rollcorr.core.metric_names import OLDER_NAMES  # noqa: E402
 from rollcorr.core.metric_registry import CRITERIA, METRICS, PREFIX, Metric, criterion_metrics, metric  # noqa: E402
-from rollcorr.core.metric_tables import DIFFUSION_METRICS  # noqa: E402
+from rollcorr.core.metric_tables import DIFFUSION_METRICS, LAG_METRICS  # noqa: E402
 
 GENERATED = "<!-- Written by tools/generate_docs.py. Edit the table in the code, then run it again. -->"
 
@@ -256,6 +258,17 @@ have no lower bound.
 
 {_criterion_table()}
 
+## By the age of the weights
+
+There when the versions of the weights that sampled are known (`policy_versions` of a rollout log, or in the columns of
+`Monitor.correct`), and some tokens have lag 0. The lag is the policy's version minus the token's. The policy of step s
+has version s − 1, or s if a token of that version was seen. Versions that rise in small steps, and by less than
+{SLOW:g} per training step, count weight syncs: then the policy's version is the newest one seen.
+`rollcorr check --json` lists k3 by lag, with its standard error over the steps. A few tokens can carry most of k3, so
+read a part together with its error.
+
+{_metric_table(LAG_METRICS)}
+
 ## Denoising steps
 
 Of [diffusion models](../guides/diffusion.md): a step of the sampler's window stands for a token, and
@@ -379,6 +392,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/background/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/reference/options.md": lambda: options_page(GENERATED, _table),
     "docs/reference/conformance.md": lambda: conformance_page(GENERATED, _table),
+    "docs/coming_from/other_frameworks.md": lambda: lines_page(GENERATED),
     "docs/reference/dumps.md": lambda: dumps_page(GENERATED, _table),
     "docs/reference/presets.md": presets_page,
     "docs/reference/rollout_log_schema.md": lambda: schema_page(GENERATED, _table),

@@ -22,7 +22,8 @@ from rich.console import Console
 from torch import Tensor
 
 from rollcorr.train.flow_grpo.diffusion_policy import SMALL_MODEL
-from rollcorr.train.flow_grpo.families import Prompts, StableDiffusion3, velocity
+from rollcorr.train.flow_grpo.families import StableDiffusion3
+from rollcorr.train.flow_grpo.family import Prompts, predict
 from rollcorr.train.flow_grpo.prompts import WORD_TABLE, WordTable
 from rollcorr.train.flow_grpo.shapes import CLASSES, COLORS, PROMPTS, SHAPES, SIZE, render
 from rollcorr.train.model_files import demo_model_directory
@@ -106,7 +107,7 @@ def flow_matching_loss(model: Any, table: WordTable, count: int, swapped: float,
     noise = torch.randn(pictures.shape, generator=generator, device="cpu")
     mixed = (1 - sigma)[:, None, None, None] * pictures + sigma[:, None, None, None] * noise
     read = Prompts(table.encode(prompts))
-    predicted = velocity(model, StableDiffusion3(), mixed, sigma, read, size=(SIZE, SIZE))
+    predicted = predict(model, StableDiffusion3(), mixed, sigma * 1000, read, size=(SIZE, SIZE))
     return (predicted - (noise - pictures)).square().mean()
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from rollcorr.config import LossConfig, RolloutCorrectionConfig
 from rollcorr.diffusion import DiffusionActorConfig
-from rollcorr.train import FlowGrpoConfig, GrpoConfig
+from rollcorr.train import Family, FlowGrpoConfig, GrpoConfig
+from rollcorr.train.flow_grpo.families import FAMILIES
 from rollcorr.train.verl_paths import VERL_PATHS, VerlPath
 
 Table = Callable[[Sequence[str], Sequence[Sequence[object]]], str]
@@ -49,6 +50,12 @@ The block `algorithm.loss` has the fields of `rollcorr.diffusion.DiffusionActorC
 
 {_blocks(FlowGrpoConfig, table)}
 
+## Families of diffusion models
+
+Chosen by the class of the network, or [your own](../guides/flow_grpo.md#your-own-family) with `model.family`.
+
+{table(("network", "family", "schedulers"), [_family(name, family) for name, family in FAMILIES.items()])}
+
 ## Paths of verl and verl-omni
 
 `rollcorr train` also reads these paths, in a file and as overrides, with or without Hydra's `+`. The correction itself
@@ -71,6 +78,11 @@ def _blocks(config: type, table: Table) -> str:
     for field, nested in blocks:
         parts += [f"### {field.name}: {_title(config)}", _nested_rows(nested, f"{field.name}.", table)]
     return "\n\n".join(parts)
+
+
+def _family(network: str, family: Family) -> tuple[str, str, str]:
+    """The row of a family."""
+    return f"`{network}`", type(family).__name__, ", ".join(f"`{name}`" for name in family.schedulers)
 
 
 def _path(name: str, path: VerlPath) -> tuple[str, str, str]:

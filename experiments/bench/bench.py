@@ -24,6 +24,7 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "mismatch_in_practice"))
 
+from advice_evidence import write_evidence  # noqa: E402
 from bench_page import write_page  # noqa: E402
 from cell_runner import STOPPED, make_parser, pick_cells, train_cells  # noqa: E402
 from intervals import interval, prediction_half  # noqa: E402
@@ -93,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code or options.list or options.no_page:
         return code
     write_page(cells(options.stage), read_cells(cells(options.stage), *done))
+    write_evidence()
     return 0
 
 

@@ -1,7 +1,7 @@
 """Grade other frameworks' corrections (peers.py), and write results.json, from which the page is made.
 
     make conformance                 frameworks of the index, installed into build/conformance without dependencies
-    make conformance SOURCES=DIR     and the checkouts in DIR: slime, ROLL, prime-rl, RL (NeMo-RL)
+    make conformance SOURCES=DIR     and the checkouts in DIR: slime, ROLL, prime-rl, RL (NeMo-RL), unsloth-zoo
 
 Frameworks that are not graded now keep their last entry. Before a function is graded, its call must return the numbers
 of an example: the framework's own test where it has one that calls the function.
@@ -170,6 +170,15 @@ PEERS = (
         "nemo_rl/algorithms/loss/loss_functions.py",
         "ClippedPGLossFn",
         f"{GRADIENT} The class has `object` as its base.",
+    ),
+    Peer(
+        "Unsloth",
+        peers.unsloth,
+        "unsloth-zoo",
+        "https://github.com/unslothai/unsloth-zoo/blob/{version}",
+        "unsloth_zoo/rl_replacements.py",
+        "grpo_compute_loss",
+        f"{GRADIENT} Called with `use_vllm` and `loss_type` bnpo, not compiled.",
     ),
 )
 

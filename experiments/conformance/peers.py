@@ -366,4 +366,25 @@ def nemo_rl(root: Path) -> Callable[..., Names]:
     return correct
 
 
+def unsloth(root: Path) -> Callable[..., Names]:
+    theirs = definitions(root / "unsloth_zoo/rl_replacements.py", "grpo_compute_loss")["grpo_compute_loss"]
+
+    def correct(train, rollout, mask, *, level="token", ceiling=2.0, token_band=None):
+        unless(level is None, "Unsloth weighs every batch of vLLM")
+        current, ids = train.clone().requires_grad_(), torch.zeros_like(train, dtype=torch.long)
+        modes = {
+            "vllm_importance_sampling_mode": "token_mask" if token_band else f"{level}_truncate",
+            "vllm_importance_sampling_clip_min": token_band[0] if token_band else None,
+            "vllm_importance_sampling_clip_max": token_band[1] if token_band else ceiling,
+        }
+        options = {"loss_type": "bnpo", "use_vllm": True, **modes}
+        policies = (None, current, train, rollout)
+        loss, *_ = theirs(*policies, ids, mask, 0.0, torch.ones(len(train)), **options)
+        loss.backward()
+        weights = -current.grad * mask.sum().clamp(min=1)
+        return {"weights": weights, "loss_mask": mask & (weights != 0) if token_band else None, "loss": loss.detach()}
+
+    return correct
+
+
 FIELDS = ("prev_logprobs", "generation_logprobs")

@@ -69,22 +69,33 @@ def test_wrong_questions_are_refused(arguments, message):
 
 
 def test_advice_with_yaml_to_paste(folder):
-    shown = invoke("advise", folder / "log.parquet", "--null", folder / "null.json")
+    asked = ("advise", folder / "log.parquet", "--null", folder / "null.json", "--intended")
+    shown = invoke(*asked)
     assert shown.exit_code == 0, shown.output
-    assert "take the preset decoupled_token_is" in shown.output
-    assert "    rollout_is_threshold: 2.0" in shown.output
-    document = json.loads(invoke("advise", folder / "log.parquet", "--null", folder / "null.json", "--json").output)
-    assert (document["decision"], document["preset"]) == ("correct", "decoupled_token_is")
-    assert invoke("advise", folder / "log.parquet", "--rate", "0.9").exit_code == 2
+    assert "take Seq-TIS 4: the preset decoupled_seq_is with rollout_is_threshold 4.0" in shown.output
+    assert "    rollout_is_threshold: 4.0" in shown.output
+    assert [line.split()[0] for line in shown.output.splitlines() if line.startswith("Seq-")] == ["Seq-TIS", "Seq-MIS"]
+    document = json.loads(invoke(*asked, "--json").output)
+    assert (document["decision"], document["candidate"]) == ("correct", "Seq-TIS 4")
+    unjudged = invoke(*asked[:-1])
+    assert (unjudged.exit_code, "take " in unjudged.output) == (3, False)
 
 
 def test_the_file_of_an_advice_is_the_yaml_alone(folder, tmp_path):
-    asked = ("advise", folder / "log.parquet", "--null", folder / "null.json", "-o", tmp_path / "correction.yaml")
+    asked = (
+        "advise",
+        folder / "log.parquet",
+        "--null",
+        folder / "null.json",
+        "--intended",
+        "-o",
+        tmp_path / "correction.yaml",
+    )
     shown = invoke(*asked)
     assert shown.exit_code == 0, shown.output
     written = (tmp_path / "correction.yaml").read_text(encoding="utf-8")
     assert shown.output.endswith("\n\n" + written)
-    assert resolve(load_yaml(written)) == RolloutCorrectionConfig.decoupled_token_is()
+    assert resolve(load_yaml(written)) == RolloutCorrectionConfig.decoupled_seq_is(threshold=4.0)
     assert [file.name for file in tmp_path.iterdir()] == ["correction.yaml"]
 
     again = invoke(*asked)

@@ -16,12 +16,12 @@ from rollcorr.simulation.mismatches import pair_at_kl
 SAMPLED_TOKENS = 1 << 17
 
 
-def synthetic_pool(rows, length, seed, sigma=0.02):
-    """d of healthy rows: a Student t with 5 degrees of freedom, times a σ of the row, plus a shift of the row."""
+def synthetic_pool(rows, length, seed, sigma=0.02, group=1, shift=0.05):
+    """d of healthy rows: a Student t with 5 degrees of freedom, times a σ of the group, plus a shift of the group."""
     random = np.random.default_rng(seed)
-    own = sigma * np.exp(0.5 * random.normal(size=(rows, 1)))
+    own = np.repeat(sigma * np.exp(0.5 * random.normal(size=(rows // group, 1))), group, axis=0)
     d = own * random.standard_t(5, size=(rows, length)) * np.sqrt(3 / 5)
-    return d - own**2 / 2 + sigma / 20 * random.normal(size=(rows, 1))
+    return d - own**2 / 2 + sigma * shift * np.repeat(random.normal(size=(rows // group, 1)), group, axis=0)
 
 
 def laboratory_pool(rows, length, seed):
@@ -31,12 +31,15 @@ def laboratory_pool(rows, length, seed):
     return (drawn.train_log_prob - drawn.rollout_log_prob).numpy()
 
 
-def null_of(pool, *, sampled=SAMPLED_TOKENS):
-    """The null of a pool, with the tokens of as many rows as a log's sample would keep."""
+def null_of(pool, *, sampled=SAMPLED_TOKENS, group=0):
+    """The null of a pool, with tokens of as many rows as a log's sample would keep; `group` rows have one prompt."""
     rows, length = pool.shape
     rollout = np.full(rows * length, -1.0, dtype=np.float32)
     train = (rollout + pool.ravel()).astype(np.float32)
-    profile = MismatchProfile.of(train, rollout, np.ones(len(train), dtype=bool), np.full(rows, length))
+    prompts = np.arange(rows) // group if group else None
+    profile = MismatchProfile.of(
+        train, rollout, np.ones(len(train), dtype=bool), np.full(rows, length), prompts=prompts
+    )
     kept = pool[: sampled // length]
     return MismatchNull(name="pool", kind="log", profile=profile, share=profile.share, sample=tuple(kept))
 

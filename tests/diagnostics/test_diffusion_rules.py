@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from rollcorr import RolloutBatch, RolloutLogWriter, check_logs, health
+from rollcorr.diagnostics import null_of_logs
 from rollcorr.diagnostics.health.diffusion_rules import (
     DIFFUSION_RULES,
     densities_contradict_means,
@@ -29,7 +31,7 @@ def over(name, values):
     return Evidence(current=history[-1][1], history=history, diffusion=True)
 
 
-def write_log(path, *, kl=0.0, offset=0.0, rows=200, with_kl=True, means=None, seed=0):
+def write_log(path, *, kl=0.0, offset=0.0, rows=200, with_kl=True, means=None, seed=0, step=None):
     """Pictures whose log-ratios come from two Gaussians at an exact KL, plus an offset per dimension."""
     generator = torch.Generator().manual_seed(seed)
     joint = -kl + math.sqrt(2 * kl) * torch.randn(rows, 2, generator=generator, dtype=torch.float64)
@@ -42,6 +44,7 @@ def write_log(path, *, kl=0.0, offset=0.0, rows=200, with_kl=True, means=None, s
         torch.ones(rows, 2, dtype=torch.bool),
         rollout_log_prob=rollout,
         old_log_prob=rollout.float().double() + joint / D + offset,
+        step=step,
         dimensions=D,
         timestep=torch.tensor(TIMESTEPS).expand(rows, 2),
         sigma=torch.tensor([1.0, 0.75]).expand(rows, 2),
@@ -59,10 +62,8 @@ def test_every_rule_is_silent_without_numbers():
     assert [rule(now()) for rule in DIFFUSION_RULES] == [None] * len(DIFFUSION_RULES)
 
 
-@pytest.mark.parametrize(
-    ("kl", "severity"), [(0.1, None), (0.11, "warning"), (1.0, "warning"), (1.1, "error"), (11, "error")]
-)
-def test_the_exact_kl_warns_above_a_tenth_and_fails_above_one_nat(kl, severity):
+@pytest.mark.parametrize(("kl", "severity"), [(0.1, None), (0.11, "note"), (11, "note")])
+def test_a_kl_without_a_null_is_noted(kl, severity):
     finding = step_divergence(now(exact_kl_mean=kl))
     assert (finding.severity if finding else None) == severity
 
@@ -82,7 +83,7 @@ def test_a_run_that_zeroes_one_sign_is_unhealthy():
     }
     report = health(metrics, diffusion=True)
     assert report.verdict == "unhealthy"
-    assert {"step_divergence", "one_sided_gradients"} <= {finding.code for finding in report.findings}
+    assert {"one_sided_gradients"} <= {finding.code for finding in report.findings}
 
 
 def test_balanced_zeroing_is_the_clip_at_work():
@@ -115,11 +116,17 @@ def test_an_off_by_one_schedule_is_found_in_a_log(tmp_path):
 
 
 @pytest.mark.parametrize("means", [False, True])
-def test_a_log_of_another_policy_is_unhealthy_by_its_exact_kl(tmp_path, means):
-    result = check_logs([write_log(tmp_path / "log.parquet", kl=2.0, means=means)])
-    assert result.metrics["rollout_corr/exact_kl_mean"] == pytest.approx(2.0, rel=1e-4)
-    assert "step_divergence" in {finding.code for finding in result.health.findings}
-    assert result.health.verdict == "unhealthy"
+def test_a_null_decides_about_2_nats(tmp_path, means):
+    log = write_log(tmp_path / "log.parquet", kl=2.0, means=means)
+    alone = check_logs([log]).health
+    assert (alone.verdict, alone.exit_code) == ("not judged", 3)
+    assert "rollcorr null" in alone.not_judged[0]
+
+    for kl, verdict in ((2.0, "healthy"), (0.02, "unhealthy")):
+        null = null_of_logs([write_log(tmp_path / f"{kl}.parquet", kl=kl, seed=1)])
+        result = check_logs([log], null=null)
+        assert result.metrics["rollout_corr/exact_kl_mean"] == pytest.approx(2.0, rel=1e-4)
+        assert result.health.verdict == verdict
 
 
 @pytest.mark.parametrize("with_kl", [True, False])
@@ -145,3 +152,41 @@ def test_the_pages_list_every_rule(page):
     first_cells = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
     for code in ("step_divergence", "schedule_differs", "one_sided_gradients", "growth_by_timestep"):
         assert f"`{code}`" in first_cells
+
+
+TIMES = (1000, 889, 778, 667, 556)
+NOISE = (0.001, 0.002, 0.005, 0.0098, 0.012)
+
+
+def windows(growth, seed, steps=24):
+    """The metrics of a run whose windows move: the KL of a step depends most on its timesteps."""
+    random = Random(seed)
+    for step in range(1, steps + 1):
+        first = random.randrange(4)
+        kl = {t: NOISE[i] * growth(step) * math.exp(random.gauss(0, 0.05)) for i, t in enumerate(TIMES)}
+        chosen = {t: kl[t] for t in TIMES[first : first + 2]}
+        by_time = {f"rollout_corr/log_prob_abs_diff/t_{t}": math.sqrt(value) / 768 for t, value in chosen.items()}
+        mean = sum(chosen.values()) / 2
+        yield {
+            "step": step,
+            "rollout_corr/token_count": 64.0,
+            "rollout_corr/sequence_count": 32.0,
+            "rollout_corr/k3_kl": mean / 768**2,
+            "rollout_corr/exact_kl_mean": mean,
+            "engine/staleness": float(step - 1),
+            **by_time,
+        }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rise_of_the_exact_kl_is_named(seed):
+    """A sampler that never gets weights at lr 1e-5: 29-fold in 24 steps, and below 0.1 nats throughout."""
+    report = health(list(windows(lambda step: 1 + 28 * ((step - 1) / 23) ** 2, seed)), diffusion=True)
+    assert report.verdict == "unhealthy"
+    assert report.findings[0].metric == "exact_kl_mean"
+    assert report.findings[0].code in ("stale_by_lag", "frozen_sampler", "growing_mismatch", "changed_at_step")
+
+
+def test_moving_windows_are_no_rise():
+    reports = [health(list(windows(lambda step: 1.0, seed, steps=60)), diffusion=True) for seed in range(40)]
+    assert {report.verdict for report in reports} == {"not judged"}

@@ -12,6 +12,7 @@ from test_diffusion_rules import write_log
 
 from rollcorr import check_logs, health
 from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.diagnostics import null_of_logs
 from rollcorr.diagnostics.health.health_check import judge
 from rollcorr.diagnostics.numbers import STEP_HEADLINES, shown_metrics
 from rollcorr.diagnostics.report import check_report, run_report, write_report
@@ -167,13 +168,13 @@ def test_ranges_of_language_models_are_silent_on_denoising_steps():
     assert "kl" in {finding.metric for finding in health(BROKEN, SEQUENCE).findings}
 
 
-def test_a_run_with_its_exact_kl_is_judged_by_it():
+def test_a_run_without_a_null_is_not_judged():
     run = [{"step": s, "token_count": 96.0, "sequence_count": 48.0, "kl": 1e-6, "k3_kl": 1e-8} for s in range(1, 21)]
     for prefix in ("rollout_corr/", "actor/rollout_corr/"):
         steps = [{**named(step, prefix), "step": step["step"], f"{prefix}exact_kl_mean": 0.02} for step in run]
         shown = health(steps, diffusion=True)
-        assert shown.verdict == "healthy"
-        assert shown.judged_against.startswith("the exact KL")
+        assert shown.verdict == "not judged"
+        assert "unchanged since steps 1 to 5" in shown.not_judged[0]
     assert health(run[:3], diffusion=True).verdict == "not judged"
     without = health(run, diffusion=True)
     assert without.verdict == "not judged"
@@ -191,9 +192,10 @@ def test_j_stands_beside_what_the_exact_kl_implies():
 
 
 def test_a_log_without_the_exact_kl_is_not_judged(tmp_path):
+    null = null_of_logs([write_log(tmp_path / "null.parquet", kl=0.01, seed=1)])
     for name, with_kl, verdict in (("a", True, "healthy"), ("b", False, "not judged")):
         path = write_log(tmp_path / f"{name}.parquet", kl=0.01, with_kl=with_kl)
-        assert check_logs([path]).health.verdict == verdict
+        assert check_logs([path], null=null).health.verdict == verdict
 
 
 def test_the_counts_of_denoising_steps_are_named_for_them():

@@ -1,12 +1,18 @@
 """Right logs in which rounding or noise looks like a fault: the check names the fault that is there, or none."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from null_logs import rollouts, write_rows
 
 from rollcorr.diagnostics import check_logs, estimate_provenance, null_of_logs
+from rollcorr.diagnostics.faults import fault, refutation
+from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.refuting_tests import Case
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 ROWS, LENGTH = 64, 400
@@ -141,3 +147,73 @@ def test_one_shifted_row_is_still_named():
     rollout[55] = rollout[55].roll(1)
     found = estimate_provenance(train, rollout).finding("shifted")
     assert (found.rows, found.first_row) == (1, 55)
+
+
+def sampled(logits, generator):
+    """Tokens of a policy, (1, n), of logits (n, V)."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).T
+
+
+def log_probs(logits, ids):
+    return logits.log_softmax(-1).gather(-1, ids.T).T
+
+
+def test_a_cap_of_logits_is_no_temperature():
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4000, 100, generator=generator)
+    logits[:, 0] = 5 + 9 * torch.rand(4000, generator=generator)
+    ids = sampled(logits, generator)
+    rollout = log_probs(logits, ids)
+    assert "tempered" not in estimate_provenance(log_probs(20 * (logits / 20).tanh(), ids), rollout).codes
+    assert "tempered" in estimate_provenance(log_probs(logits / 1.25, ids), rollout).codes
+
+
+def test_ids_that_one_side_lacks_are_no_truncation():
+    """A truncation keeps no token that is rarer than the mass that it drops."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4000, 100, generator=generator)
+    ids = sampled(logits, generator)
+    padded = torch.cat([logits, torch.full((4000, 60), 5.0)], dim=1)
+    pair = log_probs(padded, ids), log_probs(logits, ids)
+    assert "truncated" in estimate_provenance(*pair).codes
+    assert "truncated" not in estimate_provenance(*pair, token_ids=ids).codes
+
+
+@pytest.mark.parametrize(("sigma", "refuted"), [(0.01, True), (0.2, False)])
+def test_little_noise_refutes_a_temperature_that_tokens_contradict(sigma, refuted):
+    tempered = replace(fault("tempered").finding, evidence={"violations": 0.2})
+    evidence = Evidence(current={}, noise=Noise(sigma=sigma, source="null.json"))
+    assert (refutation("tempered", Case(tempered, evidence)) is not None) == refuted
+
+
+def test_equal_contexts_are_no_placeholder():
+    generator = torch.Generator().manual_seed(0)
+    train = -3 * torch.rand(24, 30, generator=generator) - 0.2
+    rollout = train + 0.3 * torch.randn(24, 30, generator=generator)
+    train[:12, 0], rollout[:12, 0] = -0.31, -1.7213
+    assert "placeholder" not in estimate_provenance(train, rollout.clamp(max=-0.01)).codes
+    train[:12, 0] = -3 * torch.rand(12, generator=generator) - 2.5
+    assert "placeholder" in estimate_provenance(train, rollout.clamp(max=-0.01)).codes
+
+
+def test_noise_where_the_null_has_no_tokens_names_no_cause(tmp_path):
+    """A null of random weights is flat, and the noise of a policy that has learned is another one."""
+    random = np.random.default_rng(0)
+
+    def rows(scale, noise):
+        shape = (64, 100)
+        rollout = -scale * random.exponential(size=shape)
+        sides = {
+            "rollout_log_prob": rollout,
+            "old_log_prob": rollout - np.abs(rollout) * noise * random.normal(size=shape),
+        }
+        columns = {name: values.tolist() for name, values in sides.items()}
+        columns["response_ids"] = random.integers(64, size=shape).tolist()
+        return [{"prompt_ids": [1, 2], **{name: own[row] for name, own in columns.items()}} for row in range(64)]
+
+    null = null_of_logs([write_rows(tmp_path / "null.parquet", rows(4.0, 0.001))])
+    again = check_logs([write_rows(tmp_path / "log.parquet", rows(0.004, 0.3))], null=null)
+    assert [finding.code for finding in again.hypotheses] == ["measure_null_again"]
+    assert again.health.verdict == "not judged"
+    known = check_logs([write_rows(tmp_path / "known.parquet", rows(4.0, 0.1))], null=null)
+    assert known.hypotheses[0].code == "stochastic_trainer"

@@ -1,7 +1,7 @@
 """One ranked list: causes before their consequences, the unexplained after causes, notes last."""
 
 from rollcorr.config import Finding
-from rollcorr.diagnostics.resolver import in_one_message, resolve_findings
+from rollcorr.diagnostics.resolver import resolve_findings
 
 
 def finding(code, confidence=0.9, severity="warning", **more):
@@ -27,20 +27,6 @@ def test_the_most_certain_cause_comes_first_and_notes_come_last():
         ("unexplained", "stale_prefix_cache"),
         ("matched", None),
     ]
-
-
-def test_settings_that_agree_say_nothing_of_weights_that_a_null_judged():
-    matched = [finding("matched", severity="note", reason="cannot tell")]
-    cause, noise = [finding("weights_differ")], [finding("ordinary_noise", severity="note")]
-    pairs, profile = in_one_message(matched, cause, judged_against="null.json")
-    assert ([f.title for f in pairs], profile) == (["the sampling settings agree"], tuple(cause))
-    pairs, profile = in_one_message(matched, noise, judged_against="null.json")
-    assert pairs == ()
-    assert [f.title for f in profile] == [
-        "the sampling settings agree, and the mismatch is the ordinary noise of null.json"
-    ]
-    assert in_one_message(matched, (), judged_against="") == (tuple(matched), ())
-    assert in_one_message((), noise, judged_against="null.json") == ((), tuple(noise))
 
 
 def test_a_setting_that_pairs_show_explains_what_the_null_shows():

@@ -214,7 +214,6 @@ def test_a_truncation_on_both_sides_contradicts_itself_and_is_not_claimed():
     rollout = pairs.rollout.masked_fill(likely & ~even, 0.0)
     found = estimate_provenance(train, rollout, pairs.mask, cu_seqlens=pairs.cu_seqlens)
     assert "truncated" not in found.codes
-    assert any("contradicts itself" in sentence for sentence in found.unknown)
 
 
 def test_certain_tokens_are_a_truncation_only_where_likelier_ones_are_certain_too():

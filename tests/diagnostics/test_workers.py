@@ -130,8 +130,8 @@ def test_a_log_of_one_shard_starts_no_process(logs):
 
 
 @pytest.mark.parametrize("ctrl_c_at_start", [signal.default_int_handler], ids=["foreground"], indirect=True)
-def test_ctrl_c_keeps_what_every_worker_has_read(tmp_path, small_shards, ctrl_c_at_start):
-    """40 shards, of which 8 are out when the interrupt comes."""
+def test_ctrl_c_keeps_whole_shards_of_workers(tmp_path, small_shards, ctrl_c_at_start):
+    """40 shards; the interrupt comes after the first."""
     path = write(tmp_path / "log.parquet", groups=40)
     pressed = []
 

@@ -57,8 +57,8 @@ def test_merged_worst_tokens_are_those_of_the_whole():
     def worst(rows):
         of = slice(6 * rows.start, 6 * rows.stop)
         lengths = np.full(rows.stop - rows.start, 6)
-        ratios = TokenRatios.of(train[of], rollout[of], mask[of], lengths)
-        return WorstTokens.of(ratios, ids[of], first=rows.start)
+        index = np.arange(rows.start, rows.start + len(lengths))
+        return WorstTokens.of(TokenRatios.of(train[of], rollout[of], mask[of], lengths, index=index, ids=ids[of]))
 
     merged = worst(slice(0, 3)).merge(worst(slice(3, 10)))
     np.testing.assert_array_equal(merged.values, worst(slice(0, 10)).values)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from rollcorr import Detail, LossConfig, PolicyLogProbs, RolloutCorrectionConfig, correct
 from rollcorr.config import InertOptionWarning
+from rollcorr.core import horizon
 from rollcorr.core.mergeable_statistics import merge_statistics
 from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.losses import loss_metrics, policy_loss
@@ -158,6 +160,12 @@ def corrected(data: Data, fields: dict[str, Any], **options: Any) -> dict[str, A
         "worst": result.worst(),
         "denominators": [dataclasses.astuple(result.denominators(n)) for n in normalizers],
     }
+
+
+def with_chosen_horizon(data: Data, **options: Any) -> dict[str, Any]:
+    """Return a correction whose λ comes from the batch, as if one effective sequence sufficed."""
+    with mock.patch.object(horizon, "EFFECTIVE_SEQUENCES", 1):
+        return corrected(data, {"rollout_is": "horizon", "rollout_is_horizon": "auto"}, **options)
 
 
 class Policy(nn.Module):
@@ -331,6 +339,7 @@ def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple
     data, world = make_data(), dist.group.WORLD
     groups = {2: (pairs[rank // 2], rank % 2), 4: (world, rank)}
     for size, (group, place) in groups.items():
+        yield ("chosen horizon", size), with_chosen_horizon(shard(data, size, place), group=group)
         for name, fields in CONFIGS.items():
             yield ("data", size, name), corrected(shard(data, size, place), fields, group=group)
             for split in IMPLEMENTATIONS:

@@ -64,6 +64,19 @@ def test_uneven_and_empty_data_parallel_ranks_equal_one_process(results, data, s
         assert torch.equal(actual["sequence_kept"], whole["sequence_kept"][rows])
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_choose_one_horizon_from_all_rows(results, data, size):
+    """Also a rank without rows. The rows of one rank would give another horizon."""
+    whole = ranks.with_chosen_horizon(data)
+    assert 0 < whole["metrics"]["rollout_corr/rollout_is_horizon"] < 1
+    for rank in range(SIZE):
+        rows = slice(*ranks.SHARDS[size][rank % size : rank % size + 2])
+        assert_same_numbers(results[rank]["chosen horizon", size], whole)
+        assert_same_tokens(results[rank]["chosen horizon", size], whole, lambda x, rows=rows: x[rows])
+    first = ranks.with_chosen_horizon(ranks.shard(data, size, 0))
+    assert first["metrics"]["rollout_corr/rollout_is_horizon"] != whole["metrics"]["rollout_corr/rollout_is_horizon"]
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("split", IMPLEMENTATIONS)

@@ -1,5 +1,6 @@
 """The recorded grades of other frameworks, and the way in which their definitions are taken from files."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import peers  # noqa: E402
 
 def test_each_entry_grades_all_properties():
     entries = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
-    assert len(entries) == 11
+    assert len(entries) == 12
     for entry in entries:
         verdicts = [grade["verdict"] for grade in entry["grades"]]
         assert len(verdicts) == len(PROPERTIES)
@@ -32,3 +33,23 @@ def test_definitions_run_unchanged(tmp_path):
     assert names["clip"](None, 3.0) == 2.0
     with pytest.raises(ImportError, match="does not define"):
         peers.definitions(file, "LIMIT missing")
+
+
+def test_lines_on_the_page_are_those_that_ran():
+    import lines
+
+    recorded = json.loads((FOLDER / "lines.json").read_text(encoding="utf-8"))
+    shown = [(entry["framework"], entry["code"], entry["place"], entry["run"]) for entry in recorded]
+    assert shown == [(entry.framework, entry.code, entry.place, inspect.getsource(entry.run)) for entry in lines.LINES]
+
+
+def test_lines_are_inserted_above_or_instead(tmp_path, monkeypatch):
+    import lines
+
+    (tmp_path / "theirs.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n", encoding="utf-8")
+    monkeypatch.setattr(lines, "__file__", str(tmp_path / "a" / "b" / "lines.py"))
+    entry = lines.LINES[0]._replace(file="theirs.py", code="x = not x")
+    above = peers.definitions(lines.edited(entry, tmp_path, "if x:", replace=False), "f")
+    assert [above["f"](x) for x in (True, False)] == [2, 1]
+    instead = peers.definitions(lines.edited(entry, tmp_path, "if x:", replace=True), "f")
+    assert instead["f"](True) == 2

@@ -18,7 +18,7 @@ from make_logs import Log
 
 from rollcorr.diagnostics import check_logs, null_of_logs
 
-FALSE = {"soft_cap": "tempered", "vocabulary_padding": "truncated"}
+FALSE = {}
 """Logs whose first cause is false, and the cause."""
 AGAIN = 1
 """Logs with 1.5 to 3 times the null's k3 that ask for a new null."""

@@ -116,7 +116,7 @@ def check(
                 choose_config(preset=preset, settings=config or []),
                 train_column=train_column,
                 diffusion=diffusion,
-                null=None if null is None else diagnostics.read_null(null),
+                null=None if null is None else diagnostics.read_picture_null(null) or diagnostics.read_null(null),
                 null_steps=parse_steps(null_steps),
                 what_if=what_if,
                 workers=workers,
@@ -134,6 +134,7 @@ def check(
         verdict = reports.to_json(
             result.health,
             worst_tokens=[token._asdict() for token in result.worst_tokens],
+            lags=[row._asdict() for row in result.lags],
             hypotheses=[asdict(finding) for finding in result.hypotheses],
             rows=result.rows,
             files=result.files,

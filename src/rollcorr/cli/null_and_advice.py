@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,7 +82,9 @@ def measure(
             "trainer (its score twice, in other batches)."
         ),
     ] = "run",
-    rows: Annotated[int, typer.Option(help="Responses to sample; prompts are repeated where there are fewer.")] = 256,
+    rows: Annotated[
+        int, typer.Option(help="Responses or pictures to sample; prompts are repeated where there are fewer.")
+    ] = 256,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of the longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sampling: the mass that is kept.")] = 1.0,
@@ -97,6 +99,24 @@ def measure(
         str,
         typer.Option(metavar="NAME", help="Declare a quantized engine: fp8, int8, fp4 or int4. The null records it."),
     ] = "",
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE or dotted.name=value",
+            help="Pictures: sample and score with this `flow_grpo` configuration, at its start; repeat the option.",
+        ),
+    ] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="Pictures: your sampler, `sample` of `fresh_pictures`; with --config, a function of the trainer that "
+            "returns a `DiffusionEngine`. It runs the module.",
+        ),
+    ] = None,
+    trainer: Annotated[
+        str | None, typer.Option(metavar="MODULE:NAME", help="Pictures: your trainer, `score` of `fresh_pictures`.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="How many processes read the log. The numbers do not depend on it.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
@@ -119,6 +139,12 @@ def measure(
         rollcorr null --engine transformers --model DIR --prompts run/rollouts -o null.json
         rollcorr null --engine vllm_server --engine-option url=http://HOST:8000 --model DIR --prompts p.txt -o n.json
 
+    Pictures: sampled and scored with the weights of the start, by a configuration or by two functions.
+
+        rollcorr null --config flow_grpo.yaml -o null.json
+        rollcorr null --config flow_grpo.yaml --sampler mine:engine -o null.json
+        rollcorr null --sampler mine:sample --trainer mine:score -o null.json
+
     Exit codes: 0 written, 2 bad input, 130 interrupted.
     """
     share_memory()
@@ -128,7 +154,9 @@ def measure(
     with exit_on(engines.EngineError, unwritten=output):
         check_unused(output, overwrite=overwrite)
         logs = logs or []
-        _check_one_source(logs, engine, model, prompts)
+        of_pictures = bool(config or sampler or trainer)
+        if not of_pictures or logs or engine:
+            _check_one_source(logs, engine, model, prompts, of_pictures=of_pictures)
         file_limits, column_names = file_options(limit, columns)
         with TemporaryDirectory() as folder:
             rollouts = Path(folder) / "rollouts.parquet"
@@ -146,6 +174,9 @@ def measure(
                     dtype=dtype,
                     train_dtype=train_dtype,
                 )
+            if of_pictures:
+                _write_pictures(rollouts, config or [], sampler, trainer, pictures=rows)
+
             # Null files are there already; everything else is measured.
             merging = bool(logs) and all(path.suffix == ".json" for path in logs)
             if merging and (steps or train_column or engine_precision):
@@ -153,13 +184,14 @@ def measure(
                     "null files add up as they are; leave out --steps, --train-column, --engine-precision"
                 )
             with row_progress() as on_rows:
+                null: diagnostics.MismatchNull | diagnostics.PictureNull
                 if merging:
                     null = reduce(diagnostics.MismatchNull.merge, map(diagnostics.read_null, logs))
                 else:
                     null = diagnostics.null_of_logs(
-                        [rollouts] if engine else logs,
+                        [rollouts] if engine or of_pictures else logs,
                         name=output.name,
-                        kind="engine" if engine else "log",
+                        kind="engine" if engine or of_pictures else "log",
                         sides=cast("Sides", sides) if engine else "run",  # checked with the engine's settings
                         steps=parse_steps(steps),
                         train_column=train_column,
@@ -170,6 +202,11 @@ def measure(
                         engine_precision=engine_precision,
                     )
         null.save(output)
+    if isinstance(null, diagnostics.PictureNull):
+        typer.echo(
+            f"{output}: {null.pictures:,} pictures, {null.exact_kl:.3g} nats per step at D = {null.dimensions:,}"
+        )
+        return
     profile = null.profile
     typer.echo(f"{output}: {profile.row_count:,} sequences, {profile.tokens:,} tokens, k3 {profile.k3:.3g} per token")
     for text in null.remarks:
@@ -180,7 +217,9 @@ def measure(
         typer.echo(f"{'note' if judges else 'warning'}: {remark}", err=not judges)
 
 
-def _check_one_source(logs: list[Path], engine: str | None, model: str | None, prompts: Path | None) -> None:
+def _check_one_source(
+    logs: list[Path], engine: str | None, model: str | None, prompts: Path | None, *, of_pictures: bool
+) -> None:
     """Check that there is one complete source of rollouts.
 
     Raises:
@@ -192,6 +231,7 @@ def _check_one_source(logs: list[Path], engine: str | None, model: str | None, p
         "--prompts belongs to --engine NAME; give it too, or logs alone": alone and prompts,
         "give rollout logs, or --engine NAME --model DIR --prompts FILE": alone and not logs,
         f"logs ({', '.join(map(str, logs))}) and --engine {engine} exclude each other; give one": engine and logs,
+        "--config, --sampler and --trainer sample pictures; leave out the logs and --engine": of_pictures,
         f"--engine {engine} needs --model DIR": engine and model is None,
         f"--engine {engine} needs --prompts FILE (a rollout log with prompt_ids, or a .txt of lines)": engine
         and prompts is None,
@@ -199,6 +239,49 @@ def _check_one_source(logs: list[Path], engine: str | None, model: str | None, p
     for message, applies in wrong.items():
         if applies:
             raise BadInputError(message)
+
+
+def _write_pictures(
+    target: Path, config: list[str], sampler: str | None, trainer: str | None, *, pictures: int
+) -> None:
+    """Sample pictures, score them, and write the rollouts.
+
+    Raises:
+        BadInputError: the source is incomplete, or a setting is invalid.
+    """
+    from rollcorr.config.functions import load_function
+    from rollcorr.rollout_log import RolloutLogWriter
+    from rollcorr.train import load_config
+    from rollcorr.train.config_file import check_trusted
+    from rollcorr.train.flow_grpo.configured_pictures import configured_pictures
+    from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig, RewardConfig
+    from rollcorr.train.flow_grpo.fresh_pictures import fresh_pictures
+
+    # One complete source: two functions, or a configuration.
+    if bool(config) == bool(trainer) or (trainer and not sampler):
+        raise BadInputError(
+            "give --config FILE, alone or with --sampler MODULE:NAME (a function of the trainer that returns a "
+            "DiffusionEngine), or both --sampler MODULE:NAME and --trainer MODULE:NAME"
+        )
+    try:
+        # With a configuration, its trainer scores; without, the second function does.
+        sample = None if sampler is None else load_function(sampler, option="--sampler")
+        if sample and trainer:
+            batches = fresh_pictures(sample, load_function(trainer, option="--trainer"), pictures=pictures)
+        else:
+            files = [text for text in config if "=" not in text]
+            overrides = [text for text in config if "=" in text]
+            found = load_config(files[0] if files else None, overrides)
+            if not isinstance(found, FlowGrpoConfig):
+                raise ValueError(f"--config {', '.join(files)} is of the recipe {found.recipe}; give a flow_grpo one")
+            # No reward is computed, so of the options that run code only the family does.
+            check_trusted(replace(found, reward=RewardConfig()), overrides, ", ".join(files))
+            batches = configured_pictures(found, sample, pictures=pictures)
+        with RolloutLogWriter(target) as log:
+            for batch in batches:
+                log.write(batch)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInputError(str(error)) from error
 
 
 def _write_sampled_rollouts(
@@ -305,7 +388,10 @@ def advise_on(
         ),
     ] = None,
     config: Annotated[list[str] | None, CONFIG_OPTION] = None,
-    rate: Annotated[float, typer.Option(help="Share of healthy sequences that a rejection may cost.")] = 0.05,
+    intended: Annotated[
+        bool,
+        typer.Option("--intended", help="The sampler's weights are old or rounded on purpose: advise unjudged."),
+    ] = False,
     train_column: Annotated[
         str | None,
         typer.Option(help="Trainer's log-probs: old_log_prob or log_prob. [default: the one that is recorded]"),
@@ -320,7 +406,7 @@ def advise_on(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Recommend a preset for a log, with thresholds, reasons and YAML to paste; or the repair to make first.
+    """Measure corrections on a log, and recommend one with reasons and YAML to paste; or the repair to make first.
 
     With --config, also print the overrides that turn your configuration into the recommended one.
 
@@ -335,8 +421,6 @@ def advise_on(
 
     with exit_on():
         check_unused(output, overwrite=overwrite)
-        if not 0 < rate < 0.5:
-            raise BadInputError(f"the rate is a share between 0 and 0.5; got {rate:g}")
         yours = choose_config(settings=config).to_dict() if config else None
         file_limits, column_names = file_options(limit, columns)
         with row_progress() as on_rows:
@@ -344,6 +428,7 @@ def advise_on(
                 logs,
                 train_column=train_column,
                 null=None if null is None else diagnostics.read_null(null),
+                candidates=True,
                 workers=workers,
                 file_limits=file_limits,
                 column_names=column_names,
@@ -352,7 +437,7 @@ def advise_on(
         if result.interrupted:
             typer.echo("interrupted: part of a log gives no advice", err=True)
             raise typer.Exit(130)
-        advice = diagnostics.advise(result, rate=rate)
+        advice = diagnostics.advise(result, intended=intended)
         if output is not None and advice.yaml:
             write_text_durably(output, advice.yaml)
     if output is not None and not advice.yaml:

@@ -118,7 +118,7 @@ _METRIC_ADVICE = {
     ),
     "t_times_kl": (
         "at mean length × KL ≥ the safety bound most sequence weights are clamped and correct nothing",
-        "use token-level weights or geometric rejection, shorten responses, or lower the KL at its source",
+        "use weights per token, shorten responses, or lower the KL at its source",
     ),
     "capped_fraction": (
         "log-ratios beyond 20 nats mean that the two sides scored different things (k3, chi2 are capped)",

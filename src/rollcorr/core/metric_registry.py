@@ -19,6 +19,7 @@ from rollcorr.core.metric_tables import (
     BY_TIMESTEP,
     DIFFUSION_METRICS,
     IS_GUIDE,
+    LAG_METRICS,
     MATHS,
     OWN,
     PRAXIS,
@@ -232,7 +233,7 @@ METRICS: dict[str, Metric] = metric_table(
 )
 
 _CRITERION_METRICS = {name: found for criterion in CRITERIA for name, found in criterion_metrics(criterion).items()}
-_ALL_METRICS = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS
+_ALL_METRICS = METRICS | _CRITERION_METRICS | STEP_KL_METRICS | DIFFUSION_METRICS | LAG_METRICS
 
 HEALTHY_RANGES = {name: found.healthy for name, found in _ALL_METRICS.items() if found.healthy is not None}
 """Bare name → healthy range, for metrics with a limit or an ideal."""

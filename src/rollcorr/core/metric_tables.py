@@ -328,6 +328,36 @@ DIFFUSION_METRICS: dict[str, Metric] = metric_table(
 STEP_KL_METRICS: dict[str, Metric] = criterion_metrics("step_kl")
 
 
+def added_by_lag(denominator: str) -> Finalizer:
+    """Compute (Σ k3 − n · k3 of a token at lag 0) / sums[denominator]; NaN if that is 0 or no token has lag 0."""
+    rows = ("k3", "tokens", "fresh_k3", "fresh_tokens")
+
+    def at(k3: int, tokens: int, fresh_k3: int, fresh: int, below: int) -> Callable[[Numbers], float]:
+        def compute(x: Numbers) -> float:
+            if not (x[fresh] and x[below]):
+                return math.nan
+            return (x[k3] - x[tokens] * x[fresh_k3] / x[fresh]) / x[below]
+
+        return compute
+
+    names = (*(f"sums:lag/{row}" for row in rows), f"sums:lag/{denominator}")
+    return Finalizer(names, at, f"(Σ k3 − tokens · k3 at lag 0) / sum lag/{denominator}")
+
+
+_FRESH = Finalizer(
+    ("sums:lag/fresh_k3", "sums:lag/fresh_tokens"),
+    lambda above, below: lambda x: x[above] / x[below] if x[below] else math.nan,
+    "k3 per token of lag 0",
+)
+LAG_METRICS: dict[str, Metric] = metric_table(
+    {},
+    ("k3_kl_lag0", "nats", V, "tm(k3) at lag 0: the engine's mismatch", _FRESH, OWN),
+    ("k3_kl_staleness", "nats", V, "tm(k3) − k3_kl_lag0: what old weights add", added_by_lag("tokens"), OWN),
+    ("k3_kl_per_version", "nats", V, "k3_kl_staleness / tm(lag)", added_by_lag("versions"), OWN),
+)
+"""Metrics of tokens with a known version of the weights (`lag_statistics`)."""
+
+
 def by_timestep(statistics: HostStatistics) -> dict[str, float]:
     """Return mean |Δ log p|, averaged over D, by timestep: `log_prob_abs_diff/t_VALUE`, for the values in the data."""
     rows = [name for name in statistics.names[1] if name.startswith(BY_TIMESTEP)]

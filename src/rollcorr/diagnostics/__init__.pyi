@@ -15,6 +15,8 @@ from .log_check.log_null import null_of_logs as null_of_logs
 from .null.mismatch_profile import MismatchProfile as MismatchProfile
 from .null.null_file import MismatchNull as MismatchNull
 from .null.null_file import read_null as read_null
+from .null.picture_null import PictureNull as PictureNull
+from .null.picture_null import read_picture_null as read_picture_null
 from .provenance.estimate import estimate_provenance as estimate_provenance
 from .provenance.provenance_findings import Provenance as Provenance
 from .report.comparison_page import ComparisonData as ComparisonData

@@ -17,6 +17,13 @@ HEADLINES: Mapping[str, str] = {
 }
 """The metrics that head a verdict, in order, with their labels."""
 
+LAG_HEADLINES: Mapping[str, str] = {
+    "k3_kl_lag0": "of the engine, at lag 0",
+    "k3_kl_staleness": "of old weights, over all tokens",
+    "k3_kl_per_version": "of each version of lag",
+}
+"""The parts of k3, where versions of the weights are recorded."""
+
 STEP_HEADLINES: Mapping[str, str] = {
     "exact_kl_mean": "exact KL of a step, mean, nats",
     "exact_kl_max": "exact KL of a step, largest, nats",

@@ -26,6 +26,10 @@ FALLS = 10.0
 FEWEST_AT_AGE = 2
 """Steps at the lowest and at the highest age that this comparison needs."""
 
+VIOLATIONS, LITTLE_NOISE = 0.1, 0.05
+"""Share of tokens on the wrong side of the exponent of a temperature: up to 0.01 with noise of this size in nats, and
+from 0.17 under other weights. Noise of 0.2 nats puts 0.25 there."""
+
 
 class Refutation(NamedTuple):
     """Why a cause is refuted.
@@ -93,6 +97,15 @@ def resets_with_sync(case: Case) -> Refutation | None:
         f"it is the same at every step, and the mismatch falls from {format_number(median(old))} to "
         f"{format_number(median(fresh))} with each sync"
     )
+
+
+def not_one_exponent(case: Case) -> Refutation | None:
+    """Refute a temperature if more tokens contradict its exponent than so little noise makes."""
+    noise = None if case.evidence is None else case.evidence.noise
+    wrong = 0.0 if case.finding is None else case.finding.evidence.get("violations", 0.0)
+    if noise is None or noise.sigma > LITTLE_NOISE or wrong <= VIOLATIONS:
+        return None
+    return Refutation(f"{wrong:.0%} of the tokens contradict it, with noise of {format_number(noise.sigma)} nats")
 
 
 def in_excess_at_start(case: Case) -> Refutation | None:

@@ -21,8 +21,6 @@ from rollcorr.diagnostics.faults import fault, is_cause, measures, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.refuting_tests import Case
 
-SETTINGS_AGREE = "the sampling settings agree"
-"""Title of "matched" if the weights have a finding of their own."""
 WEAK = 0.5
 """Confidence of a cause without one."""
 MOST_ROWS = 0.5
@@ -236,34 +234,3 @@ def _leads_to(finding: Finding, cause: Finding, findings: Sequence[Finding]) -> 
         seen.add(code)
         code = next((one.follows_from for one in findings if one.code == code), None)
     return False
-
-
-def in_one_message(
-    pairs: Sequence[Finding], null: Sequence[Finding], *, judged_against: str
-) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Merge "matched" of the pairs, which see the settings alone, with what a null judged about the weights.
-
-    Args:
-        pairs: findings of provenance.
-        null: findings of the comparison with a null, or of the token ids.
-        judged_against: what the weights were compared with; empty without a null.
-
-    Returns:
-        The findings of the pairs, and those of the null.
-    """
-    if not null or all(finding.code != "matched" for finding in pairs):
-        return tuple(pairs), tuple(null)
-
-    # With a cause, "matched" is about the settings; without one, a single message is about both.
-    if any(is_cause(finding) for finding in null):
-        reason = "no pattern of a setting in the log-ratios"
-        about_settings = [
-            replace(finding, title=SETTINGS_AGREE, reason=reason, confirm="") if finding.code == "matched" else finding
-            for finding in pairs
-        ]
-        return tuple(about_settings), tuple(null)
-    both = f"{SETTINGS_AGREE}, and the mismatch is the ordinary noise of {judged_against}"
-    return (
-        tuple(finding for finding in pairs if finding.code != "matched"),
-        tuple(replace(finding, title=both) if finding.code == "ordinary_noise" else finding for finding in null),
-    )

@@ -65,9 +65,10 @@ SYMPTOMS = (
     ),
     Fault(
         code="step_divergence",
-        kind="course",
+        kind="symptom",
         needs="metrics",
-        score=0.2,
+        title="the exact KL of a step is large for a small picture",
+        limit="the KL of a null, which grows with the size of the picture",
         reason="a step sampled by one policy has a likelihood ratio of about exp(−KL) under the other; averages over "
         "the dimensions hide it",
     ),
@@ -141,7 +142,7 @@ SYMPTOMS = (
         kind="symptom",
         needs="metrics",
         title="most sequences would count for almost nothing",
-        fix="stay with or move to token weights; shorten responses; lower the KL",
+        fix="measure the weights on a log (`rollcorr advise`); shorten responses; lower the KL",
     ),
     Fault(
         code="one_sided_gradients",
@@ -161,7 +162,7 @@ SYMPTOMS = (
         code="matched",
         kind="no finding",
         needs="pairs",
-        title="the sampling settings agree; the weights are not judged",
+        title="the log-probs show no other sampling settings",
         confirm=_NULL_OR_IDS,
     ),
     Fault(

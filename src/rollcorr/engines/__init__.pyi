@@ -10,6 +10,9 @@ from .base import check_weight_sync as check_weight_sync
 from .completions import Completion as Completion
 from .completions import rollout_from_completions as rollout_from_completions
 from .ctranslate2 import CTranslate2Engine as CTranslate2Engine
+from .diffusion_engine import DiffusionEngine as DiffusionEngine
+from .diffusion_engine import DiffusionRollout as DiffusionRollout
+from .diffusion_engine import DiffusionSettings as DiffusionSettings
 from .fused_scoring import score_responses_fused as score_responses_fused
 from .gathered_policy import gather_policy as gather_policy
 from .null_rollouts import measure_null as measure_null
@@ -21,6 +24,7 @@ from .response_scoring import score_probe as score_probe
 from .response_scoring import score_responses as score_responses
 from .sglang import SglangEngine as SglangEngine
 from .sglang import SglangOptions as SglangOptions
+from .sglang_diffusion import SglangDiffusionEngine as SglangDiffusionEngine
 from .transformers import TransformersEngine as TransformersEngine
 from .transport.http import JsonClient as JsonClient
 from .transport.pipes import WorkerProcess as WorkerProcess
@@ -28,3 +32,4 @@ from .vllm.offline import VllmEngine as VllmEngine
 from .vllm.offline import VllmOptions as VllmOptions
 from .vllm.server import VllmServerEngine as VllmServerEngine
 from .vllm.server import VllmServerOptions as VllmServerOptions
+from .vllm_omni import VllmOmniEngine as VllmOmniEngine

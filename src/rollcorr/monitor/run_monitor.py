@@ -30,6 +30,7 @@ from rollcorr.diagnostics.health.health_check import Verdict
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, WATCHED
 from rollcorr.monitor.field_names import read_fields
+from rollcorr.monitor.lag_split import LagSplit
 from rollcorr.monitor.rollout_sample import CollectedRollouts, RolloutSample
 from rollcorr.monitor.run_writer import CLOSING_SECONDS, CONFIG, LINE, ROWS, SINKS, RunWriter, WriteTask
 from rollcorr.monitor.running_judge import COUNTS, RunningJudge, alarm_text
@@ -133,6 +134,7 @@ class Monitor:
         self._group, self._context_group = group, context_group
         check_groups(group, context_group)
         self._exchange = RankExchange(group, context_group)
+        self._lags = LagSplit()
         self._writes = (context_group is None or context_group.rank() == 0) and self._exchange.rank == 0
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
         null: Noise | None = None
@@ -205,7 +207,8 @@ class Monitor:
                 default detected from the names.
             cu_seqlens: (B + 1,) token offsets, only when packed.
             columns: further columns of the rollout log: columns of the schema, and custom columns with names `x_…`, one
-                value for each sequence. Used only if this step is logged.
+                value for each sequence. Used only if this step is logged, except `policy_versions`: one version, one
+                per sequence, or one per token, by which the mismatch is split into engine and staleness.
             position_ids: position of each token in its response; only to sort a context group's slices in the log. By
                 default, the slices are in the order of the ranks.
             over_ranks: compute batch normalization, counts and denominators over all ranks, by a collective, so that
@@ -263,6 +266,12 @@ class Monitor:
                 context_group=self._context_group,
             )
         self.add(correction)
+        # The versions of the weights are not in the correction's statistics.
+        versions = (columns or {}).get("policy_versions")
+        log_probs = (train_log_prob, rollout_log_prob)
+        split = self._lags.statistics(self.steps + 1, versions, *log_probs, response_mask, cu_seqlens)
+        if split is not None:
+            self._totals.add_statistics("lags", split)
         if self._rollouts is not None and sampled is not None:
             self._rollouts.keep(*sampled)
         return correction

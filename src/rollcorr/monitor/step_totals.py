@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rollcorr.core.host_statistics import HostStatistics
+from rollcorr.core.lag_statistics import known_metrics
 from rollcorr.core.mergeable_statistics import (
     STATISTICS_DTYPE,
     Statistics,
@@ -49,7 +50,7 @@ from rollcorr.diagnostics.health.step_gaps import FIRST
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Source = Literal["correction", "counted elsewhere", "loss", "first loss", "values", "number"]
+Source = Literal["correction", "counted elsewhere", "lags", "loss", "first loss", "values", "number"]
 """Source of a part. A correction counted elsewhere is sent by a different rank that also has it; values have a
 distribution."""
 
@@ -288,6 +289,8 @@ def merged_metrics(ranks: Sequence[tuple[Layout, Tensor]], context_ranks: int = 
         host = (merge_statistics(parts) if len(parts) > 1 else parts[0]).read()
         if source == "correction":
             metrics |= finalize(host)
+        elif source == "lags":
+            metrics |= known_metrics(host)
         elif source in ("loss", "first loss"):
             prefix = LOSS_PREFIX if source == "loss" else FIRST
             metrics |= {prefix + row: moments.mean for row, moments in host.moments.items()}

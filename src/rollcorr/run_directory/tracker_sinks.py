@@ -20,7 +20,14 @@ from rollcorr.run_directory.sinks import Sink, TensorBoard
 
 logger = logging.getLogger("rollcorr.run_directory")
 
-SHOWN = ("reward/mean", "rollout_corr/k3_kl", "rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_eff_sample_size")
+SHOWN = (
+    "reward/mean",
+    "rollout_corr/k3_kl",
+    "rollout_corr/k3_kl_lag0",
+    "rollout_corr/k3_kl_staleness",
+    "rollout_corr/rollout_is_mean",
+    "rollout_corr/rollout_is_eff_sample_size",
+)
 """Metrics in a line on the standard output, if a step has them."""
 
 

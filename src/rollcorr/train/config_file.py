@@ -38,7 +38,7 @@ PLAIN_ENGINE_ARGS = (
 )
 # Options that import a module or start a program, or that may.
 RUNS_CODE = re.compile(
-    r"reward\.function|task\.(problems|reward)"
+    r"reward\.function|model\.family|task\.(problems|reward)"
     rf"|rollout\.engine_options\.(python|env\..+|engine_args\.(?!({PLAIN_ENGINE_ARGS})\Z).+)",
     re.DOTALL,
 )

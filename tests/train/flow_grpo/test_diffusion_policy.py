@@ -1,4 +1,4 @@
-"""Policies on disk: three families of diffusers, adapters, and errors for other directories."""
+"""Policies on disk: families of diffusers, adapters, and errors for other directories."""
 
 import json
 import shutil
@@ -9,7 +9,8 @@ import torch
 
 from rollcorr.train import load_config, train
 from rollcorr.train.flow_grpo.diffusion_policy import LoraSettings, load_policy, save_policy
-from rollcorr.train.flow_grpo.families import FAMILIES, Condition, Prompts, stack_conditions
+from rollcorr.train.flow_grpo.families import FAMILIES
+from rollcorr.train.flow_grpo.family import Condition, Prompts, stack_conditions
 from rollcorr.train.flow_grpo.prompts import WordTable, read_prompts
 from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, make_schedule
 from rollcorr.train.steps import shuffled_walk
@@ -39,12 +40,15 @@ def test_a_policy_draws_what_the_pipeline_of_diffusers_draws(pipeline, guidance)
 
     theirs = DiffusionPipeline.from_pretrained(pipeline)
     theirs.set_progress_bar_config(disable=True)
-    qwen = pipeline.name == "qwen"
-    scale = {"true_cfg_scale": guidance, "negative_prompt": ["", ""]} if qwen else {"guidance_scale": guidance}
+    scale = {"guidance_scale": guidance}
+    if pipeline.name == "qwen":
+        scale = {"true_cfg_scale": guidance, "negative_prompt": ["", ""]}
+    if pipeline.name == "wan":
+        scale["num_frames"] = 1
     expected = theirs(
         TEXTS, latents=sampler._draw_noise(2, 3, 1, "start"), height=16, width=16, num_inference_steps=5,
-        output_type="pt", **scale,
-    ).images  # fmt: skip
+        output_type="pt", return_dict=False, **scale,
+    )[0].view(2, 3, 16, 16)  # fmt: skip
     assert mine.shape == (2, 3, 16, 16)
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
 

@@ -7,9 +7,17 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from rollcorr.train.flow_grpo.families import velocity
+from rollcorr.train.flow_grpo.family import predict
 from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
-from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Schedule, draw_windows, make_schedule, round_to_e4m3
+from rollcorr.train.flow_grpo.sampler import (
+    RolloutModel,
+    Sampler,
+    draw_windows,
+    linear_e4m3,
+    make_schedule,
+    round_to_e4m3,
+)
+from rollcorr.train.flow_grpo.schedule import Schedule
 
 
 @pytest.fixture
@@ -31,7 +39,7 @@ def test_only_the_steps_of_the_window_are_noisy(sampler):
         sigma, sigma_next = sampler.schedule.sigmas[number : number + 2]
         policy = sampler.policy
         with torch.no_grad():
-            v = velocity(policy.transformer, policy.family, x, sigma.expand(4), prompts, size=policy.size)
+            v = predict(policy.transformer, policy.family, x, sigma.expand(4) * 1000, prompts, size=policy.size)
         if number in (1, 2):
             torch.testing.assert_close(path.data["latents"][:, number - 1], x, rtol=0, atol=0)
             g = 0.7 * math.sqrt(sigma / (1 - sigma))
@@ -71,7 +79,7 @@ def test_rows_at_a_time_change_nothing_but_memory(sampler):
 
 def test_what_is_stored_is_float32_in_any_precision(flow_trainer):
     trainer = flow_trainer("rollout.dtype=fp8")
-    data = trainer._sample(1)[0].data
+    data = trainer.sample(1)[0].data
     assert {tensor.dtype for tensor in data.values()} == {torch.float32}
     shapes = {name: tuple(tensor.shape) for name, tensor in data.items()}
     one = (12, 2)
@@ -129,7 +137,7 @@ def test_log_probs_equal_arithmetic_of_diffusers(sampler, steps):
         sigma, dt = scheduler.sigmas[number], scheduler.sigmas[number + 1] - scheduler.sigmas[number]
         with torch.no_grad():
             policy, prompt = sampler.policy, prompts.select(torch.tensor([row]))
-            v = velocity(policy.transformer, policy.family, x, sigma[None], prompt, size=policy.size)
+            v = predict(policy.transformer, policy.family, x, sigma[None] * 1000, prompt, size=policy.size)
         scheduler._step_index = number
         straight = scheduler.step(v, scheduler.timesteps[number], x).prev_sample
         g = 0.7 * (sigma / (1 - min(sigma, scheduler.sigmas[1]))).sqrt()
@@ -217,6 +225,46 @@ def test_e4m3_rounding_by_hand():
     torch.testing.assert_close(rounded[0], torch.tensor([448.0, 288.0, 9.0, 0.0]))
     torch.testing.assert_close(rounded[1], torch.tensor([-44.8, 28.8, 0.9, 0.0]), rtol=1e-6, atol=0)
     assert torch.equal(round_to_e4m3(torch.zeros(2, 2)), torch.zeros(2, 2))
+
+
+def test_e4m3_products_by_hand():
+    """Rows with their maximum at 448 · 2ⁿ and 16 equal columns: every product is exact in e4m3."""
+    layer, x = torch.nn.Linear(16, 16, dtype=torch.bfloat16), torch.zeros(2, 3, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.bias.copy_(torch.arange(16))
+        layer.weight.zero_()[3, :2] = torch.tensor([448.0, 9.0])
+    x[1, 2, :2], x[0, 0, :1] = torch.tensor([2.0, 2.0]), 1.0
+    y = linear_e4m3(layer, x)
+    assert y.shape == (2, 3, 16)
+    assert (y[1, 2, 3], y[0, 0, 3], y[1, 1, 5]) == (916, 452, 5)  # 914 + 3 and 448 + 3, rounded to bfloat16
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: hardware fp8 needs a GPU")
+        ),
+    ],
+)
+def test_e4m3_products_train(flow_trainer, device):
+    """Activations in e4m3 add to the rounding of the weights."""
+    kl = {}
+    for dtype in ("fp8", "fp8_matmul"):
+        trainer = flow_trainer(f"rollout.dtype={dtype}", f"device={device}")
+        kl[dtype] = trainer.step(1).metrics["rollout_corr/exact_kl_mean"]
+        assert trainer.skipped_steps == 0
+    assert 0 < kl["fp8"] < kl["fp8_matmul"]
+
+
+def test_devices_without_e4m3_products_are_named(flow_trainer, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no float8 here")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    with pytest.raises(ValueError, match=r"fp8_matmul: cpu cannot multiply e4m3 \(no float8 here\); use fp8"):
+        flow_trainer("rollout.dtype=fp8_matmul")
 
 
 def test_fp8_rounds_linear_weights_and_leaves_adapters_alone(flow_trainer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollcorr.config import InertOptionWarning
-from rollcorr.train.flow_grpo.sampler import Schedule
+from rollcorr.train.flow_grpo.schedule import Schedule
 
 BYPASS = "algorithm.rollout_correction={bypass_mode: true}"
 QUICKSTART = (
@@ -199,7 +199,7 @@ def test_broken_weights_are_an_error_and_not_a_picture(flow_trainer):
 
 def test_nan_latents_in_a_batch_are_named(flow_trainer):
     trainer = flow_trainer()
-    batch = trainer._build_batch(*trainer._sample(1))
+    batch = trainer._build_batch(*trainer.sample(1))
     batch.data["latents"][5, 1, 0, 0, 0] = math.nan
     trainer._add_old_log_probs(batch)
     with pytest.raises(ValueError, match=r"latents has NaN or inf in 1 of 12 samples"):
@@ -208,7 +208,7 @@ def test_nan_latents_in_a_batch_are_named(flow_trainer):
 
 def test_a_schedule_that_the_trainer_does_not_share_is_refused(flow_trainer):
     trainer = flow_trainer()
-    batch = trainer._build_batch(*trainer._sample(1))
+    batch = trainer._build_batch(*trainer.sample(1))
     sigmas = trainer.schedule.sigmas.clone()
     sigmas[1] += 0.01
     trainer.schedule = Schedule(sigmas=sigmas)
@@ -219,7 +219,7 @@ def test_a_schedule_that_the_trainer_does_not_share_is_refused(flow_trainer):
 @pytest.mark.parametrize("key", ["rollout_log_probs", "latents", "prev_sample_mean"])
 def test_a_tensor_of_the_wrong_shape_is_named(flow_trainer, key):
     trainer = flow_trainer()
-    batch = trainer._build_batch(*trainer._sample(1))
+    batch = trainer._build_batch(*trainer.sample(1))
     trainer._add_old_log_probs(batch)
     batch.data[key] = batch.data[key][:, :1]
     with pytest.raises(ValueError, match=key):
@@ -228,7 +228,7 @@ def test_a_tensor_of_the_wrong_shape_is_named(flow_trainer, key):
 
 def test_a_rollout_without_log_probs_is_refused(flow_trainer):
     trainer = flow_trainer(BYPASS)
-    batch = trainer._build_batch(*trainer._sample(1))
+    batch = trainer._build_batch(*trainer.sample(1))
     del batch.data["rollout_log_probs"]
     with pytest.raises(KeyError, match="calculate_log_probs"):
         trainer._add_correction(batch)

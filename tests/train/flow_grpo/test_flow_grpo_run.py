@@ -109,6 +109,11 @@ def test_a_run_leaves_pictures_and_a_report_that_shows_them(flow_run, tmp_path):
     assert {f"picture/{name}" for name in names - {"reward"}} <= set(row)
     assert "of prompts that are not trained on" in trained.output
 
+    # Without a null nobody knows which KL is noise.
+    assert runner.invoke(app, ["report", str(run)]).exit_code == 3
+    settings = [part for setting in flow_run for part in ("--config", setting)]
+    measured = runner.invoke(app, ["null", *settings, "--rows", "24", "-o", str(run / "null.json")])
+    assert measured.exit_code == 0, measured.output
     reported = runner.invoke(app, ["report", str(run)])
     assert reported.exit_code == 0, reported.output
     assert reported.output.startswith("healthy")

@@ -59,13 +59,13 @@ def t5_encoder(dim: int) -> Any:
     )
 
 
-def small_vae(channels: int) -> Any:
+def small_vae(channels: int, shift_factor: float | None = 0.1) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
         in_channels=3, out_channels=3, block_out_channels=(4, 4), layers_per_block=1, latent_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=2,
-        scaling_factor=1.5, shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False,
+        scaling_factor=1.5, shift_factor=shift_factor, use_quant_conv=False, use_post_quant_conv=False,
     )  # fmt: skip
 
 
@@ -145,4 +145,54 @@ def save_qwen(directory: Path) -> None:
     ).save_pretrained(directory)  # fmt: skip
 
 
-PIPELINES = {"sd3": save_sd3, "flux": save_flux, "qwen": save_qwen}
+def save_wan(directory: Path) -> None:
+    """Wan 2.2 with one transformer (TI2V): a UMT5 and a video VAE."""
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    torch.manual_seed(0)
+    text = UMT5Config(
+        vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=1
+    )
+    WanPipeline(
+        transformer=WanTransformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+            text_dim=8, freq_dim=16, ffn_dim=16, num_layers=1, rope_max_seq_len=16,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=AutoencoderKLWan(
+            base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
+            latents_mean=[0.1] * 4, latents_std=[1.5] * 4, scale_factor_spatial=2, scale_factor_temporal=1,
+        ),
+        text_encoder=UMT5EncoderModel(text),
+        tokenizer=word_tokenizer(),
+        expand_timesteps=True,
+    ).save_pretrained(directory)  # fmt: skip
+
+
+def save_sd15(directory: Path) -> None:
+    """Stable Diffusion 1.5: a UNet that predicts ε, a CLIP encoder, DDIM."""
+    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    torch.manual_seed(0)
+    StableDiffusionPipeline(
+        unet=UNet2DConditionModel(
+            sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 8), layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=8, attention_head_dim=2, norm_num_groups=2,
+        ),
+        scheduler=DDIMScheduler(
+            beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, clip_sample=False,
+            set_alpha_to_one=False, steps_offset=1,
+        ),
+        vae=small_vae(4, shift_factor=None),
+        text_encoder=clip_encoder(8, projection=False),
+        tokenizer=clip_tokenizer(directory / "tokenizer"),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(directory)  # fmt: skip
+
+
+PIPELINES = {"sd3": save_sd3, "flux": save_flux, "qwen": save_qwen, "wan": save_wan, "sd15": save_sd15}

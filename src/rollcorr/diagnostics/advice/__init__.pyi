@@ -4,7 +4,9 @@ from .calibration import CalibratedAlarm as CalibratedAlarm
 from .calibration import CalibratedLimit as CalibratedLimit
 from .calibration import Calibration as Calibration
 from .calibration import calibrate as calibrate
+from .candidates import CANDIDATES as CANDIDATES
+from .candidates import Candidate as Candidate
+from .candidates import CandidateRow as CandidateRow
+from .candidates import CandidateTotals as CandidateTotals
 from .noise_table import NoiseRow as NoiseRow
 from .noise_table import noise_table as noise_table
-from .situations import SITUATIONS as SITUATIONS
-from .situations import Situation as Situation

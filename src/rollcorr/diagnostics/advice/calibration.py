@@ -22,9 +22,12 @@ from numpy.typing import NDArray
 from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate, interval_of, quantile_estimate
 from rollcorr.diagnostics.advice.spliced_rows import (
     FEWEST,
+    SUMS,
     Source,
     UnitRows,
     at_length,
+    halves_of,
+    row_levels,
     rows_for,
     splices,
     token_means,
@@ -187,14 +190,14 @@ def calibrate(
     null.check_sides()
     _check(null, rate, alarm_rate, lengths, sequences)
     rows = UnitRows.of_table(null.profile.rows)
-    limits = [*_token_limits(null, rate, seed)]
+    limits, halves = [*_token_limits(null, rate, seed)], halves_of(null.sample)
     alarms: list[CalibratedAlarm] = []
     remarks: list[str] = []
     for length in lengths:
         source, parts = rows_for(length, rows, null.sample)
         if source == "spliced" and len(parts) == len(rows):
             parts = _with_means_of_all(parts, null.profile)
-        limits += _limits_at(length, source, parts, rate, seed)
+        limits += _limits_at(length, source, parts, rate, seed, halves)
         alarms += _alarms_at(length, rows, alarm_rate, sequences, seed)
         if source != "recorded":
             remarks.append(_remark(length, source, parts))
@@ -217,7 +220,11 @@ def _with_means_of_all(rows: UnitRows, profile: MismatchProfile) -> UnitRows:
     """
     _, d, square, k3 = profile.cells.sum((1, 2))
     means = np.array([d, square / 2, k3]) / profile.tokens
-    return replace(rows, sums=rows.sums + (means - token_means(rows))[:, None] * rows.tokens)
+    own = token_means(rows)
+    sums = rows.sums * np.where(own > 0, means / np.where(own > 0, own, 1.0), 1.0)[:, None]
+    # d has either sign, so its sums move instead; k2 and k3 stay positive.
+    sums[0] = rows.sums[0] + (means - own)[0] * rows.tokens
+    return replace(rows, sums=sums)
 
 
 def _check(null: MismatchNull, rate: float, alarm_rate: float, lengths: Sequence[int], sequences: int) -> None:
@@ -243,9 +250,11 @@ def _remark(length: int, source: Source, parts: UnitRows) -> str:
     )
 
 
-def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: int) -> Iterator[CalibratedLimit]:
+def _limits_at(
+    length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
+) -> Iterator[CalibratedLimit]:
     """Everything that judges sequences, at one length."""
-    estimates = _sum_estimates(length, source, parts, rate, seed)
+    estimates = _estimates(length, source, parts, rate, seed, halves)
 
     def limit(
         setting: str, option: str, upper: QuantileEstimate | None, lower: QuantileEstimate | None = None
@@ -268,41 +277,55 @@ def _limits_at(length: int, source: Source, parts: UnitRows, rate: float, seed: 
         yield limit(f"seq_sum_{kind}", "rollout_rs_threshold", upper)
         yield limit(f"seq_mean_{kind}", "rollout_rs_threshold", QuantileEstimate(*(x / length for x in upper)))
 
-    # The extreme of k independent parts is below x with the k-th power of the chance of one part.
-    count = max(length / float(parts.tokens.mean()), 1e-9)
-    size = np.maximum(np.abs(parts.lowest), np.abs(parts.highest))
-    yield limit("seq_max_k2", "rollout_rs_threshold", quantile_estimate(size**2 / 2, (1 - rate) ** (1 / count)))
-    k3 = np.maximum(k3_of(parts.lowest), k3_of(parts.highest))
-    yield limit("seq_max_k3", "rollout_rs_threshold", quantile_estimate(k3, (1 - rate) ** (1 / count)))
-    lowest = quantile_estimate(-parts.lowest, (1 - rate) ** (1 / count))
+    for column, setting in ((3, "seq_max_k2"), (4, "seq_max_k3")):
+        yield limit(setting, "rollout_rs_threshold", estimates(column, 1 - rate))
+    lowest = estimates(5, 1 - rate)
     veto = QuantileEstimate(-lowest.value, -lowest.high, -lowest.low)
     yield limit("veto", "rollout_token_veto_threshold", None, _ratio(veto, 1))
 
 
-def _sum_estimates(
-    length: int, source: Source, parts: UnitRows, rate: float, seed: int
+def _extremes(lowest: Floats, highest: Floats) -> Floats:
+    """The largest k2, k3 and −d of sequences whose d has these extremes: (3, r)."""
+    size = np.maximum(np.abs(lowest), np.abs(highest))
+    return np.stack([size**2 / 2, np.maximum(k3_of(lowest), k3_of(highest)), -lowest])
+
+
+def _estimates(
+    length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Callable[[int, float], QuantileEstimate]:
-    """A function that estimates a quantile of a column of `SUMS`."""
+    """A function that estimates a quantile of a column: `SUMS`, then `_extremes`."""
+    count = max(length / float(parts.tokens.mean()), 1e-9)
+    sums = at_length(parts.tokens, parts.sums, length, token_means(parts))
+    columns = np.concatenate([sums, _extremes(parts.lowest, parts.highest)])
+
+    # The extreme of k independent parts is below x with the k-th power of the chance of one part.
+    def of_parts(column: int, q: float) -> QuantileEstimate:
+        return quantile_estimate(columns[column], q if column < len(SUMS) else q ** (1 / count))
+
     if source == "recorded":
-        sums = at_length(parts.tokens, parts.sums, length, token_means(parts))
-        return lambda column, q: quantile_estimate(sums[column], q)
+        return of_parts
 
     # Windows of one row are not independent, and a splice uses rows again: whole rows are drawn anew.
     random = np.random.default_rng([seed, length])
     wanted = np.array([rate / 2, 1 - rate / 2, 1 - rate])
 
-    def quantiles(rows: UnitRows, count: int) -> Floats:
-        means = token_means(rows)
+    def quantiles(rows: UnitRows, count: int, halves: Floats) -> Floats:
         if source == "cut":
-            drawn = at_length(rows.tokens, rows.sums, length, means)
+            drawn = at_length(rows.tokens, rows.sums, length, token_means(rows))
         else:
-            drawn = splices(rows, length, count, random, means)
-        return np.stack([np.quantile(column, wanted, method="weibull") for column in drawn])
+            made = splices(rows, length, count, random, row_levels(halves))
+            drawn = np.concatenate([made[: len(SUMS)], _extremes(*made[len(SUMS) :])])
+        return np.quantile(drawn, wanted, axis=1, method="weibull").T
 
-    value = quantiles(parts, SPLICES)
-    again = np.stack([quantiles(_drawn_anew(parts, random), SPLICES_AGAIN) for _ in range(REPLICATES)])
+    value, rows = quantiles(parts, SPLICES, halves), halves.shape[-1]
+    again = np.empty((REPLICATES, *value.shape))
+    for replicate in again:
+        drawn = random.integers(max(rows, 1), size=rows)
+        replicate[:] = quantiles(_drawn_anew(parts, random), SPLICES_AGAIN, halves[..., drawn])
 
     def estimate(column: int, q: float) -> QuantileEstimate:
+        if column >= len(value):
+            return of_parts(column, q)
         place = int(np.abs(wanted - q).argmin())
         return QuantileEstimate(float(value[column, place]), *interval_of(again[:, column, place]))
 
@@ -310,12 +333,14 @@ def _sum_estimates(
 
 
 def _drawn_anew(parts: UnitRows, random: np.random.Generator) -> UnitRows:
-    """A bootstrap replicate: clusters drawn with replacement, each with all of its stretches."""
-    clusters = int(parts.cluster.max()) + 1
-    if len(np.unique(parts.cluster)) == len(parts):
-        return parts.taken(random.integers(len(parts), size=len(parts)))
-    times = np.bincount(random.integers(clusters, size=clusters), minlength=clusters)
-    return parts.taken(np.repeat(np.arange(len(parts)), times[parts.cluster]))
+    """A bootstrap replicate: clusters drawn with replacement, each with all of its stretches, and each a new one."""
+    order = np.argsort(parts.cluster, kind="stable")
+    numbers, first, sizes = np.unique(parts.cluster[order], return_index=True, return_counts=True)
+    drawn = random.integers(len(numbers), size=len(numbers))
+    size = sizes[drawn]
+    start = np.repeat(first[drawn] - (size.cumsum() - size), size)
+    rows = parts.taken(order[start + np.arange(len(start))])
+    return replace(rows, cluster=np.repeat(np.arange(len(drawn)), size))
 
 
 def _token_limits(null: MismatchNull, rate: float, seed: int) -> Iterator[CalibratedLimit]:
@@ -391,15 +416,12 @@ def _sorted_by_value(ends: Floats) -> tuple[float, float, float]:
 def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int) -> Iterator[CalibratedAlarm]:
     """Limits on the k3 and the standard deviation of a step.
 
-    A step has many rows, so its mean is nearly normal; the third moment of the rows corrects what is left (Cornish and
-    Fisher). The interval draws rows anew.
+    A step has many rows, so its mean is nearly normal; the third moment corrects what is left (Cornish and Fisher).
+    Responses to one prompt depend on each other, so their sum counts as one. The interval draws prompts anew.
     """
     random = np.random.default_rng([seed, length, 1])
     again = np.stack(
-        [
-            _step_limits(rows.taken(random.integers(len(rows), size=len(rows))), length * sequences, alarm_rate)
-            for _ in range(REPLICATES)
-        ]
+        [_step_limits(_drawn_anew(rows, random), length * sequences, alarm_rate) for _ in range(REPLICATES)]
     )
     values = _step_limits(rows, length * sequences, alarm_rate)
     for column, metric in enumerate(("k3_kl", "log_ratio_std")):
@@ -411,15 +433,16 @@ def _step_limits(rows: UnitRows, tokens: int, alarm_rate: float) -> Floats:
     """What k3 and std of a step of so many tokens exceed with probability `alarm_rate`: (2,)."""
     mean, half_square, k3 = token_means(rows)
     variance = 2 * half_square - mean**2
-    average = rows.tokens.mean()
 
-    # What a row adds to the sum of a step beyond its share: k3, and the squared deviation from the mean.
+    # What a prompt adds to the sum of a step beyond its share: k3, and the squared deviation from the mean.
     beyond = np.stack(
         [
             rows.sums[2] - k3 * rows.tokens,
             2 * rows.sums[1] - 2 * mean * rows.sums[0] + (mean**2 - variance) * rows.tokens,
         ]
     )
+    first = np.flatnonzero(np.diff(rows.cluster, prepend=-1))
+    beyond, average = np.add.reduceat(beyond, first, axis=1), rows.tokens.sum() / len(first)
     spread = np.maximum(beyond.std(1), 1e-300)
     skewness = ((beyond / spread[:, None]) ** 3).mean(1)
     count = tokens / average

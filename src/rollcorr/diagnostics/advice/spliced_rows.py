@@ -1,7 +1,9 @@
 """Sequences of a wanted length, made of the rows of a null: whole rows, cut rows, or rows put end to end.
 
 A row is known by sums over its tokens (`RowTable`). Sums of rows that are put end to end are the sums of the parts, so
-a splice needs no tokens. Rows are the sampling unit: tokens of one row depend on each other, rows count as independent.
+a splice needs no tokens. Rows differ persistently, in their noise and in their mean, which independent rows put end to
+end would average away. So a splice has rows of one level. The level of a row is known up to the noise of its tokens: it
+is drawn anew for each splice, given what was measured. The halves of rows tell levels from noise (multiple imputation).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,8 @@ SUMS = ("k1", "k2", "k3")
 """Sums of a sequence: S = Σ d, Σ d²/2 and Σ k3, nats."""
 NEAR = 1.25
 """Rows whose length is within this factor of a wanted one count as having it."""
+SEQUENCES = 100
+"""Fewest spliced sequences that rows are sorted into."""
 FEWEST = 200
 """Fewer sequences of a length are not used for it."""
 
@@ -37,7 +41,7 @@ class UnitRows:
         sums: `SUMS` of each stretch, (3, r).
         lowest: smallest d of each stretch, (r,).
         highest: largest d of each stretch, (r,).
-        cluster: number of the row that a stretch was cut from, (r,).
+        cluster: number of the prompt of a row, or of the row that a stretch was cut from, (r,).
     """
 
     tokens: Floats
@@ -48,9 +52,12 @@ class UnitRows:
 
     @classmethod
     def of_table(cls, rows: RowTable) -> UnitRows:
-        """Whole rows."""
+        """Whole rows. Consecutive rows are of one prompt if their prompts have equal numbers of tokens."""
+        prompt = rows.column("prompt")
+        is_new = (np.diff(prompt) != 0) | (prompt[1:] < 0)
+        cluster = np.concatenate([[0], is_new.cumsum()])[: len(rows)].astype(np.int64)
         sums = np.stack([rows.column("sum_d"), rows.column("sum_d2") / 2, rows.column("sum_k3")])
-        return cls(rows.column("tokens"), sums, rows.column("min_d"), rows.column("max_d"), np.arange(len(rows)))
+        return cls(rows.column("tokens"), sums, rows.column("min_d"), rows.column("max_d"), cluster)
 
     @classmethod
     def of_windows(cls, sample: Sequence[Floats], length: int) -> UnitRows:
@@ -117,22 +124,105 @@ def token_means(rows: UnitRows) -> Floats:
     return means
 
 
-def splices(rows: UnitRows, length: int, count: int, random: np.random.Generator, means: Floats) -> Floats:
-    """The sums of sequences of rows put end to end, drawn with replacement: (3, count).
+class RowLevels(NamedTuple):
+    """What persists in a row: log of k2 per token, and the mean of d beyond −k2.
 
-    A splice ends at the row with which it comes nearest to the length, and is brought to it.
+    Attributes:
+        between: variance of each over rows, without the noise of tokens; (2,).
+        noise: variance of the log of k2 times the tokens, and that of the mean times tokens / (2 k2); (2,).
     """
-    average = float(rows.tokens.mean())
-    spread = float(rows.tokens.std())
-    parts = length / average
-    most = math.ceil(parts + 4 * spread * math.sqrt(parts) / average) + 1
-    drawn = random.integers(len(rows), size=(count, most))
-    if spread == 0:
-        drawn = drawn[:, : max(round(parts), 1)]
-        return at_length(rows.tokens[drawn].sum(1), rows.sums[:, drawn].sum(2), length, means)
 
-    cumulated = rows.tokens[drawn].cumsum(1)
-    last = np.abs(cumulated - length).argmin(1)
-    used = np.arange(drawn.shape[1]) <= last[:, None]
-    sums = np.stack([np.where(used, column[drawn], 0.0).sum(1) for column in rows.sums])
-    return at_length(cumulated[np.arange(count), last], sums, length, means)
+    between: Floats
+    noise: Floats
+
+    def drawn(self, tokens: Floats, sums: Floats, random: np.random.Generator) -> Floats:
+        """Levels of rows, given what was measured: (2, r). Normal levels and normal noise are assumed."""
+        measured, scale = _measured_levels(tokens, sums)
+        noise = self.noise[:, None] * scale
+        reliable = self.between[:, None] / (self.between[:, None] + noise + 1e-300)
+        center = measured.mean(1, keepdims=True)
+        levels: Floats = reliable * (measured - center) + np.sqrt(reliable * noise) * random.normal(size=measured.shape)
+        return levels
+
+
+def halves_of(sample: Sequence[Floats]) -> Floats:
+    """Measure the levels of the halves of rows, and what the variance of their noise is proportional to.
+
+    Args:
+        sample: d of the tokens of some rows.
+
+    Returns:
+        First and second halves' levels, then their scales of noise: (4, 2, rows).
+    """
+    halves = [(row[: len(row) // 2], row[len(row) // 2 :]) for row in sample if len(row) > 1]
+    sides = []
+    for side in (0, 1):
+        parts = [pair[side] for pair in halves]
+        tokens = np.array([len(d) for d in parts], dtype=np.float64)
+        sums = np.array([[d.sum(), (d * d).sum() / 2] for d in parts]).reshape(-1, 2)
+        sides.append(_measured_levels(tokens, sums.T))
+    (one, scale_one), (other, scale_other) = sides
+    return np.stack([one, other, scale_one, scale_other])
+
+
+def row_levels(halves: Floats) -> RowLevels:
+    """Estimate what persists from the covariance of the halves of rows; nothing below two standard errors of it.
+
+    Args:
+        halves: as `halves_of` returns them; fewer than `FEWEST` rows show nothing.
+    """
+    one, other, scale_one, scale_other = halves
+    if one.shape[1] < FEWEST:
+        return RowLevels(np.zeros(2), np.zeros(2))
+    products = (one - one.mean(1, keepdims=True)) * (other - other.mean(1, keepdims=True))
+    covariance, error = products.mean(1), products.std(1) / math.sqrt(one.shape[1])
+    noise = ((one - other) ** 2).mean(1) / (scale_one + scale_other).mean(1)
+    return RowLevels(np.where(covariance > 2 * error, covariance, 0.0), noise)
+
+
+def _measured_levels(tokens: Floats, sums: Floats) -> tuple[Floats, Floats]:
+    """The measured levels of rows, and what the variance of their noise is proportional to: (2, r) each."""
+    mean, k2 = sums[0] / tokens, np.maximum(sums[1] / tokens, 1e-30)
+    return np.stack([np.log(k2), mean + k2]), np.stack([1 / tokens, 2 * k2 / tokens])
+
+
+def splices(rows: UnitRows, length: int, count: int, random: np.random.Generator, levels: RowLevels) -> Floats:
+    """Sequences of a length: rows of one level put end to end, each as often as any other.
+
+    Rows are sorted by the level of their noise, and consecutive ones make a sequence. It ends at the row with which it
+    comes nearest to the length, and is brought to it. The means of its rows give way to that of its first row.
+
+    Args:
+        rows: to draw from.
+        length: T.
+        count: at least so many sequences.
+        random: of the levels.
+        levels: what persists in a row.
+
+    Returns:
+        `SUMS`, the lowest and the highest d of each sequence: (5, sequences).
+    """
+    means = token_means(rows)
+    parts = max(length / float(rows.tokens.mean()), 1.0)
+
+    # A few long sequences of all levels have no tail: rows are used again, each time with another level.
+    copies = math.ceil(SEQUENCES * parts / len(rows))
+    rows = rows.taken(np.tile(np.arange(len(rows)), copies))
+    sequences = max(int(len(rows) / parts), 1)
+    found = []
+    for _ in range(math.ceil(count / sequences)):
+        # Rows without a level of their own are all at 0: their order is random.
+        level, shift = levels.drawn(rows.tokens, rows.sums, random)
+        order = np.lexsort([random.random(len(rows)), level])
+        total = rows.tokens[order].cumsum()
+        own = ((total - rows.tokens[order] / 2) / length).astype(np.int64)
+        first = np.concatenate([[0], np.flatnonzero(np.diff(own)) + 1])
+        tokens = np.add.reduceat(rows.tokens[order], first)
+        sums = np.add.reduceat(rows.sums[:, order], first, axis=1)
+        sums[0] += shift[order][first] * tokens - np.add.reduceat((shift * rows.tokens)[order], first)
+        sums = at_length(tokens, sums, length, means)
+        ends = np.minimum.reduceat(rows.lowest[order], first), np.maximum.reduceat(rows.highest[order], first)
+        # The rest of the rows makes a sequence that is too short.
+        whole = tokens > 0.5 * length if len(tokens) > 1 else tokens > 0
+        found.append(np.concatenate([sums, ends])[:, whole])
+    return np.concatenate(found, axis=1)

@@ -16,7 +16,7 @@ from rollcorr.run_directory.metrics_file import StepStore
 
 RECENT_STEPS = 10
 """Steps at the end of a series that decide its verdict."""
-RISES = ("k3_kl", "log_ratio_std")
+RISES = ("exact_kl_mean", "k3_kl", "log_ratio_std")
 """The metrics of which a lasting rise is one of the mismatch; the first one that rose is shown."""
 ABOVE_NULL = 3.0
 """k3 over that of a null, above which the weights are not the same."""
@@ -106,7 +106,13 @@ class Evidence:
     @property
     def rise(self) -> Change | None:
         """The latest lasting rise of the mismatch; None without one."""
-        return next((self.changes[name] for name in RISES if name in self.changes), None)
+        return None if self.risen is None else self.changes[self.risen]
+
+    @property
+    def risen(self) -> str | None:
+        """The metric of that rise; the exact KL of pictures counts only where they are judged as such."""
+        names = RISES if self.diffusion else RISES[1:]
+        return next((name for name in names if name in self.changes), None)
 
     @property
     def null_k3(self) -> float:

@@ -29,9 +29,9 @@ from rollcorr.core.metric_registry import metric
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.diffusion_rules import (
     DIFFUSION_RULES,
-    JUDGED_BY_EXACT_KL,
     expected_at,
     range_at,
+    rises_of_pictures,
     step_range,
 )
 from rollcorr.diagnostics.health.evidence import (
@@ -180,7 +180,7 @@ def evidence_of(
         history=history,
         config=config,
         diffusion=diffusion,
-        changes=changes_in(history),
+        changes=rises_of_pictures(history, changes_in(history)) if diffusion else changes_in(history),
         noise=null,
         first=history[0] if history else None,
     )
@@ -271,8 +271,6 @@ def unjudged(
     draws = () if evidence.sampling or evidence.diffusion else (DRAWS_NOT_JUDGED,)
     if judged_against is not None:
         return judged_against, (*sentences, *(draws if judged_against else ()))
-    if evidence.diffusion and "exact_kl_mean" in evidence.current:
-        return JUDGED_BY_EXACT_KL, tuple(sentences)
     if evidence.noise is not None and evidence.noise.is_null:
         return evidence.noise.source, (*sentences, *draws)
     against, sentence = _by_the_first_steps(evidence)
@@ -282,12 +280,12 @@ def unjudged(
 def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
     """The first steps as a null, and what stays unjudged with it."""
     steps = [step for step, _ in evidence.history]
-    fix = _RECORD_EXACT_KL if evidence.diffusion else _GIVE_A_NULL
+    fix = _GIVE_A_NULL
     lacking = "there is no null"
     if evidence.noise is not None:
         lacking = f"{evidence.noise.source} {evidence.noise.unusable or 'is no null'}"
-    if evidence.diffusion:
-        lacking = "the exact KL is not recorded"
+    if evidence.diffusion and "exact_kl_mean" not in evidence.current:
+        lacking, fix = "the exact KL is not recorded", _RECORD_EXACT_KL
     if not any(name in evidence.current for name in WATCHED):
         return "", f"weights not judged: no metric of the mismatch is there to compare, such as k3_kl; {fix}"
     if not steps:
@@ -381,7 +379,8 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
     """A metric outside its range: a warning when it is so now, a note when it has recovered."""
     limits = healthy_range(name)
     if limits is not None and evidence.diffusion:
-        limits = step_range(name, limits)
+        unasked = name.endswith("masked_fraction") and not evidence.rejection_in_force
+        limits = None if unasked else step_range(name, limits)
     if limits is None:
         return None
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rollcorr.config import Criterion, RolloutCorrectionConfig
-from rollcorr.diagnostics.null.token_ratios import k3_of
+from rollcorr.kernels.correction.cpu.job import accepted_log_ratios
 
 SIGNED = frozenset({"kl", "t_times_kl", "ppl_ratio", "chi2_token", "chi2_seq", "kl_joint"})
 """Estimates that chance moves to either side of 0, or of 1: from noise alone they have a range."""
@@ -248,7 +248,7 @@ def _rejected(sigma: float, length: float | None, criterion: Criterion) -> float
     if criterion.scope == "token" and criterion.kind == "k1":
         return token.outside(low, high)
     if criterion.kind in ("k2", "k3") and criterion.upper is not None:
-        bounds = _log_ratios_at(criterion.kind, criterion.upper)
+        bounds = accepted_log_ratios(criterion.kind, criterion.upper)
         share = token.outside(*bounds)
         if criterion.scope == "token":
             return share
@@ -266,25 +266,6 @@ def _rejected(sigma: float, length: float | None, criterion: Criterion) -> float
     if criterion.scope == "seq_sum":
         return _sums(sigma, length).outside(low, high)
     return _Normal(-(sigma**2) / 2, sigma / math.sqrt(length)).outside(low, high)
-
-
-def _log_ratios_at(kind: str, limit: float) -> tuple[float, float]:
-    """The log-ratios below and above 0 at which a divergence reaches a limit."""
-    if kind == "k2":
-        return -math.sqrt(2 * limit), math.sqrt(2 * limit)
-    return _root(limit, -1.0), _root(limit, 1.0)
-
-
-def _root(limit: float, side: float) -> float:
-    """The d of that sign with exp(d) − 1 − d = limit, by bisection."""
-    near, far = 0.0, side * (limit + 2 * math.sqrt(limit) + 1)
-    for _ in range(80):
-        middle = (near + far) / 2
-        if k3_of(middle) < limit:
-            near = middle
-        else:
-            far = middle
-    return near
 
 
 def _sums(sigma: float, length: float) -> _Normal:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 
 from rollcorr.config.finding import Finding, Severity
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.step_gaps import loss_pass_differs
-from rollcorr.diagnostics.health.surprise import surprise_jumped
 from rollcorr.diagnostics.health.weight_sync_rules import above_null, lasting_rise, token_share_rose
+from rollcorr.diagnostics.numbers import format_number
 
 SAFETY_BOUND = 20.0
 """T × KL at which sequence weights are clamped, when no configuration says otherwise."""
@@ -32,6 +34,14 @@ FIRST_STEPS_LOG_PPL_GAP = 1.0
 PINNED_SHARE = 0.5
 NOT_IN_USE = " (sequence weights are not in use)"
 LOW_WEIGHT = 0.5
+SURPRISE = "rollout_log_ppl"
+BEFORE, AFTER = 5, 3
+"""Steps on each side of a jump that show its level."""
+JUMP, SCATTER, AT_ONCE = 0.3, 5.0, 0.8
+"""A jump as a share of the level before it; in units of the largest difference of neighboring steps on either side; and
+the share of it that lies between its two steps. Learning changes the surprisal too, but over several steps."""
+LEAST = 0.05
+"""The smallest jump, nats."""
 
 COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
 """Metrics of the mismatch: without any of them nothing was compared."""
@@ -134,6 +144,8 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     lowest = min(last, default=0.0)
     if len(last) < SUSTAINED_STEPS or not lowest > SUSTAINED_DRIFT:
         return None
+    if evidence.diffusion and not evidence.rejection_in_force:
+        return None  # a veto that is only measured is no band to widen
 
     # A band that rejects this much is too tight; less of it is a drift.
     if lowest > SUSTAINED_REJECTION:
@@ -202,7 +214,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
         fix=f"lower the precision gap{evidence.or_leave_bypass}; rollout_is_ratio_fraction_high is how much is "
         "truncated",
-        severity=_diffusion_severity(evidence),
+        severity=_diffusion_severity(evidence) if evidence.weights_in_force else "note",
         **evidence.when(name, lambda value: value >= threshold),
     )
 
@@ -289,6 +301,33 @@ def contradicted_zeros(evidence: Evidence) -> Finding | None:
         limit="0",
         **evidence.when(name, lambda value: value > 0),
     )
+
+
+def surprise_jumped(evidence: Evidence) -> Finding | None:
+    """The sampled tokens became more or less probable from one step to the next, and stayed so.
+
+    Log-probs from before the sampling settings agree on both sides whatever the sampler does. But the mean of −log μ
+    jumps at the step from which tokens are drawn at another temperature, or with top-p.
+    """
+    steps = evidence.series(SURPRISE)
+    for place in range(BEFORE, len(steps) - AFTER + 1):
+        before = [value for _, value in steps[place - BEFORE : place]]
+        after = [value for _, value in steps[place : place + AFTER]]
+        jump = median(after) - median(before)
+        scatter = max(abs(b - a) for part in (before, after) for a, b in pairwise(part))
+        at_once = (after[0] - before[-1]) / jump if jump else 0.0
+        if abs(jump) >= max(LEAST, JUMP * median(before), SCATTER * scatter) and at_once >= AT_ONCE:
+            onset = steps[place][0]
+            return replace(
+                fault("surprise_jumped").finding,
+                title=f"the sampled tokens became {'more' if jump < 0 else 'less'} probable at step {onset}, at once",
+                metric=SURPRISE,
+                value=median(after),
+                limit=f"about {format_number(median(before))}, as before",
+                first_step=onset,
+                steps=len(steps) - place,
+            )
+    return None
 
 
 Rule = Callable[[Evidence], Finding | None]

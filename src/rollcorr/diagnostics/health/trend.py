@@ -55,7 +55,12 @@ WELL_STEPS = 5
 """Consecutive steps within the allowance after which a change has ended."""
 LEAST_SPREAD = 0.05
 """A spread below this, nats, is taken for it: a few steps may be alike by chance."""
-WATCHED: Mapping[str, float] = {"k3_kl": 1e-11, "log_ratio_std": 4.5e-6, "log/token_id_share": 0.05}
+WATCHED: Mapping[str, float] = {
+    "k3_kl": 1e-11,
+    "log_ratio_std": 4.5e-6,
+    "log/token_id_share": 0.05,
+    "exact_kl_mean": 1e-9,
+}
 """The metrics that are watched, and the smallest value that counts: below it a change is rounding, or means nothing."""
 AT_START = 5
 """A change that began within this many steps has no steps before it that were well."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
-from rollcorr.diagnostics.health.evidence import ABOVE_NULL, RISES, Evidence
+from rollcorr.diagnostics.health.evidence import ABOVE_NULL, Evidence
 from rollcorr.diagnostics.health.trend import FACTOR, Change
 from rollcorr.diagnostics.numbers import format_number
 
@@ -100,7 +100,7 @@ def above_null(evidence: Evidence) -> Finding | None:
 
 def lasting_rise(evidence: Evidence) -> Finding | None:
     """The mismatch rose and stayed: its onset, its shape and the recorded age of the weights give the code."""
-    name = next((metric for metric in RISES if metric in evidence.changes), None)
+    name = evidence.risen
     if name is None:
         return None
     change = evidence.changes[name]
@@ -109,7 +109,7 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
 
     # The logits of a policy grow as it sharpens, and the rounding of a right sampler with them.
     floor = NEGLIGIBLE_STEP if row.code == "changed_at_step" else NEGLIGIBLE
-    negligible = change.ended is None and change.value < floor[name]
+    negligible = change.ended is None and change.value < floor.get(name, 0.0)
     if negligible:
         title, cause, fix, confirm = _NEGLIGIBLE_WORDS
     elif row.code == "growing_mismatch" and evidence.differs_from_start:

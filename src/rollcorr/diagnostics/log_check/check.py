@@ -14,12 +14,14 @@ from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.conversion import resolve
 from rollcorr.config.layers import read_document
+from rollcorr.diagnostics.advice.candidates import CandidateRow
 from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.log_check.log_findings import log_findings, log_remarks, mixed_settings, partial_sentence
 from rollcorr.diagnostics.log_check.log_metrics import log_metrics
+from rollcorr.diagnostics.log_check.log_null import picture_null
 from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
 from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights, ordinary
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
@@ -29,12 +31,15 @@ from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
+from rollcorr.diagnostics.null.picture_clip import clip_advice
+from rollcorr.diagnostics.null.picture_judgment import judge_pictures
+from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.routing import judge_routing
-from rollcorr.diagnostics.null.run_null import null_beside
-from rollcorr.diagnostics.null.version_cells import judge_versions
-from rollcorr.diagnostics.null.weight_judgment import NOT_JUDGED, WeightJudgment
+from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
+from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
+from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
-from rollcorr.diagnostics.resolver import in_one_message, resolve_findings, standing
+from rollcorr.diagnostics.resolver import resolve_findings, standing
 from rollcorr.rollout_log import FileLimits
 from rollcorr.rollout_log.reader import Paths, log_files, path_texts
 from rollcorr.run_directory.stored_run import BadInputError
@@ -94,7 +99,9 @@ class CheckResult:
         profile: the mismatch of all rows.
         null: what it was compared with; None without any.
         what_if: what each preset would do, where that was asked for and the tokens are of a language model.
+        candidates: what each correction that `advise` chooses among would do, where that was asked for.
         worst_tokens: the few tokens that carry most of k3; empty if no few do.
+        lags: the mismatch by the age of the weights that sampled; empty unless steps and versions are recorded.
     """
 
     health: HealthReport
@@ -112,7 +119,9 @@ class CheckResult:
     profile: MismatchProfile = field(repr=False)
     null: MismatchNull | None = field(repr=False)
     what_if: tuple[WhatIf, ...] = ()
+    candidates: tuple[CandidateRow, ...] = ()
     worst_tokens: tuple[HeavyToken, ...] = ()
+    lags: tuple[LagRow, ...] = ()
 
     @property
     def causes(self) -> tuple[Finding, ...]:
@@ -127,9 +136,10 @@ def check_logs(
     *,
     train_column: str | None = None,
     diffusion: bool = False,
-    null: MismatchNull | None = None,
+    null: MismatchNull | PictureNull | None = None,
     null_steps: tuple[int, int] | None = None,
     what_if: bool = False,
+    candidates: bool = False,
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
@@ -151,6 +161,7 @@ def check_logs(
         null_steps: instead, the first and the last step of this log that serve as its null: they are known to be right.
             Without any null, the first steps of a log of 10 steps or more do, and its start stays unjudged.
         what_if: also measure what every preset would do, in the same pass.
+        candidates: also measure the corrections that `advise` chooses among.
         batch_size: most rows that a reader has in memory at once; fewer where they are long.
         workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
             `if __name__ == "__main__":`.
@@ -175,13 +186,14 @@ def check_logs(
     _check_null(null, null_steps)
     files, given = log_files(paths), path_texts(paths)
     if null is None and null_steps is None and len(given) == 1:
-        null = null_beside(given[0])
+        null = null_beside(given[0]) or picture_null_beside(given[0])
     read = read_log(
         paths,
         config,
         train_column=train_column,
         null_steps=null_steps,
         what_if=what_if,
+        candidates=candidates,
         batch_size=batch_size,
         workers=workers,
         ray=ray,
@@ -201,7 +213,11 @@ def check_logs(
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
     evidence = replace(evidence, sampling=bool(tally.origin.sampling))
     judged = _JudgedRows()
-    if not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
+    if read.denoising:
+        judged = _JudgedRows(weights=_judge_pictures(tally, null, null_steps))
+    elif isinstance(null, PictureNull):
+        raise BadInputError(f"{null.name} is a null of pictures, and this log is of tokens; give a null of such a log")
+    elif not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
         judged = _judge_rows(tally, null, null_steps, provenance, evidence, measured.ages)
     report, hypotheses = _verdict(read, judged, provenance, replace(evidence, noise=judged.noise))
     return CheckResult(
@@ -220,7 +236,9 @@ def check_logs(
         profile=tally.profile,
         null=judged.used,
         what_if=tally.presets.rows(),
+        candidates=tally.candidates.table(),
         worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
+        lags=lag_rows(tally.versions.by_lag()),
     )
 
 
@@ -278,6 +296,28 @@ def _judge_rows(
     return judge(other_rows(tally.sample, provenance))
 
 
+def _judge_pictures(
+    tally: Tally, null: MismatchNull | PictureNull | None, null_steps: tuple[int, int] | None
+) -> WeightJudgment:
+    """Judge pictures by a null, or by the steps that serve as one; these are not judged themselves."""
+    if isinstance(null, MismatchNull):
+        raise BadInputError(f"{null.name} is a null of tokens, and this log is of pictures; give a null of pictures")
+    rows = tally.pictures
+    if null_steps is not None:
+        null = picture_null(tally, null_steps, name=f"steps {null_steps[0]} to {null_steps[1]} of this log")
+        of_step = rows.column("step")
+        rows = rows.where(~((of_step >= null_steps[0]) & (of_step <= null_steps[1])))
+        if not len(rows):
+            first, last = null_steps
+            raise BadInputError(f"every step of this log lies in {first}:{last}; nothing is left to be judged")
+    judged = judge_pictures(rows, null)
+    remarks = () if null is None else null.remarks(tally.origin)
+
+    # With a fault, or without a null, nobody knows whether the log-ratios are noise that a clip should let through.
+    advice = clip_advice(rows) if judged.judged_against and not in_excess(judged) else ""
+    return replace(judged, remarks=(*remarks, advice) if advice else remarks)
+
+
 def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
     """Check that there is one null at most, and that it is one.
 
@@ -285,9 +325,9 @@ def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
         BadInputError: a null and steps of the log are given.
         TypeError: the null is not one that was read.
     """
-    if null is not None and not isinstance(null, MismatchNull):
+    if null is not None and not isinstance(null, MismatchNull | PictureNull):
         raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
-    if null is not None and null_steps is not None:
+    if isinstance(null, MismatchNull | PictureNull) and null_steps is not None:
         raise BadInputError(
             f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
         )
@@ -299,6 +339,8 @@ def _verdict(
     """Return the verdict, and the list of all hypotheses: one fault shows in several sources."""
     tally, weights, rest = read.tally, judged.weights, judged.rest
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.kept)
+    if read.denoising:
+        evidence = replace(evidence, changes={})  # averages over D and over windows; R of each timestep is judged
     measured = measured_findings(evidence)
     measured = measured if rest is None else rest.attribute(measured, with_rises=True)
 
@@ -307,8 +349,8 @@ def _verdict(
     of_versions: tuple[Finding, ...] = ()
     of_null = weights.findings
     if not evidence.diffusion:
-        against = weights.judged_against
-        implied, of_null = in_one_message(provenance.findings, weights.findings, judged_against=against)
+        # What a null judged says more than that no setting shows.
+        implied = tuple(f for f in provenance.findings if f.code != "matched" or not weights.findings)
         of_null = (*judge_routing(tally.routing, judged.used, in_excess=in_excess(weights)), *of_null)
         of_versions = judge_versions(tally.versions)
         of_versions = of_versions if rest is None else rest.attribute(of_versions)
@@ -327,13 +369,7 @@ def _verdict(
     # Notes of the pairs are hypotheses, and the verdict leaves them out.
     notes = {finding.code for finding in implied if finding.severity == "note"}
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
-    report = report_of(evidence, shown, None if evidence.diffusion else weights.judged_against)
-    not_judged = (_with_settings(sentence, hypotheses, tally) for sentence in weights.not_judged)
-    return replace(report, not_judged=(*partial_sentence(read), *not_judged, *report.not_judged)), hypotheses
-
-
-def _with_settings(sentence: str, hypotheses: Sequence[Finding], tally: Tally) -> str:
-    """A sentence on the weights, which says that the settings agree if nothing speaks against it."""
-    agrees = sentence.startswith(NOT_JUDGED) and all(finding.severity == "note" for finding in hypotheses)
-    agrees = agrees and not tally.profile.ids.repeats  # then settings do not show
-    return f"settings agree; {sentence}" if agrees else sentence
+    by_metrics = evidence.diffusion and not read.denoising
+    report = report_of(evidence, shown, None if by_metrics else weights.judged_against)
+    not_judged = (*partial_sentence(read), *weights.not_judged, *report.not_judged)
+    return replace(report, not_judged=not_judged), hypotheses

@@ -19,7 +19,15 @@ from rollcorr.rollout_log import RolloutBatch, Shard, read_shard
 
 MOST_TIMESTEPS = 100
 """Values that the mismatch is broken down by; a log with more has random timesteps, and no breakdown."""
-DENOISING_COLUMNS = ("dimensions", "timestep", "step_std", "exact_kl", "mean_distance")
+DENOISING_COLUMNS = (
+    "dimensions",
+    "timestep",
+    "sigma",
+    "sigma_next",
+    "step_std",
+    "exact_kl",
+    "mean_distance",
+)
 
 
 def timestep_values(shards: Sequence[Shard], batch_size: int) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollcorr.core.metric_registry import finalize
 from rollcorr.diagnostics.health.evidence import bare_metrics
@@ -11,6 +11,8 @@ from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.tally import Part, Tally, merge_parts
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
+from rollcorr.diagnostics.null.token_share import TokenSums
+from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,12 @@ class LogMetrics:
 
 def log_metrics(tally: Tally) -> LogMetrics:
     """The metrics of a tally."""
-    return metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+    measured = metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+    lags = tally.versions.by_lag()
+    if not lags:
+        return measured
+    steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(int(step["step"]), {})}))} for step in measured.steps)
+    return replace(measured, whole={**measured.whole, **lag_metrics(lag_rows(lags))}, steps=steps)
 
 
 def metrics_of_parts(
@@ -48,8 +55,8 @@ def metrics_of_parts(
 ) -> LogMetrics:
     """The metrics of some rows, from their parts by step, their profile, and the ages of the steps."""
     whole = _metrics(merge_parts(parts.values()))
-    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step
-    whole |= _exact_share(profile)
+    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step: limits are of exact ids
+    whole |= _id_share(profile.ids)
     steps = sorted(step for step in parts if step is not None)
     return LogMetrics(
         whole, tuple({"step": step, **_metrics(parts[step]), **ages.get(step, {})} for step in steps), ages
@@ -65,20 +72,13 @@ def _metrics(part: Part) -> dict[str, float]:
     metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
     metrics["log/contradicted_zero_count"] = float(part.contradicted)
     metrics["log/positive_count"] = float(part.positive)
-    share = part.ids.share()
-    if share.tokens >= FEW_TOKENS and not part.ids.repeats:
-        metrics["log/token_id_share"] = share.share
-    return metrics
+    return metrics | _id_share(part.ids)
 
 
-def _exact_share(profile: MismatchProfile) -> dict[str, float]:
-    """The share of the token id over all rows, from their own ids: limits on it are of exact ids, not of ids mod 1,024.
-
-    Empty where there are no ids, or too few to tell.
-    """
-    share = profile.share
-    told = share.tokens >= FEW_TOKENS and not profile.ids.repeats
-    return {"log/token_id_share": share.share} if told else {}
+def _id_share(ids: TokenSums) -> dict[str, float]:
+    """The share of the token id; empty where there are no ids, or too few to tell."""
+    share = ids.share()
+    return {"log/token_id_share": share.share} if share.tokens >= FEW_TOKENS and not ids.repeats else {}
 
 
 def _ages(tally: Tally) -> dict[int, dict[str, float]]:

@@ -17,7 +17,8 @@ from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, NullPart, Sides, unvetted_by_ids
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
-from rollcorr.diagnostics.null.sampled_rows import log_ratios
+from rollcorr.diagnostics.null.picture_judgment import guarded_null
+from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import doubt_of, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
@@ -45,7 +46,7 @@ def null_of_logs(
     column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
     engine_precision: str = "",
-) -> MismatchNull:
+) -> MismatchNull | PictureNull:
     """Measure the null of rollouts whose two sides are the same policy.
 
     Args:
@@ -64,7 +65,7 @@ def null_of_logs(
             id as well. The null keeps the remark.
 
     Returns:
-        The null; `MismatchNull.save` writes it.
+        The null, a `PictureNull` for denoising steps; its `save` writes it.
 
     Raises:
         BadInputError: there is no row or no row of these steps, the log lacks a side, or its two sides are visibly not
@@ -85,6 +86,8 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
+    if read.denoising:
+        return picture_null(read.tally, steps, name=name, quantized=bool(engine_precision))
     return _null_of(
         read.tally,
         name=name,
@@ -94,6 +97,20 @@ def null_of_logs(
         placed=read.in_its_file,
         engine_precision=engine_precision,
     )
+
+
+def picture_null(tally: Tally, steps: tuple[int, int] | None, *, name: str, quantized: bool = False) -> PictureNull:
+    """Return the null of a log's pictures, or of those of some steps.
+
+    Raises:
+        BadInputError: there are none, they have no exact KL, or they show two policies.
+    """
+    low, high = steps or (-math.inf, math.inf)
+    of_step = tally.pictures.column("step")
+    chosen = tally.pictures if steps is None else tally.pictures.where((of_step >= low) & (of_step <= high))
+    if not len(chosen):
+        raise BadInputError(f"no picture of steps {low}:{high} in this log")
+    return guarded_null(chosen, name=name, origin=tally.origin, quantized=quantized)
 
 
 def null_of_batch(
@@ -154,7 +171,7 @@ def _null_of(
         kind=kind,
         **_described(tally, profile, steps, engine_precision=engine_precision),
         sides=sides,
-        sample=tuple(log_ratios(rows[index] for index in sorted(rows))) if steps is None else (),
+        sample=tuple(rows[index].log_ratio for index in sorted(rows)) if steps is None else (),
     )
 
 

@@ -74,6 +74,7 @@ def read_log(
     train_column: str | None = None,
     null_steps: tuple[int, int] | None = None,
     what_if: bool = False,
+    candidates: bool = False,
     batch_size: int = 256,
     workers: int = 1,
     ray: str | None = None,
@@ -114,6 +115,7 @@ def read_log(
             kept=kept,
             null_steps=null_steps,
             what_if=what_if,
+            candidates=candidates,
             keep_going=keep_going,
             denoising=denoising,
             timesteps=timestep_values(shards, batch_size) if denoising else (),
@@ -167,11 +169,11 @@ def _readable_head(
     unreadable: list[str] = []
     for number, shard in enumerate(shards):
         try:
-            head = _first_batch([shard], batch_size)
+            # The reader ends here, so that no part of the file stays in memory.
+            columns = COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS
+            head = next(read_shard(shard, columns=columns, batch_size=batch_size), None)
             if head is not None:
-                found = column or _train_column(head, config, shard)
-                _check_recorded(head, found, shard)
-                return head, found, shards[number:], unreadable
+                return head, _train_column(head, config, shard, column), shards[number:], unreadable
         except (RolloutLogError, BadInputError) as error:
             if not keep_going:
                 raise
@@ -179,24 +181,16 @@ def _readable_head(
     return None, column, [], unreadable
 
 
-def _first_batch(shards: Sequence[Shard], batch_size: int) -> RolloutBatch | None:
-    """The first batch of a log. The reader ends here, so that no part of the file stays in memory."""
-    if not shards:
-        return None
-    return next(read_shard(shards[0], columns=COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS, batch_size=batch_size), None)
+def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard, asked: str) -> str:
+    """The column that π is taken from in the whole log, from what its first batch records.
 
-
-def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard) -> str:
-    """The column that π is taken from in the whole log, from what its first batch records."""
+    Both sides must be there: the rest of a log that lacks one need not be read.
+    """
     order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
-    found = next((name for name in order if batch.has(name)), None)
+    found = asked or next((name for name in order if batch.has(name)), None)
     if found is None:
         raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
-    return found
-
-
-def _check_recorded(batch: RolloutBatch, train_column: str, shard: Shard) -> None:
-    """Both sides must be in the first batch: the rest of a log that lacks one need not be read."""
-    for column in ("rollout_log_prob", train_column):
+    for column in ("rollout_log_prob", found):
         if not batch.has(column):
             raise BadInputError(str(missing_column([column], batch, shard.source)))
+    return found

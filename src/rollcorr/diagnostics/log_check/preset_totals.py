@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.presets import PRESETS
-from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.advice.candidates import advantages_of, applied_weights
 from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.rollout_log import RolloutBatch
 
@@ -91,13 +91,7 @@ class PresetTotals:
         valid = (mask & log_ratio.isfinite()).numpy()
         k3 = k3_of(np.where(valid, log_ratio.numpy(), 0.0))
 
-        advantage = np.zeros(len(k3))
-        known = batch.has("advantages")
-        if known:
-            recorded = batch.packed("advantages").double().numpy()
-            known = bool(np.isfinite(recorded[valid]).all())
-            advantage = np.where(valid & np.isfinite(recorded), recorded, 0.0)
-
+        advantage, known = advantages_of(batch, valid)
         row_tokens = np.bincount(row, valid, len(batch))
         row_k3 = np.bincount(row, k3, len(batch))
         square = advantage * advantage
@@ -113,10 +107,7 @@ class PresetTotals:
         )
         presets = {}
         for name, config in PRESETS_ONCE.items():
-            correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True)
-            weight = (correction.loss_mask.numpy() & valid).astype(np.float64)
-            if config.weights_reach_loss and correction.weights is not None:
-                weight = np.where(weight > 0, correction.weights.double().numpy(), 0.0)
+            weight = np.where(valid, applied_weights(config, train, rollout, mask, cu_seqlens), 0.0)
             kept = weight > 0
             presets[name] = np.array(
                 [
@@ -158,8 +149,13 @@ class PresetTotals:
 
         gain = error = None
         if 0 < kept < tokens:
+            # Single tokens are left out, rather than whole sequences.
+            config = PRESETS_ONCE[name]
+            by_token = (config.is_mode == "icepop" and config.weighs_tokens) or any(
+                criterion.scope == "token" for criterion in config.criteria
+            )
             gain = log["k3"] / tokens - left["kept_k3"] / kept
-            error = _random_error(log, left, by_token=_rejects_tokens(PRESETS_ONCE[name]))
+            error = _random_error(log, left, by_token=by_token)
         return WhatIf(
             preset=name,
             same_as=SAME_AS[name],
@@ -187,13 +183,6 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
         return 0.0
     variance = max(beyond, 0.0) / (rows - 1)
     return math.sqrt(variance * (1 - chosen / rows) / chosen) / (tokens / rows)
-
-
-def _rejects_tokens(config: RolloutCorrectionConfig) -> bool:
-    """Whether single tokens are left out, rather than whole sequences."""
-    return (config.is_mode == "icepop" and config.weighs_tokens) or any(
-        criterion.scope == "token" for criterion in config.criteria
-    )
 
 
 def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:

@@ -17,7 +17,6 @@ import torch
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
-from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.faults import fault, is_rise, measures
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import evidence_of, measured_findings
@@ -29,7 +28,6 @@ from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, profile_of
 from rollcorr.diagnostics.null.run_null import noise_of
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
-from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import SampleRow
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
@@ -178,14 +176,14 @@ def _part(rows: Sequence[SampleRow], config: RolloutCorrectionConfig) -> Part:
     mask = torch.cat([row.mask.bool() for row in rows])
     sides = (torch.cat([row.train for row in rows]), torch.cat([row.rollout for row in rows]))
     train, rollout = (side.masked_fill(side == JSON_MINUS_INFINITY, torch.nan) for side in sides)
-    lengths = torch.tensor([len(row.train) for row in rows], device="cpu")
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True)
-
-    sums, ids = TokenSums.empty(STEP_IDS), [row.response_ids for row in rows]
+    ids = [row.response_ids for row in rows]
     known = [row_ids for row_ids in ids if row_ids is not None]
-    if len(known) == len(rows):
-        ratios = TokenRatios.of(train.numpy(), rollout.numpy(), mask.numpy(), lengths.numpy())
-        sums = TokenSums.of(*ratios.ids_and_d(torch.cat(known).numpy().astype(np.int64)), limit=STEP_IDS)
+    ratios = TokenRatios.of(
+        train.numpy(),
+        rollout.numpy(),
+        mask.numpy(),
+        np.array([len(row.train) for row in rows]),
+        ids=torch.cat(known).numpy().astype(np.int64) if len(known) == len(rows) else None,
+    )
     no_rewards = torch.full((len(rows),), torch.nan, device="cpu")
-    return part_of(correction, train, rollout, mask, no_rewards, sums)
+    return part_of(ratios, train, rollout, mask, no_rewards, config)

@@ -1,8 +1,8 @@
 """Who reads the shards of a log: this process, several processes, or a Ray cluster.
 
 Each function yields the tallies of the shards in the order of the log, whichever was finished first. So what is merged
-from them is the same everywhere. Shards are handed out a few at a time, so that few results have to wait for an earlier
-one.
+from them is the same everywhere. After Ctrl-C this process keeps what it has read of a shard; other readers keep whole
+shards.
 """
 
 from __future__ import annotations
@@ -14,35 +14,25 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from multiprocessing import connection
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import TypeVar, cast
 
-from rollcorr.diagnostics.log_check.reader_process import Answer, serve
+from rollcorr.diagnostics.log_check.reader_process import serve
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.rollout_log import Shard
 
 OnRows = Callable[[int], None]
-T = TypeVar("T")
 
 AHEAD = 4
-"""Shards handed out per reader."""
-POLL = 0.1
-"""Seconds between two looks at what other processes have read."""
-TASKS = 2
-"""Shards that one process has at a time: one that it reads, and the next, so that it never waits."""
-END_SECONDS = 10.0
-"""How long a process may take to end after its pipe, before it is killed."""
+"""Shards handed out per processor of a cluster."""
 
 
 def read_shards(
     measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows, *, workers: int = 1, ray: str | None = None
 ) -> Iterator[Tally]:
-    """The tally of each shard, in the order of the log, until a KeyboardInterrupt: what was read then comes last.
+    """The tally of each shard, in the order of the log, until a KeyboardInterrupt.
 
     Args:
         measurement: what is measured, and how.
@@ -51,12 +41,19 @@ def read_shards(
         workers: processes that read; 1 is this one.
         ray: address of a Ray cluster that reads instead.
     """
-    if ray is not None:
-        return read_on_ray(measurement, shards, on_rows, address=ray)
     workers = min(workers, len(shards))
-    if workers > 1:
-        return read_in_processes(measurement, shards, on_rows, workers=workers)
-    return read_here(measurement, shards, on_rows)
+    if ray is None and workers <= 1:
+        yield from read_here(measurement, shards, on_rows)
+        return
+
+    # The rows of a shard are reported once its tally is merged: an interrupt then loses none of them.
+    elsewhere = (
+        read_on_ray(measurement, shards, address=ray) if ray else read_in_processes(measurement, shards, workers)
+    )
+    with contextlib.closing(elsewhere):
+        for tally in elsewhere:
+            yield tally
+            on_rows(tally.rows)
 
 
 def read_here(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows) -> Iterator[Tally]:
@@ -68,44 +65,66 @@ def read_here(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows
             return
 
 
-def read_in_processes(
-    measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows, *, workers: int
-) -> Iterator[Tally]:
-    """Read the shards in `workers` new processes. After Ctrl-C each of them hands in what it has read.
+def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers: int) -> Generator[Tally, None, None]:
+    """Read the shards in new processes, which take turns.
+
+    A pool of the standard library would need semaphores, which have names in the system and stay there when all its
+    processes are killed.
 
     Raises:
         ChildProcessError: a worker was killed.
     """
-    pool = _Pool(workers)
-
-    def poll(number: int) -> Tally | None:
-        on_rows(pool.receive())
-        return pool.take(number)
-
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+    readers: list[tuple[Connection, BaseProcess]] = []
     try:
-        with _on_interrupt(pool.stop) as listen:
-            # Processes that are started now ignore Ctrl-C for good.
-            pool.start()
-            yield from _in_order(
-                shards,
-                lambda shard: pool.submit(shard, measurement),
-                poll,
-                ahead=AHEAD * workers,
-                started=listen,
-            )
+        with _without_ctrl_c():
+            for number in range(workers):
+                here, there = context.Pipe()
+                reader = context.Process(target=serve, args=(there,), kwargs={"parent": parent}, daemon=True)
+                readers.append((here, reader))
+                try:
+                    reader.start()
+                finally:
+                    there.close()  # or this process would never see the end of the pipe
+                with contextlib.suppress(OSError):  # a reader that is gone is noticed below
+                    here.send_bytes(pickle.dumps((measurement, shards[number::workers])))
+
+        # Each reader has every n-th shard, so its next answer is that of the next shard.
+        for number in range(len(shards)):
+            yield _answer(readers[number % workers][0], workers)
     finally:
-        pool.close()
+        for pipe, process in readers:
+            pipe.close()
+            if process.pid is not None:  # it was started
+                process.kill()
+                process.join()
+                process.close()
 
 
-def read_on_ray(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows, *, address: str) -> Iterator[Tally]:
-    """Read the shards as tasks of a Ray cluster. After Ctrl-C the shards that are whole count, from the first on.
+def _answer(pipe: Connection, workers: int) -> Tally:
+    """The next tally of a reader; raises what the reader raised."""
+    try:
+        answer = pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError) as error:
+        raise ChildProcessError(
+            f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory ran out "
+            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
+        ) from error
+    if isinstance(answer, Exception):
+        raise answer
+    tally: Tally = answer
+    return tally
+
+
+def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: str) -> Generator[Tally, None, None]:
+    """Read the shards as tasks of a Ray cluster.
 
     A cluster that this process is connected to already is used, and left as it is.
 
     Args:
         measurement: how.
         shards: their files must be found under the same names on every node, which must have this package.
-        on_rows: called with the rows of each shard.
         address: "local" starts a cluster on this machine, "auto" finds the running one, or "ray://host:port".
 
     Raises:
@@ -117,30 +136,18 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRo
         import ray
     except ImportError as error:
         raise ImportError("a Ray cluster needs Ray: pip install 'rollcorr[ray]'") from error
-    stop, task = threading.Event(), ray.remote(_read_on_node)
-
-    def poll(reference: object) -> Tally | None:
-        ready, _ = ray.wait([reference], timeout=POLL)
-        if not ready:
-            return Tally(interrupted=True) if stop.is_set() else None
-        tally: Tally = ray.get(reference)
-        on_rows(tally.rows)
-        return tally
-
-    with _ray_connection(ray, address), _on_interrupt(stop.set) as listen:
+    task = ray.remote(_read_on_node)
+    with _ray_connection(ray, address):
         ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        out: deque[object] = deque(maxlen=ahead)
-
-        def submit(shard: Shard) -> object:
-            reference: object = task.remote(shard, measurement)
-            out.append(reference)
-            return reference
-
+        out: deque[object] = deque()
         try:
-            for tally in _in_order(shards, submit, poll, ahead=ahead, started=listen):
-                yield tally
-                if tally.interrupted:
-                    return
+            for number in range(len(shards) + ahead):
+                if number < len(shards):
+                    out.append(task.remote(shards[number], measurement))
+                if out and number >= ahead:
+                    tally: Tally = ray.get(out[0])
+                    out.popleft()
+                    yield tally
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayError as error:
@@ -150,157 +157,20 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRo
                 ray.cancel(reference)
 
 
-class _Pool:
-    """Processes that read shards, each at the other end of a pipe.
-
-    A pool of the standard library would need semaphores, which have names in the system and stay there when all its
-    processes are killed.
-
-    Args:
-        size: how many processes.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._readers: dict[Connection, BaseProcess] = {}
-        self._under_way: dict[Connection, int] = {}
-        self._waiting: deque[tuple[int, Shard, Measurement]] = deque()
-        self._answers: dict[int, Answer] = {}
-        self._submitted = 0
-        self._stopped = threading.Event()
-        self._told_to_stop = False
-
-    def start(self) -> None:
-        """Start the processes."""
-        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        for _ in range(self._size):
-            here, there = context.Pipe()
-            reader = context.Process(target=serve, args=(there,), kwargs={"parent": parent, "threads": 1})
-            reader.daemon = True  # also ended when this process ends in order
-            self._readers[here], self._under_way[here] = reader, 0
-            try:
-                reader.start()
-            finally:
-                there.close()  # or this process would never see the end of the pipe
-
-    def submit(self, shard: Shard, measurement: Measurement) -> int:
-        """Hand out a shard; returns its number."""
-        self._submitted += 1
-        self._waiting.append((self._submitted, shard, measurement))
-        return self._submitted
-
-    def stop(self) -> None:
-        """Let every reader hand in what it has read; safe in a signal handler."""
-        self._stopped.set()
-
-    def receive(self) -> int:
-        """Give the readers work, and wait a moment for answers; returns the rows that were read meanwhile.
-
-        Raises:
-            ChildProcessError: a reader is gone.
-        """
-        if self._stopped.is_set() and not self._told_to_stop:
-            self._told_to_stop = True
-            for pipe in self._readers:
-                self._send(pipe, None)
-        for pipe, under_way in self._under_way.items():
-            for _ in range(min(TASKS - under_way, len(self._waiting))):
-                self._send(pipe, self._waiting.popleft())
-                self._under_way[pipe] += 1
-
-        rows = 0
-        for pipe in cast("list[Connection]", connection.wait(list(self._readers), timeout=POLL)):
-            try:
-                message = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError) as error:
-                raise self._lost() from error
-            if isinstance(message, int):
-                rows += message
-            else:
-                self._answers[message.number] = message
-                self._under_way[pipe] -= 1
-        return rows
-
-    def take(self, number: int) -> Tally | None:
-        """What came of a shard, if it has been read; raises what its reader raised."""
-        answer = self._answers.pop(number, None)
-        if answer is None:
-            return None
-        if answer.error is not None:
-            raise answer.error
-        tally: Tally = answer.tally
-        return tally
-
-    def close(self) -> None:
-        """End the readers: each ends with its pipe, or is killed."""
-        for pipe in self._readers:
-            pipe.close()
-        for reader in self._readers.values():
-            if reader.pid is not None:  # it was started
-                reader.join(END_SECONDS)
-                reader.kill()
-                reader.join()
-                reader.close()
-
-    def _send(self, pipe: Connection, message: object) -> None:
-        try:
-            pipe.send_bytes(pickle.dumps(message))
-        except OSError as error:
-            raise self._lost() from error
-
-    def _lost(self) -> ChildProcessError:
-        return ChildProcessError(
-            f"one of {self._size} workers died without an answer. Either it was killed, perhaps because memory ran out "
-            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
-        )
-
-
 def _read_on_node(shard: Shard, measurement: Measurement) -> Tally:
     return measurement.of_shard(shard, lambda rows: None)
 
 
-def _in_order(
-    shards: Sequence[Shard],
-    submit: Callable[[Shard], T],
-    poll: Callable[[T], Tally | None],
-    *,
-    ahead: int,
-    started: Callable[[], None],
-) -> Iterator[Tally]:
-    """Tallies in the order of the shards, at most `ahead` of which are handed out; `poll` waits a moment for one."""
-    left = iter(shards)
-    waiting = deque(submit(shard) for shard in islice(left, ahead))
-    started()
-    while waiting:
-        tally = poll(waiting[0])
-        if tally is not None:
-            waiting.popleft()
-            waiting.extend(submit(shard) for shard in islice(left, 1))
-            yield tally
-
-
 @contextlib.contextmanager
-def _on_interrupt(stop: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Call `stop` at the first Ctrl-C; a second one interrupts as ever.
-
-    Ctrl-C is ignored until what this yields is called: processes that are started meanwhile ignore it for good, which
-    leaves it to this process to stop them. Python hears of signals in its main thread only; elsewhere nothing changes.
-    """
+def _without_ctrl_c() -> Iterator[None]:
+    """Ignore Ctrl-C: processes that are started meanwhile ignore it for good, which leaves it to this process."""
+    # Python hears of signals in its main thread only; elsewhere nothing changes.
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
+        yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def interrupted(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop()
-
-    def listen() -> None:
-        signal.signal(signal.SIGINT, interrupted)
-
     try:
-        yield listen
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -12,7 +12,6 @@ from functools import partial, reduce
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -20,14 +19,15 @@ from rollcorr.config.checks import in_one_line
 from rollcorr.config.finding import Finding, merge_findings
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, SamplingSpec, compare
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics
-from rollcorr.correction.result import Correction
 from rollcorr.correction.rollout_correction import correct
+from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
-from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics
+from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
 from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
 from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
 from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
@@ -104,7 +104,9 @@ class Tally:
         versions: the mismatch by step and version of the weights, where both are recorded.
         routing: the mismatch by whether the routing of experts differs, where that is recorded.
         presets: what each preset would do, where that was asked for.
+        candidates: what each correction to choose would do, where that was asked for.
         worst: the tokens with the largest k3.
+        pictures: denoising steps, where the log is of pictures.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -121,7 +123,9 @@ class Tally:
     versions: VersionCells = field(default_factory=VersionCells)
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
+    candidates: CandidateTotals = field(default_factory=CandidateTotals)
     worst: WorstTokens = field(default_factory=WorstTokens)
+    pictures: PictureRows = field(default_factory=PictureRows)
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
@@ -150,7 +154,9 @@ class Tally:
             versions=self.versions.merge(later.versions),
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
+            candidates=self.candidates.merge(later.candidates),
             worst=self.worst.merge(later.worst),
+            pictures=self.pictures.merge(later.pictures),
         )
 
 
@@ -183,6 +189,7 @@ class Measurement:
         timesteps: their timestep values, to break the mismatch down by.
         with_exact_kl: whether the log records what the exact KL needs.
         what_if: whether every preset is measured too.
+        candidates: whether the corrections that `advise` chooses among are measured too.
     """
 
     config: RolloutCorrectionConfig
@@ -195,11 +202,13 @@ class Measurement:
     timesteps: tuple[float, ...] = ()
     with_exact_kl: bool = False
     what_if: bool = False
+    candidates: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the log that are read."""
-        return COLUMNS + KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising + ("advantages",) * self.what_if
+        own = KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising
+        return COLUMNS + own + ("advantages",) * (self.what_if or self.candidates)
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
         """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
@@ -239,9 +248,11 @@ class Measurement:
         mask = batch.packed("response_mask")
         if self.denoising:
             rollout, train = (_without_sentinels(x) for x in (rollout, train))
-            parts = dict(self._parts(batch, train, rollout, mask, None, None))
+            parts = dict(self._parts(batch, train, rollout, mask, None))
             findings = merge_findings(validate_batch(batch))
-            return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch))
+            kl = exact_kl(batch) if self.with_exact_kl else None
+            pictures = PictureRows.of(batch, rollout, train, kl, first=first)
+            return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch), pictures=pictures)
 
         ids = _ids(batch)
         steps = batch.values("step") if batch.has("step") else None
@@ -258,23 +269,30 @@ class Measurement:
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
         rollout, train = (_without_sentinels(x) for x in (rollout, train))
-        ratios = TokenRatios.of(train.numpy(), rollout.numpy(), mask.numpy(), batch.lengths.numpy())
-        columns = _Columns.of(batch, ids, first=first)
-        profile = columns.profile(ratios)
+        ratios = TokenRatios.of(
+            *(x.numpy() for x in (train, rollout, mask, batch.lengths)),
+            index=np.arange(first, first + len(batch)),
+            ids=None if ids is None else ids.numpy(),
+        )
+        profile = MismatchProfile.of_ratios(ratios)
+        candidates = CandidateTotals()
+        if self.candidates:
+            candidates = CandidateTotals.of(batch, train, rollout, mask, ids=ids, prompts=prompts, first=first)
         return Tally(
-            parts=dict(self._parts(batch, train, rollout, mask, ratios, columns.ids)),
+            parts=dict(self._parts(batch, train, rollout, mask, ratios)),
             findings=merge_findings(validate_batch(batch)),
             sample=sample,
             claims=_claims(batch),
             rows=len(batch),
             profile=profile,
-            first=_first_profiles(wanted, profile, ratios, columns),
+            first=_first_profiles(wanted, profile, ratios),
             first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(batch, ratios),
             routing=_routing(batch, ratios),
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
-            worst=WorstTokens.of(ratios, columns.ids, first=first),
+            candidates=candidates,
+            worst=WorstTokens.of(ratios),
         )
 
     def _wanted_first(self, steps: Tensor, beyond: int | None) -> dict[int, Tensor]:
@@ -293,7 +311,6 @@ class Measurement:
         rollout: Tensor,
         mask: Tensor,
         ratios: TokenRatios | None,
-        ids: NDArray[np.integer] | None,
     ) -> Iterator[tuple[int | None, Part]]:
         """What was seen of each step; without `ratios` the tokens are denoising steps."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
@@ -304,18 +321,12 @@ class Measurement:
                 continue
 
             # The rows of a step need not lie together, so they are packed anew; mostly a batch is of one step.
-            own, lengths, of_step, own_ids = (train, rollout, mask), batch.lengths[rows], ratios, ids
+            own, of_step = (train, rollout, mask), ratios
             if not bool(rows.all()):
                 tokens = rows.repeat_interleave(batch.lengths)
                 own = (train[tokens], rollout[tokens], mask[tokens])
                 of_step = ratios.of_rows(rows.numpy())
-                own_ids = None if ids is None else ids[tokens.numpy()]
-            cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            correction = correct(*own, self.config, cu_seqlens=cu_seqlens, densities=True)
-            sums = TokenSums.empty(STEP_IDS)
-            if own_ids is not None:
-                sums = TokenSums.of(*of_step.ids_and_d(own_ids), limit=STEP_IDS)
-            yield step, part_of(correction, *own, rewards[rows], sums)
+            yield step, part_of(of_step, *own, rewards[rows], self.config)
 
     def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
         return denoising_statistics(
@@ -324,7 +335,7 @@ class Measurement:
 
 
 def _first_profiles(
-    wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios, columns: _Columns
+    wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios
 ) -> dict[int, MismatchProfile]:
     """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
     found = {}
@@ -332,7 +343,7 @@ def _first_profiles(
         # Mostly a batch is of one step, and its profile is there already.
         of_step = profile
         if not bool(rows.all()):
-            of_step = columns.of_rows(rows.numpy()).profile(ratios.of_rows(rows.numpy()))
+            of_step = MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))
         found[step] = of_step.folded(FIRST_IDS)
     return found
 
@@ -343,17 +354,26 @@ def _rewards(rewards: Tensor) -> tuple[int, float]:
 
 
 def part_of(
-    correction: Correction, train: Tensor, rollout: Tensor, mask: Tensor, rewards: Tensor, ids: TokenSums
+    ratios: TokenRatios,
+    train: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    rewards: Tensor,
+    config: RolloutCorrectionConfig,
 ) -> Part:
-    """What one stretch of rows shows."""
-    if correction.statistics is None:
+    """What some rows show by a configuration; `ratios` are those of their packed log-probs."""
+    lengths = torch.from_numpy(ratios.lengths)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    statistics = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True).statistics
+    if statistics is None:
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
     zero = ((rollout == 0) | (train == 0)) & mask
     zeros, contradicted = int(zero.sum()), 0
     if zeros:
         contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum())
     positive = int((((rollout > 0) | (train > 0)) & mask).sum())
-    return Part(correction.statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
+    ids = TokenSums.of_ratios(ratios, limit=STEP_IDS)
+    return Part(statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
 
 
 def _without_sentinels(log_prob: Tensor) -> Tensor:
@@ -381,40 +401,6 @@ def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
         return VersionCells()
     k3, tokens = slice_sums(ratios.k3, length), slice_sums(ratios.valid, length)
     return VersionCells.of(batch.values("step").numpy()[row], version.astype(np.int64), k3, tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class _Columns:
-    """What a profile needs of a batch beside the ratios.
-
-    Attributes:
-        ids: the response ids, packed; None where a row lacks them.
-        prompts: tokens of each prompt; None where they are not recorded.
-        index: position of each row in the log.
-        lengths: tokens of each row.
-    """
-
-    ids: NDArray[np.integer] | None
-    prompts: NDArray[np.int64] | None
-    index: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, batch: RolloutBatch, ids: Tensor | None, *, first: int) -> _Columns:
-        """The columns of a batch, whose first row is row `first` of the log."""
-        prompts = ragged(batch.records.column("prompt_ids"))[1] if batch.has("prompt_ids") else None
-        own = None if ids is None else ids.numpy()
-        return cls(own, prompts, np.arange(first, first + len(batch)), batch.lengths.numpy())
-
-    def of_rows(self, rows: NDArray[np.bool_]) -> _Columns:
-        """Those of some rows, which (B,) is true for."""
-        ids = None if self.ids is None else self.ids[np.repeat(rows, self.lengths)]
-        prompts = None if self.prompts is None else self.prompts[rows]
-        return _Columns(ids, prompts, self.index[rows], self.lengths[rows])
-
-    def profile(self, ratios: TokenRatios) -> MismatchProfile:
-        """The profile of the rows; `ratios` are theirs."""
-        return MismatchProfile.of_ratios(ratios, ids=self.ids, prompts=self.prompts, index=self.index)
 
 
 def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:

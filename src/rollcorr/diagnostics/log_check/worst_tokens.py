@@ -49,8 +49,8 @@ class WorstTokens:
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros((6, 0)))
 
     @classmethod
-    def of(cls, ratios: TokenRatios, ids: NDArray[np.integer] | None, *, first: int) -> WorstTokens:
-        """Return those of a packed batch, whose first row is row `first` of the log; `ids` (N,) are its tokens."""
+    def of(cls, ratios: TokenRatios) -> WorstTokens:
+        """Return those of a packed batch."""
         k3 = ratios.k3
         least = 0.0 if len(k3) <= MOST else float(np.partition(k3, -MOST)[-MOST])
         token = np.flatnonzero((k3 >= least) & ratios.valid & (k3 > 0))
@@ -59,8 +59,8 @@ class WorstTokens:
         row = np.searchsorted(ends, token, side="right")
         position = token - (ends - ratios.lengths)[row]
         rollout = -ratios.surprise[token].astype(np.float64)
-        own = np.full(len(token), -1) if ids is None else ids[token]
-        return cls(np.stack([k3[token], first + row, position, own, rollout, rollout + ratios.d[token]]))
+        own = np.full(len(token), -1) if ratios.ids is None else ratios.ids[token]
+        return cls(np.stack([k3[token], ratios.index[row], position, own, rollout, rollout + ratios.d[token]]))
 
     def merge(self, later: WorstTokens) -> WorstTokens:
         """Return those of both stretches of the log together; `later` comes after."""

@@ -6,14 +6,17 @@ The null predicts the log's k3 at the log's own probabilities, for noise depends
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.token_share import TokenShare
+from rollcorr.diagnostics.numbers import format_number
 
 SYSTEMATIC = 0.1
 """Relative difference of k3 that two nulls of one engine may have beyond chance: other prompts, other batches."""
@@ -39,6 +42,7 @@ class Excess:
         share: what the token id explains in the log.
         null_share: and in the null.
         repeats: the responses repeat few tokens, so that neither the id nor the position tells anything.
+        covered: share of the log's tokens that are as probable as `BIN_TOKENS` tokens of the null.
     """
 
     k3: float
@@ -48,6 +52,7 @@ class Excess:
     share: TokenShare
     null_share: TokenShare
     repeats: bool = False
+    covered: float = 1.0
 
 
 def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
@@ -57,6 +62,7 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
     ratio = k3 / max(expected, ROUNDING)
     error = math.sqrt(_relative_variance(profile) + _relative_variance(null.profile) + SYSTEMATIC**2)
     share, null_share = profile.share, null.share
+    own, of_null = profile.by("surprise")[0], null.profile.by("surprise")[0]
     return Excess(
         k3=k3,
         expected=expected,
@@ -65,6 +71,7 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
         share=share,
         null_share=null_share,
         repeats=profile.ids.repeats,
+        covered=float(own[of_null >= BIN_TOKENS].sum() / max(own.sum(), 1.0)),
     )
 
 
@@ -119,3 +126,17 @@ def _relative_variance(profile: MismatchProfile) -> float:
 
     # The table is a sample of the rows; the mean is that of all of them.
     return float((residual**2).sum() / total**2) * rows / max(profile.row_count, rows) * rows / (rows - 1)
+
+
+def cause(code: str, reason: str, evidence: dict[str, float], *, confidence: float) -> Finding:
+    """Return a finding of an excess over a null."""
+    limit = f"about {format_number(evidence['expected_k3'])}, the null's" if "expected_k3" in evidence else ""
+    return replace(
+        fault(code).finding,
+        metric="k3_kl",
+        value=evidence.get("k3"),
+        limit=limit,
+        reason=reason,
+        confidence=confidence,
+        evidence=evidence,
+    )

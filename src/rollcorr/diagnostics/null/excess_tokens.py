@@ -48,7 +48,7 @@ class ExcessTokens:
         rows = {
             index: row for index, row in sorted(sample.rows.items()) if leave_out is None or not row.within(leave_out)
         }
-        known = [_known(row) for row in rows.values()]
+        known = [row.known for row in rows.values()]
         if not any(len(where) for where in known):
             return None
 
@@ -104,12 +104,6 @@ class ExcessTokens:
 
     def __len__(self) -> int:
         return len(self.k3)
-
-
-def _known(row: SampleRow) -> Ints:
-    """Positions of the tokens that count."""
-    log_ratio = (row.train.double() - row.rollout).numpy()
-    return np.flatnonzero(row.mask.numpy().astype(np.bool_) & np.isfinite(log_ratio) & (np.abs(log_ratio) < 100))
 
 
 def _turn(row: SampleRow, where: Ints) -> Ints:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
+from rollcorr.diagnostics.null.row_table import RowTable
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import MOST_IDS, STEP_IDS, TokenShare, TokenSums
 
@@ -79,7 +79,6 @@ class MismatchProfile:
         lengths: NDArray[np.int64],
         *,
         ids: NDArray[np.integer] | None = None,
-        prompts: NDArray[np.int64] | None = None,
         index: NDArray[np.int64] | None = None,
         id_limit: int = MOST_IDS,
     ) -> MismatchProfile:
@@ -91,44 +90,24 @@ class MismatchProfile:
             mask: true on sampled tokens, (N,).
             lengths: tokens of each row, masked ones included, (B,), summing to N.
             ids: token ids, (N,); None where they are not recorded.
-            prompts: tokens of each prompt, (B,); None where they are not recorded.
             index: position of each row in the log, (B,), rising; None counts from 0.
             id_limit: ids with sums of their own.
         """
-        ratios = TokenRatios.of(train, rollout, mask, lengths)
-        return cls.of_ratios(ratios, ids=ids, prompts=prompts, index=index, id_limit=id_limit)
+        ratios = TokenRatios.of(train, rollout, mask, lengths, index=index, ids=ids)
+        return cls.of_ratios(ratios, id_limit=id_limit)
 
     @classmethod
-    def of_ratios(
-        cls,
-        ratios: TokenRatios,
-        *,
-        ids: NDArray[np.integer] | None = None,
-        prompts: NDArray[np.int64] | None = None,
-        index: NDArray[np.int64] | None = None,
-        id_limit: int = MOST_IDS,
-    ) -> MismatchProfile:
-        """The same of ratios that are known already.
-
-        Args:
-            ratios: log-ratios of the tokens, by row.
-            ids: as in `of`.
-            prompts: as in `of`.
-            index: as in `of`.
-            id_limit: as in `of`.
-        """
-        index = np.arange(len(ratios.lengths)) if index is None else index
-        table = np.empty((len(ratios.lengths), len(FIELDS)))
-        table[:, :-1] = ratios.by_row()
-        table[:, -1] = -1 if prompts is None else prompts
+    def of_ratios(cls, ratios: TokenRatios, *, id_limit: int = MOST_IDS) -> MismatchProfile:
+        """The profile of ratios; `id_limit`: ids with sums of their own."""
+        table = ratios.by_row()
         measured = table[:, 0] > 0
         return cls(
             cells=_cells_of(ratios),
             lengths=_by_length(table[measured]),
             sizes=_sizes_of(ratios),
             row_sizes=np.stack([_by_size(x, COARSE) for x in _row_statistics(table[measured])]),
-            ids=TokenSums.empty(id_limit) if ids is None else TokenSums.of(*ratios.ids_and_d(ids), limit=id_limit),
-            rows=RowTable.of(table[measured], index[measured]),
+            ids=TokenSums.of_ratios(ratios, limit=id_limit),
+            rows=RowTable.of(table[measured], ratios.index[measured]),
             missing=ratios.missing,
         )
 

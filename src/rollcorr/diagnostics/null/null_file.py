@@ -29,6 +29,7 @@ from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
 FORMAT, VERSION = "rollcorr-null", 1
+PICTURE_FORMAT = "rollcorr-picture-null"
 LARGEST_FILE = 1 << 26
 """Bytes of a null file; one of this release has 2 MB at most."""
 FEW_TOKENS = 1000
@@ -267,6 +268,8 @@ def read_null(path: str | os.PathLike[str]) -> MismatchNull:
         ) from error
     except ValueError as error:
         raise BadInputError(f"{path}: no JSON ({in_one_line(error)})") from error
+    if isinstance(document, dict) and document.get("format") == PICTURE_FORMAT:
+        raise BadInputError(f"{path}: a null of pictures; only `rollcorr check` on a log of pictures reads it")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise BadInputError(f"{path}: no null; `rollcorr null LOG -o FILE` writes one")
     if document.get("version") != VERSION:

@@ -18,7 +18,6 @@ from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, ROUNDING, k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
-from rollcorr.diagnostics.null.sampled_rows import log_ratios
 from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment, judge_weights
@@ -223,7 +222,7 @@ def enough(profile: MismatchProfile) -> bool:
 
 def _k3(row: SampleRow) -> float:
     """Mean k3 per token of a row, nats."""
-    (log_ratio,) = log_ratios([row])
+    log_ratio = row.log_ratio
     return float(k3_of(log_ratio).mean()) if len(log_ratio) else 0.0
 
 
@@ -234,11 +233,10 @@ def _few_of(covered: Tensor, mask: Tensor) -> bool:
 
 def _times(row: SampleRow, null: MismatchNull) -> float:
     """k3 of a row over what the null predicts at its probabilities."""
-    (log_ratio,) = log_ratios([row])
-    if not len(log_ratio):
+    known = row.known
+    if not len(known):
         return 0.0
-    surprise = -row.rollout[row.mask].float().numpy()
-    expected = float(k3_by_surprise(null.profile)[surprise_bins(surprise[np.isfinite(surprise)])].mean())
+    expected = float(k3_by_surprise(null.profile)[surprise_bins(-row.rollout.float().numpy()[known])].mean())
     return _k3(row) / max(expected, ROUNDING)
 
 

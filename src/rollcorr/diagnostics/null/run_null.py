@@ -9,6 +9,7 @@ from pathlib import Path
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.null.excess import MIN_ROWS
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull, read_null
+from rollcorr.diagnostics.null.picture_null import PictureNull, read_picture_null
 from rollcorr.run_directory.directory import RunDirectory
 
 GOOD_TOKENS = 10_000
@@ -62,11 +63,18 @@ def null_beside(run: str | os.PathLike[str]) -> MismatchNull | None:
         BadInputError: the file cannot be read as a null, or its null is of one side compared with itself.
     """
     file = RunDirectory(Path(run)).null
-    if file.is_symlink() or not file.is_file():
+    if file.is_symlink() or not file.is_file() or read_picture_null(file):
         return None
     null = replace(read_null(file), name=str(file))
     null.check_sides()
     return null
+
+
+def picture_null_beside(run: str | os.PathLike[str]) -> PictureNull | None:
+    """Return the null of pictures in a run's directory; None if there is none, or another one, or a link."""
+    file = RunDirectory(Path(run)).null
+    null = None if file.is_symlink() else read_picture_null(file)
+    return null and replace(null, name=str(file))
 
 
 def noise_beside(run: str | os.PathLike[str]) -> Noise | None:

@@ -30,6 +30,8 @@ class TokenRatios:
         lengths: (B,) tokens of each row, others included, summing to N.
         mask: (N,), true on tokens that were sampled.
         count: tokens that count.
+        index: (B,) position of each row in the log, rising.
+        ids: (N,) token ids; None where a row lacks them.
     """
 
     d: Floats
@@ -39,6 +41,8 @@ class TokenRatios:
     lengths: NDArray[np.int64]
     mask: NDArray[np.bool_]
     count: int
+    index: NDArray[np.int64]
+    ids: NDArray[np.integer] | None = None
 
     @classmethod
     def of(
@@ -47,8 +51,20 @@ class TokenRatios:
         rollout: NDArray[np.float32],
         mask: NDArray[np.bool_],
         lengths: NDArray[np.int64],
+        *,
+        index: NDArray[np.int64] | None = None,
+        ids: NDArray[np.integer] | None = None,
     ) -> TokenRatios:
-        """The ratios of a packed batch: log π, log μ and the mask of sampled tokens, (N,); tokens of each row, (B,)."""
+        """The ratios of a packed batch.
+
+        Args:
+            train: log π, (N,) float32.
+            rollout: log μ, (N,) float32. What is not finite on either side is missing.
+            mask: true on sampled tokens, (N,).
+            lengths: tokens of each row, masked ones included, (B,), summing to N.
+            index: position of each row in the log, (B,), rising; None counts from 0.
+            ids: token ids, (N,); None where they are not recorded.
+        """
         d = train.astype(np.float64)
         with np.errstate(invalid="ignore"):  # −inf − (−inf)
             d -= rollout
@@ -58,7 +74,8 @@ class TokenRatios:
         if count < len(d):
             np.copyto(d, 0.0, where=~valid)
 
-        return cls(d, k3_of(d), -rollout, valid, lengths, mask, count)
+        index = np.arange(len(lengths)) if index is None else index
+        return cls(d, k3_of(d), -rollout, valid, lengths, mask, count, index, ids)
 
     def of_rows(self, rows: NDArray[np.bool_]) -> TokenRatios:
         """The ratios of some rows, which (B,) is true for."""
@@ -72,6 +89,8 @@ class TokenRatios:
             self.lengths[rows],
             self.mask[tokens],
             int(np.count_nonzero(valid)),
+            self.index[rows],
+            None if self.ids is None else self.ids[tokens],
         )
 
     @property
@@ -96,10 +115,6 @@ class TokenRatios:
             table[filled, 5] = np.maximum.reduceat(most, starts)
         table[table[:, 0] == 0, 4:] = 0.0
         return table
-
-    def ids_and_d(self, ids: NDArray[np.integer]) -> tuple[NDArray[np.integer], Floats]:
-        """The ids and d of the tokens that count; `ids` are those of all tokens, (N,)."""
-        return (ids, self.d) if self.count == len(self.d) else (ids[self.valid], self.d[self.valid])
 
 
 def k3_of(d: Floats | float) -> Floats:

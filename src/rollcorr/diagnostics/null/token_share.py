@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
 
 MOST_IDS = 1 << 18
@@ -93,6 +94,15 @@ class TokenSums:
         if limit > STEP_IDS:
             return cls(np.zeros((3, 0)), largest, limit, ((ids, log_ratio),))
         return cls(_count([(ids, log_ratio)], largest, limit), largest, limit)
+
+    @classmethod
+    def of_ratios(cls, ratios: TokenRatios, *, limit: int = MOST_IDS) -> TokenSums:
+        """The sums of the tokens that count; empty where their ids are not recorded."""
+        if ratios.ids is None:
+            return cls.empty(limit)
+        if ratios.count == len(ratios.d):
+            return cls.of(ratios.ids, ratios.d, limit=limit)
+        return cls.of(ratios.ids[ratios.valid], ratios.d[ratios.valid], limit=limit)
 
     @cached_property
     def sums(self) -> NDArray[np.float64]:

@@ -8,13 +8,16 @@ versions are wrong: the sampler never took new weights over.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollcorr.config.finding import Finding
+from rollcorr.core.lag_statistics import PolicyClock, known_metrics, lag_sums
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.numbers import format_number
 
@@ -73,6 +76,31 @@ class VersionCells:
             sums[2] += count * (step - version)
         return [(step, total / count, age / count) for step, (count, total, age) in steps.items()]
 
+    def by_lag(self) -> dict[int, dict[int, Cell]]:
+        """Step → lag → tokens, Σ k3; steps and lags rising.
+
+        The lag is in versions. The policy's version is that of `PolicyClock`, which sees the whole log first.
+        """
+        newest: dict[int, int] = {}
+        for step, version in sorted(self.cells):
+            newest[step] = version
+        clock = PolicyClock()
+        for step, version in newest.items():
+            clock.see(step, torch.tensor(version, device="cpu"))
+
+        # Versions must not rise and fall: the newest one until a step counts.
+        policy, seen = {}, next(iter(newest.values()), 0)
+        for step, version in newest.items():
+            seen = max(seen, version)
+            policy[step] = int(clock.version(step, torch.tensor(seen, device="cpu")))
+        steps: dict[int, dict[int, Cell]] = {}
+        for (step, version), (count, total) in sorted(self.cells.items(), key=lambda cell: (cell[0][0], -cell[0][1])):
+            lags = steps.setdefault(step, {})
+            lag = max(policy[step] - version, 0)
+            before = lags.get(lag, (0.0, 0.0))
+            lags[lag] = (before[0] + count, before[1] + total)
+        return steps
+
     def growth_with_age(self) -> tuple[float, float, int]:
         """k3 at the lowest and at the highest age within a step, and the number of steps that have two ages.
 
@@ -91,6 +119,51 @@ class VersionCells:
             return math.nan, math.nan, 0
         low, high = np.exp(np.mean(ends, axis=0)).tolist()
         return low, high, len(ends)
+
+
+class LagRow(NamedTuple):
+    """The mismatch of the tokens of one lag.
+
+    Attributes:
+        lag: age of the weights that sampled, in versions.
+        tokens: how many have this lag.
+        k3_kl: k3 per token, nats.
+        error: its standard error from the spread over steps, nats; NaN for a single step.
+    """
+
+    lag: int
+    tokens: int
+    k3_kl: float
+    error: float
+
+
+def lag_rows(steps: Mapping[int, Mapping[int, Cell]]) -> tuple[LagRow, ...]:
+    """Return the rows of all steps, from `VersionCells.by_lag`, by lag."""
+    table: dict[int, list[Cell]] = {}
+    for lags in steps.values():
+        for lag, cell in lags.items():
+            table.setdefault(lag, []).append(cell)
+    return tuple(LagRow(lag, *_mean_and_error(np.array(cells))) for lag, cells in sorted(table.items()))
+
+
+def _mean_and_error(cells: NDArray[np.float64]) -> tuple[int, float, float]:
+    """Return the tokens of some steps, k3 per token and its standard error; tokens of one step are not independent."""
+    count, total = cells.sum(0)
+    mean, steps = total / count, len(cells)
+    if steps < 2:
+        return int(count), float(mean), math.nan
+    residuals = cells[:, 1] - cells[:, 0] * mean
+    return int(count), float(mean), float(math.sqrt(steps / (steps - 1) * residuals @ residuals) / count)
+
+
+def lag_metrics(rows: Iterable[LagRow]) -> dict[str, float]:
+    """Return the metrics of rows, prefixed; the split is left out if no token has lag 0."""
+    sums = [0.0] * 5
+    for lag, tokens, k3, _ in rows:
+        fresh = lag == 0
+        of_row = (tokens, tokens * k3, tokens * lag, tokens * fresh, tokens * k3 * fresh)
+        sums = [total + value for total, value in zip(sums, of_row, strict=True)]
+    return known_metrics(lag_sums(*sums).read())
 
 
 def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.null.excess import MIN_ROWS, NOTICEABLE, ROUNDING, Excess, compare_with_null
+from rollcorr.diagnostics.null.excess import MIN_ROWS, NOTICEABLE, ROUNDING, Excess, cause, compare_with_null
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
-from rollcorr.diagnostics.null.weight_causes import cause, name_causes
+from rollcorr.diagnostics.null.weight_causes import name_causes
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 
@@ -36,11 +36,13 @@ Z = 4.0
 """Standard errors from which a difference is believed."""
 
 NOT_JUDGED = "weights not judged"
-"""How the sentence on a log without a null begins; where nothing else is wrong, "settings agree" goes before it."""
+"""How the sentence on a log without a null begins."""
 DECLARE = "measure it with equal weights, or declare a quantized engine (rollcorr null --engine-precision int8)"
 """What to do about a doubtful null."""
 OF_ALL_TOKENS = ("weights_differ", "noise_without_pattern", "stochastic_trainer", "unknown")
 """Causes of a small excess that a null which does not fit any more would show as well."""
+OF_NOISE, COVERED = ("noise_without_pattern", "stochastic_trainer"), 0.5
+"""Causes of any excess over a null that hardly has tokens as probable as the log's; and the share that it must have."""
 AGAIN = "measure the null again: rollcorr null --engine NAME --model DIR --prompts LOG -o NULL"
 """What to do if a null may not fit the policy any more."""
 _START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
@@ -96,7 +98,11 @@ def judge_weights(
         findings = [_measure_again(excess, f"{null.name} is doubtful: {null.doubted}", DECLARE)]
         not_judged = [f"{NOT_JUDGED}: {findings[0].reason}; {DECLARE}"]
     elif not findings and not not_judged:
-        findings = [_ordinary_noise(excess, null)]
+        reason = f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities"
+        limit = f"below {NOTICEABLE:g} times {format_number(excess.expected)}, the null's"
+        row = fault("ordinary_noise").finding
+        numbers = _numbers(excess)
+        findings = [replace(row, metric="k3_kl", value=excess.k3, limit=limit, reason=reason, evidence=numbers)]
 
     # A null that is too small was looked at, and nothing was judged by it.
     against = "" if any(sentence.startswith(NOT_JUDGED) for sentence in not_judged) else null.label
@@ -169,14 +175,18 @@ def _with_null(
         return [], []
 
     confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
-    found = name_causes(profile, null, excess, sample, leave_out=leave_out, course=course)
+    found = name_causes(null, excess, sample, leave_out=leave_out, course=course)
 
     # A policy that becomes sharper, or other prompts, make as much: only the ids could tell weights from that.
-    if excess.ratio < FACTOR and not by_id and found[0].code in OF_ALL_TOKENS:
-        reason = f"k3 is {format_number(excess.ratio)} times that of {null.name}: other weights, or a sharper policy"
-        again = replace(_measure_again(excess, reason, AGAIN), where=found[0].where)
-        return [again], [f"{NOT_JUDGED}: {reason}; {AGAIN}"]
-    return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
+    code, reason = found[0].code, f"k3 is {format_number(excess.ratio)} times that of {null.name}: "
+    if excess.ratio < FACTOR and not by_id and code in OF_ALL_TOKENS:
+        reason += "other weights, or a sharper policy"
+    elif excess.covered < COVERED and code in OF_NOISE:
+        reason += f"more noise, or a sharper policy: the null has tokens as probable as {excess.covered:.0%} of these"
+    else:
+        return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
+    again = replace(_measure_again(excess, reason, AGAIN), where=found[0].where)
+    return [again], [f"{NOT_JUDGED}: {reason}; {AGAIN}"]
 
 
 def share_limit(profile: MismatchProfile) -> float:
@@ -209,14 +219,3 @@ def _measure_again(excess: Excess, reason: str, fix: str) -> Finding:
 
 def _numbers(excess: Excess) -> dict[str, float]:
     return {"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z}
-
-
-def _ordinary_noise(excess: Excess, null: MismatchNull) -> Finding:
-    return replace(
-        fault("ordinary_noise").finding,
-        metric="k3_kl",
-        value=excess.k3,
-        limit=f"below {NOTICEABLE:g} times {format_number(excess.expected)}, the null's",
-        reason=f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities",
-        evidence=_numbers(excess),
-    )

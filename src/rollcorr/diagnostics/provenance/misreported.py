@@ -53,62 +53,46 @@ def undo_misreported(pairs: PairRows) -> Undone:
     shifts = find_shifts(units.pairs)
     others = find_other_requests(shifts.pairs)
     findings = [*placeholders.findings, *units.findings, *shifts.findings, *others.findings]
-    return Undone(others.pairs, findings, shifts.lag)
+    return Undone(others.pairs, findings)
 
 
 def find_units(pairs: PairRows) -> Undone:
     """Log-probs in another unit on one side: an exact factor, a sign or an exponential, over all tokens of a row."""
     both = pairs.keep & is_recorded(pairs.train) & is_recorded(pairs.rollout)
     count = pairs.count(both)
-    if int(count.sum()) < MIN_PAIRS:
-        return Undone(pairs)
-    own = (pairs.rollout - pairs.train).abs().clamp(max=5).masked_fill(~both, 0.0)
-    off = pairs.total(own)
+
+    def apart(one: Tensor, other: Tensor) -> Tensor:
+        return pairs.total((one - other).abs().nan_to_num(5.0).clamp(max=5).masked_fill(~both, 0.0))
 
     # Only rows that disagree are worth a second look, and only a fix that removes most of the disagreement is believed.
+    off = apart(pairs.rollout, pairs.train)
     doubtful = pairs.count(both & (torch.maximum(pairs.train.abs(), pairs.rollout.abs()) > 0.3))
     suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS) & (doubtful >= 5)
-    if not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum()):
+    small = not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum())
+    if int(count.sum()) < MIN_PAIRS or small:
         return Undone(pairs)
-    best, unit, side_of = (
-        off.clone(),
-        torch.full((pairs.rows,), -1, device="cpu"),
-        torch.zeros(pairs.rows, dtype=torch.long, device="cpu"),
-    )
-    names = list(UNITS)
-    turned: dict[tuple[int, int], Tensor] = {}
-    for side, values in enumerate((pairs.rollout, pairs.train)):
-        other = pairs.train if side == 0 else pairs.rollout
-        for index, name in enumerate(names):
-            fixed = _in_nats(name, values)
-            turned[side, index] = fixed
-            wrong = (fixed - other).abs().nan_to_num(5.0).clamp(max=5).masked_fill(~both, 0.0)
-            left = pairs.total(wrong)
-            better = left < best
-            best = torch.where(better, left, best)
-            unit, side_of = unit.masked_fill(better, index), side_of.masked_fill(better, side)
+    sides = (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout))
+    turned = [(side, unit, _in_nats(unit, own), own, other) for side, own, other in sides for unit in UNITS]
+    best, which = torch.stack([apart(fixed, other) for _, _, fixed, _, other in turned]).min(0)
 
-    findings = []
-    train, rollout = pairs.train, pairs.rollout
-    convincing = suspicious & (unit >= 0) & (best < 0.3 * off)
-    for side, words in enumerate(("rollout", "trainer")):
-        for index, name in enumerate(names):
-            rows = convincing & (unit == index) & (side_of == side)
-            tokens = pairs.of_rows(rows) & both
-            if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
-                continue
-            if not _one_factor(turned[side, index], pairs, rows, tokens, side):
-                continue
-            evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
-            reason = f"the {words}'s values are {UNITS[name]}, not natural log-probs: that explains all but "
-            reason += f"{evidence['residual']:.0%} of the difference"
-            finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
-            findings.append(replace(finding, **extent(pairs, rows, tokens)))
-            if side == 0:
-                rollout = torch.where(tokens, turned[side, index], rollout)
-            else:
-                train = torch.where(tokens, turned[side, index], train)
-    return Undone(replace(pairs, train=train, rollout=rollout), findings)
+    findings, mended = [], pairs
+    for index, (side, unit, fixed, own, other) in enumerate(turned):
+        rows = suspicious & (which == index) & (best < 0.3 * off)
+        tokens = pairs.of_rows(rows) & both
+        if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
+            continue
+        if not _one_factor(pairs, fixed, own, other, rows, tokens):
+            continue
+        evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
+        reason = f"the {side}'s values are {UNITS[unit]}, not natural log-probs: that explains all but "
+        reason += f"{evidence['residual']:.0%} of the difference"
+        finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
+        findings.append(replace(finding, **extent(pairs, rows, tokens)))
+        if side == "rollout":
+            mended = replace(mended, rollout=torch.where(tokens, fixed, mended.rollout))
+        else:
+            mended = replace(mended, train=torch.where(tokens, fixed, mended.train))
+    return Undone(mended, findings)
 
 
 def _in_nats(unit: str, values: Tensor) -> Tensor:
@@ -121,24 +105,21 @@ def _in_nats(unit: str, values: Tensor) -> Tensor:
     return torch.where(values > 0, values, torch.nan).log()
 
 
-def _one_factor(fixed: Tensor, pairs: PairRows, rows: Tensor, tokens: Tensor, side: int) -> bool:
+def _one_factor(pairs: PairRows, fixed: Tensor, own: Tensor, other: Tensor, rows: Tensor, tokens: Tensor) -> bool:
     """Whether the fixed values are the other side's on the tokens that leave a choice: no temperature does that."""
-    values, other = (pairs.rollout, pairs.train) if side == 0 else (pairs.train, pairs.rollout)
     telling = tokens & (other < -0.3)
     if int(telling.sum()) < 3:
         return False
 
     # A truncation moves the log-probs of an undecided policy by one constant; a factor has to explain clearly more.
     left = (fixed - other)[tokens].nan_to_num(5.0).abs().clamp(max=5)
-    moved = (values - other)[tokens]
-    if float(left.mean()) > 0.5 * float((moved - moved.median()).abs().clamp(max=5).mean()):
-        return False
+    moved = (own - other)[tokens]
+    close = float(left.mean()) <= 0.5 * float((moved - moved.median()).abs().clamp(max=5).mean())
     off = ((fixed / other).nan_to_num(0.0) - 1).abs()
-    if float(off[telling].median()) >= 0.12 or float((off[telling] < 0.2).double().mean()) < 0.7:
-        return False
+    close &= float(off[telling].median()) < 0.12 and float((off[telling] < 0.2).double().mean()) >= 0.7
 
     # Among all rows and units, noise makes one fit a few tokens.
-    return pairs.beyond_chance(rows, telling, off < 0.2, causes=2 * len(UNITS))
+    return close and pairs.beyond_chance(rows, telling, off < 0.2, causes=2 * len(UNITS))
 
 
 def find_shifts(pairs: PairRows) -> Undone:
@@ -179,7 +160,7 @@ def find_shifts(pairs: PairRows) -> Undone:
         fix = "store the ids and the log-probs that the engine returned for one request; do not tokenize its text again"
     finding = provenance_finding("shifted", reason, confidence_of(z), evidence, fix=fix)
     here = extent(pairs, shifted & pairs.judged, tokens)
-    return Undone(pairs.with_rollout(rollout), [replace(finding, **here)], main)
+    return Undone(replace(pairs, rollout=rollout), [replace(finding, **here)])
 
 
 def _fits_at(pairs: PairRows, lag: int, rows: Tensor, tokens: Tensor) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, extent
 from rollcorr.diagnostics.provenance.pairs import CERTAIN, FEW, LIKELY, UNCERTAIN, logit
-from rollcorr.diagnostics.provenance.patterns import EXPONENT, Judgment, find_temperature, find_truncation
+from rollcorr.diagnostics.provenance.patterns import EXPONENT, find_temperature, find_truncation
 from rollcorr.diagnostics.provenance.provenance_findings import SURE
 
 MOST = 0.8
@@ -26,19 +27,17 @@ class Groups:
     Attributes:
         pairs: the rows that are left to be judged.
         findings: of the groups.
-        judged: the temperature and the kept mass of the largest group, and what could not be told.
         certain: true on the rows of the groups whose finding is certain, (N,); None without such a group.
     """
 
     pairs: PairRows
-    findings: list[Finding]
-    judged: Judgment
+    findings: list[Finding] = field(default_factory=list)
     certain: Tensor | None = None
 
 
 def find_groups(pairs: PairRows) -> Groups:
     """Find rows that were sampled at another temperature than the rest, or over a truncated vocabulary."""
-    groups = Groups(pairs, [], Judgment())
+    groups = Groups(pairs)
     _truncated_rows(groups)
     _tempered_rows(groups)
     return groups
@@ -59,7 +58,7 @@ def _truncated_rows(groups: Groups) -> None:
         whole = float(rows.sum()) >= MOST * float(long_rows.sum())
         if whole or float(count[rows].sum()) < 8:
             continue
-        _take(groups, rows, find_truncation)
+        _take(groups, rows, partial(find_truncation, vocabulary=pairs.vocabulary))
 
 
 def _tempered_rows(groups: Groups) -> None:
@@ -84,27 +83,23 @@ def _tempered_rows(groups: Groups) -> None:
         _take(groups, hot, _strong_temperature)
 
 
-def _strong_temperature(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Finding]:
+def _strong_temperature(train: Tensor, rollout: Tensor) -> list[Finding]:
     """A temperature that is not within what picking rows can produce; both crowds must show it."""
-    own = Judgment()
-    found = find_temperature(train, rollout, own, truncated=False)
-    if not found or abs(own.temperature_ratio - 1) < MIXTURE_EXPONENT:
+    found = find_temperature(train, rollout)
+    if not found:
         return []
     unlikely = found[0].evidence.get("unlikely_tokens", 0.0)
-    if unlikely < FEW and abs(own.temperature_ratio - 1) < 2 * MIXTURE_EXPONENT + EXPONENT:
-        return []
-    judged.temperature_ratio = own.temperature_ratio
-    judged.unknown += own.unknown
-    return found
+    least = MIXTURE_EXPONENT if unlikely >= FEW else 2 * MIXTURE_EXPONENT + EXPONENT
+    return found if abs(found[0].evidence["temperature_ratio"] - 1) >= least else []
 
 
-def _take(groups: Groups, rows: Tensor, find: Callable[[Tensor, Tensor, Judgment], list[Finding]]) -> None:
+def _take(groups: Groups, rows: Tensor, find: Callable[[Tensor, Tensor], list[Finding]]) -> None:
     """Judge some rows; what is found there is theirs, and they are left out of the rest."""
     pairs = groups.pairs
     tokens = pairs.of_rows(rows) & pairs.valid
     if int(tokens.sum()) < 16:
         return
-    found = find(pairs.train[tokens], pairs.rollout[tokens], groups.judged)
+    found = find(pairs.train[tokens], pairs.rollout[tokens])
     if found:
         groups.findings += [replace(finding, **extent(pairs, rows, tokens)) for finding in found]
         groups.pairs = pairs.without(pairs.of_rows(rows))

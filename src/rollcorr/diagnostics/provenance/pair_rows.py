@@ -36,6 +36,7 @@ class PairRows:
         position: index of each token in its row, masked ones counted, (N,).
         rows: number of rows, also those without a token.
         step: training step of each row, (rows,); None where not known.
+        vocabulary: its size, at least; None where not known.
     """
 
     train: Tensor
@@ -45,6 +46,7 @@ class PairRows:
     position: Tensor
     rows: int
     step: Tensor | None = None
+    vocabulary: int | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -120,10 +122,6 @@ class PairRows:
         choices = math.lgamma(among + 1) - math.lgamma(chosen + 1) - math.lgamma(max(among - chosen, 0) + 1)
         return count * (share * math.log(share / CHANCE) + against) >= choices + math.log(causes / ERROR)
 
-    def with_rollout(self, rollout: Tensor) -> PairRows:
-        """The same rows with other values on the rollout's side."""
-        return replace(self, rollout=rollout)
-
     def without(self, tokens: Tensor) -> PairRows:
         """The same rows without some tokens."""
         return replace(self, keep=self.keep & ~tokens)
@@ -139,7 +137,6 @@ class Undone:
 
     pairs: PairRows
     findings: list[Finding] = field(default_factory=list)
-    lag: int = 0
 
 
 class Extent(TypedDict):

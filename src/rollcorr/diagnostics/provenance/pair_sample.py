@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.diagnostics.faults import fault
@@ -67,6 +68,18 @@ class SampleRow(NamedTuple):
     response_ids: Tensor | None = None
     step: int | None = None
     context: Context | None = None
+
+    @property
+    def known(self) -> NDArray[np.int64]:
+        """Positions of the tokens that count: sampled, with both log-probs."""
+        d = (self.train.double() - self.rollout).numpy()
+        return np.flatnonzero(self.mask.numpy().astype(np.bool_) & np.isfinite(d) & (np.abs(d) < 100))
+
+    @property
+    def log_ratio(self) -> NDArray[np.float64]:
+        """Log π − log μ of these tokens, nats."""
+        d: NDArray[np.float64] = (self.train.double() - self.rollout).numpy()[self.known]
+        return d
 
     def after(self, prompt: Tensor) -> SampleRow:
         """The row with the context of its tokens, where it has their ids."""
@@ -163,19 +176,20 @@ class PairSample:
         sizes = torch.tensor([0, *(len(row.train) for row in rows)], device="cpu")
         columns = ([row.train for row in rows], [row.rollout for row in rows], [row.mask for row in rows])
         train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *column]) for column in columns)
-        found = estimate_provenance(train, rollout, mask, cu_seqlens=sizes.cumsum(0), steps=steps)
+        ids = [row.response_ids for row in rows if row.response_ids is not None]
+        token_ids = torch.cat(ids) if ids and len(ids) == len(rows) else None
+        cu_seqlens = sizes.cumsum(0)
+        found = estimate_provenance(train, rollout, mask, cu_seqlens=cu_seqlens, token_ids=token_ids, steps=steps)
         of_log = [
             finding if finding.first_row is None else replace(finding, first_row=order[finding.first_row])
             for finding in found.findings
         ]
         found = replace(found, findings=tuple(of_log))
-        ids = [row.response_ids for row in rows]
-        known = [row_ids for row_ids in ids if row_ids is not None]
-        if not known or len(known) < len(ids):
+        if token_ids is None:
             return found
-        count = torch.bincount(torch.cat(known)[mask.bool()].clamp(min=0)).double()
+        count = torch.bincount(token_ids[mask.bool()].clamp(min=0)).double()
         different = float(count.sum() ** 2 / count.square().sum().clamp(min=1))
-        return found if different >= FEW_IDS else _of_repetition(found, different)
+        return found if different >= FEW_IDS else _of_repetition(found)
 
     @property
     def few(self) -> bool:
@@ -183,19 +197,14 @@ class PairSample:
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
 
 
-def _of_repetition(found: Provenance, different: float) -> Provenance:
+def _of_repetition(found: Provenance) -> Provenance:
     """What can be told of responses that repeat few tokens: settings and prompts look like weights there.
 
     An update of the weights moves the one log-prob that there is, as a temperature does; and every response is unsure
     at its beginning alone.
     """
     kept = [f for f in found.findings if fault(f.code).kind != "settings" and f.code != "processed"]
-    sentence = (
-        f"settings of the sampling, and other prompts: the responses repeat {different:.2g} tokens, and on "
-        "these every cause looks alike"
-    )
-    unknown = (*found.unknown, sentence)
-    return replace(found, findings=tuple(kept), temperature_ratio=1.0, kept_mass=1.0, unknown=unknown)
+    return replace(found, findings=tuple(kept))
 
 
 def _thinned(stride: int, rows: Mapping[int, SampleRow]) -> PairSample:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 LIKELY = (0.5, 7.0)
 """Logits of `base` between which a token is called likely: p from 0.62 to 0.999, below where rounding decides."""
+VERY_LIKELY, MANY = (3.0, 5.0), 100
+"""Logits between which a likely token is compared with a very likely one beyond them, if there are so many of each."""
 UNLIKELY = -1.5
 """Logit of `base` below which a token is called unlikely: p < 0.18."""
 CERTAIN = -1e-5
@@ -34,8 +36,6 @@ LARGEST_LOGIT = 9.0
 """Logit above which a power of a policy may be as good as certain."""
 FEW = 20
 """Fewer tokens of a crowd, likely or unlikely ones, decide nothing."""
-MOST_TOKENS, MOST_LOGITS = 2048, 1 << 26
-"""What a fit to logits looks at, at most."""
 
 
 class Crowds(NamedTuple):
@@ -49,6 +49,7 @@ class Crowds(NamedTuple):
             than `FEW` are unlikely; NaN where no likely token is far enough from p = ½.
         violations: share of each crowd on the wrong side of β: near 0 for a temperature, 0.5 for noise.
         unlikely_p80: 80 % quantile of the ratio of logits on unlikely tokens: a lower bound on β; NaN with few.
+        steepening: median ratio of logits of very likely tokens over that of likely ones; 1 with few.
     """
 
     likely: int
@@ -57,6 +58,7 @@ class Crowds(NamedTuple):
     exponent: float
     violations: float
     unlikely_p80: float
+    steepening: float = 1.0
 
 
 def crowds(base: Tensor, other: Tensor) -> Crowds:
@@ -64,20 +66,22 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
     x, y = logit(base), logit(other)
     likely, unlikely = (x > LIKELY[0]) & (x < LIKELY[1]), x < UNLIKELY
     high = (y / x)[likely & (x > -UNLIKELY)].sort().values
+    near, far = (y / x)[likely & (x > VERY_LIKELY[0]) & (x <= VERY_LIKELY[1])], (y / x)[likely & (x > VERY_LIKELY[1])]
+    steepening = float(far.median() / near.median()) if min(len(near), len(far)) >= MANY else 1.0
     low = (y / x)[unlikely].sort().values
     share_up = float((y > x)[likely].double().mean()) if likely.any() else 0.5
     if not len(high):
         return Crowds(int(likely.sum()), len(low), share_up, torch.nan, torch.nan, torch.nan)
     # One or two tokens are no crowd: where the others stand would then say nothing about β.
     if len(low) < FEW:
-        return Crowds(int(likely.sum()), len(low), share_up, float(high.quantile(0.1)), 0.1, torch.nan)
+        return Crowds(int(likely.sum()), len(low), share_up, float(high.quantile(0.1)), 0.1, torch.nan, steepening)
     beta = torch.logspace(-0.7, 0.7, 701, dtype=torch.float64, device=x.device)
     above, below = 1 - torch.searchsorted(low, beta) / len(low), torch.searchsorted(high, beta) / len(high)
     left, right = beta[above > below], beta[above < below]  # the difference falls; between them may be a gap
     ends = float(left[-1] if len(left) else beta[0]), float(right[0] if len(right) else beta[-1])
     exponent = math.sqrt(ends[0] * ends[1])
     wrong = float((low > 1.01 * exponent).double().mean()), float((high < exponent / 1.01).double().mean())
-    return Crowds(int(likely.sum()), len(low), share_up, exponent, max(wrong), float(low.quantile(0.8)))
+    return Crowds(int(likely.sum()), len(low), share_up, exponent, max(wrong), float(low.quantile(0.8)), steepening)
 
 
 class Slope(NamedTuple):
@@ -155,63 +159,3 @@ def mean_and_z(values: Tensor) -> tuple[float, float]:
     if error > 0:
         return float(mean), float(mean / error)
     return float(mean), 0.0 if mean == 0 else torch.inf * float(mean.sign())
-
-
-def spread(rollout: Tensor, log_prob: Tensor) -> float:
-    """Mean |r − median r| of r = log μ − log p: least where p has the temperature of μ, whatever mass μ has lost.
-
-    At the right temperature only noise and the kept mass are left in r; at a wrong one r moves with each token's
-    surprise. Tokens that μ calls certain say nothing about a temperature and are left out, if enough others are there.
-    """
-    telling = rollout < CERTAIN
-    residual = (rollout - log_prob)[telling if int(telling.sum()) >= 8 else ...]
-    return float((residual - residual.median()).abs().mean())
-
-
-class LogitTable:
-    """A trainer's logits of sampled tokens, thinned, and what they say at any temperature.
-
-    Args:
-        logits: (n, V), before any division by a temperature.
-        token_ids: (n,).
-    """
-
-    def __init__(self, logits: Tensor, token_ids: Tensor) -> None:
-        at_most = min(MOST_TOKENS, max(1, MOST_LOGITS // logits.shape[-1]))
-        step = max(1, -(-len(token_ids) // at_most))
-        self.rows = torch.arange(0, len(token_ids), step, device="cpu")
-        self._logits = logits[self.rows].float()
-        self._logits = self._logits - self._logits.amax(-1, keepdim=True)
-        self._sampled = self._logits.gather(-1, token_ids[self.rows].long().unsqueeze(-1)).squeeze(-1)
-
-    def log_prob(self, beta: float) -> Tensor:
-        """Log p_β of the sampled tokens, p_β = softmax(β z): (n,) float64."""
-        return (beta * self._sampled - (beta * self._logits).logsumexp(-1)).double()
-
-    def entropy(self, beta: float) -> Tensor:
-        """H(p_β) of each context: (n,) float64, nats."""
-        log_p = (beta * self._logits).log_softmax(-1)
-        return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1).double()
-
-    def fit(self, log_prob: Tensor) -> float:
-        """β that explains some log-probs of these tokens best (`spread`): a grid, then finer around the best."""
-        low, high, beta = 0.2, 5.0, 1.0
-        for span in (1.25, 1.03, 1.0):
-            grid = torch.logspace(math.log10(low), math.log10(high), 17, device="cpu").tolist()
-            beta = min(grid, key=lambda b: spread(log_prob, self.log_prob(b)))
-            low, high = beta / span, beta * span
-        return beta
-
-    def sampled_exponent(self) -> float:
-        """β under which the tokens are likeliest to have been drawn: Newton on Σ (z_a − E_β z) = 0."""
-        beta = 1.0
-        for _ in range(20):
-            p = (beta * self._logits).softmax(-1)
-            finite = self._logits.masked_fill(p == 0, 0.0)
-            mean = (p * finite).sum(-1)
-            curvature = float(((p * finite.square()).sum(-1) - mean.square()).mean())
-            if curvature <= 0:
-                break
-            step = float((self._sampled - mean).mean()) / curvature
-            beta = min(max(beta + max(min(step, 0.5), -0.5), 0.05), 20.0)
-        return beta

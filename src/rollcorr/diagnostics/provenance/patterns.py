@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ MIN_TOKENS = 16
 """Fewer valid tokens are not judged."""
 ONE_SIDED = 0.75
 """Share of likely tokens that must be higher on one side before a temperature is believed."""
+STEEPENS = 1.015
+"""Most that the ratio of logits grows from likely to very likely tokens. Under a temperature it falls to the exponent
+(1.005 at most was seen); under a cap of the logits it grows, in the judge's log by 1.05."""
 EXPONENT = 0.05
 """Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
 CERTAIN_SHARE = 0.01
@@ -47,30 +50,18 @@ LARGE = 0.3
 """Standard deviation of the log-ratio, nats, above which a pair without a pattern is not called matched."""
 VISIBLE = 2.0
 """Standard errors by which the mean ratio must be below that of raw log-probs before they are called processed."""
+RARE, BEYOND_BOUND = 0.3, 0.1
+"""Mass V p up to which a token is rare, and the mean by which the lost mass may exceed it."""
 Z = 4.0
 """Standard errors that a mean must be away from what it should be."""
 
 
-@dataclass
-class Judgment:
-    """What is known about a pair so far; each pattern adds to it."""
-
-    findings: list[Finding] = field(default_factory=list)
-    temperature_ratio: float = 1.0
-    kept_mass: float = 1.0
-    unknown: list[str] = field(default_factory=list)
-    certain_rows: Tensor | None = None
-
-
-def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, truncated: bool) -> list[Finding]:
+def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False) -> list[Finding]:
     """Find another temperature on one side, and then whether the tokens follow the rollout's log-probs.
-
-    A temperature that is found is written into `judged`, and a reason why none can be found as well.
 
     Args:
         train: log π of the valid tokens.
         rollout: log μ.
-        judged: what is known about the pair so far.
         truncated: one side was found to be truncated. Then only unlikely tokens can show a temperature, and lost mass
             moves the mean ratio, so that nothing is said about the sampler.
 
@@ -90,17 +81,13 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
         if abs(line.exponent - 1) >= EXPONENT and line.z >= Z and _is_a_power(train, rollout, line):
             ratio = 1 / line.exponent
             reason = f"the rollout's temperature is about {ratio:.2g} times the trainer's, or further off"
-            return _tempered(train, rollout, judged, ratio, line.z, reason, {"slope": line.exponent})
-    if not seen.likely:
-        judged.unknown.append("the temperature: no token leaves a choice")
-        return []
-
+            return _tempered(train, rollout, ratio, line.z, reason, {"slope": line.exponent})
     # A sign test: by chance the share is 1/2, with a standard error of 1 / (2 √likely).
     z = (2 * seen.share_up - 1) * seen.likely**0.5
 
     # A truncation lifts likely tokens as well; only unlikely ones that fell speak for a temperature beside it.
     unlikely_fell = seen.unlikely >= FEW and seen.unlikely_p80 >= 1 + EXPONENT
-    if not _is_temperature(seen) or z < Z or (truncated and not unlikely_fell):
+    if not seen.likely or not _is_temperature(seen) or z < Z or (truncated and not unlikely_fell):
         return []
 
     # The sharper side is the other one to the power β > 1, so its temperature is 1/β of the other's.
@@ -120,18 +107,17 @@ def find_temperature(train: Tensor, rollout: Tensor, judged: Judgment, *, trunca
     reason = f"the rollout's temperature is {rough} {ratio:.2g} times the trainer's"
 
     # The first finding is the temperature itself, the second the sampler.
-    findings = _tempered(train, rollout, judged, ratio, z, reason, evidence)
+    findings = _tempered(train, rollout, ratio, z, reason, evidence)
     return findings[:1] if truncated else findings
 
 
 def _tempered(
-    train: Tensor, rollout: Tensor, judged: Judgment, ratio: float, z: float, reason: str, shown: Mapping[str, float]
+    train: Tensor, rollout: Tensor, ratio: float, z: float, reason: str, shown: Mapping[str, float]
 ) -> list[Finding]:
     """The finding of a temperature, and what the mean ratio says about which side the tokens follow.
 
     Two digits of the ratio are shown: noise moves where the crowds meet, towards 1.
     """
-    judged.temperature_ratio = ratio
     excess, honest_z = mean_and_z((train - rollout).exp() - 1)
     evidence = {"temperature_ratio": ratio, **shown, "mean_ratio": 1 + excess, "mean_ratio_z": honest_z}
     tempered = provenance_finding("tempered", reason, confidence_of(z), evidence)
@@ -162,10 +148,15 @@ def _is_a_power(train: Tensor, rollout: Tensor, line: Slope) -> bool:
     return left <= LEFT_OVER and line.low >= TOGETHER * line.high
 
 
-def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Finding]:
+def find_truncation(train: Tensor, rollout: Tensor, *, vocabulary: int | None = None) -> list[Finding]:
     """A softmax over fewer tokens on one side: certainty where the other side sees a choice, or mass that is lost.
 
     Both sides at once contradict each other, so then neither is claimed.
+
+    Args:
+        train: log π of the valid tokens.
+        rollout: log μ.
+        vocabulary: its size; None where not known.
     """
     findings = []
     for side, base, other in (("rollout", train, rollout), ("trainer", rollout, train)):
@@ -185,14 +176,12 @@ def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Fi
 
         # A log-softmax in 16 bits rounds likely tokens to certainty too, but loses no mass.
         by_certainty = certain >= CERTAIN_SHARE and (lost_enough or not is_16_bit(other))
-        if not (by_certainty or by_mass):
+        if not (by_certainty or by_mass) or (vocabulary is not None and _drops_likelier(base, other, vocabulary)):
             continue
 
         mass = 1 - lost
         fix = ""
-        if side == "rollout":
-            judged.kept_mass = min(mass, 1.0)
-        else:
+        if side == "trainer":
             fix = "score over the whole vocabulary on the trainer, as the rollout's log-probs are"
         evidence = {"certain_share": certain, "kept_mass": mass, "mass_z": z, "share_one_sided": higher}
         reason = (
@@ -201,15 +190,18 @@ def find_truncation(train: Tensor, rollout: Tensor, judged: Judgment) -> list[Fi
         )
         confidence = confidence_of(max(z, certain / math.sqrt(max(certain, 1e-9) / len(base))))
         findings.append(provenance_finding("truncated", reason, confidence, evidence, fix=fix))
-    if len(findings) == 2:
-        judged.kept_mass = 1.0
-        judged.unknown.append("a truncation: each side looks truncated beside the other, which contradicts itself")
-        return []
-    return findings
+    return [] if len(findings) == 2 else findings
+
+
+def _drops_likelier(base: Tensor, other: Tensor, vocabulary: int) -> bool:
+    """Whether more mass is lost beside rare tokens than the V p that a truncation drops: it drops no likelier token."""
+    bound = vocabulary * base.exp()
+    beyond, z = mean_and_z((1 - (base - other).exp() - bound)[bound < RARE])
+    return int((bound < RARE).sum()) >= FEW and beyond > BEYOND_BOUND and z >= Z
 
 
 def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
-    """What to say of a pair that shows none of the patterns: the settings agree, and more cannot be told."""
+    """What to say of a pair that shows none of the patterns."""
     difference = train - rollout
     evidence = {"std": float(difference.std()), "abs_mean": float(difference.abs().mean())}
     deviation = format_number(evidence["std"])
@@ -227,4 +219,5 @@ def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
 def _is_temperature(seen: Crowds) -> bool:
     """Whether likely tokens rose by one exponent while unlikely ones fell: a truncation lifts both."""
     fell = seen.unlikely < FEW or seen.unlikely_p80 >= 1 + EXPONENT / 2
-    return seen.share_up >= ONE_SIDED and seen.exponent >= 1 + EXPONENT and seen.violations <= 0.35 and fell
+    one_exponent = seen.violations <= 0.35 and seen.steepening <= STEEPENS
+    return one_exponent and seen.share_up >= ONE_SIDED and seen.exponent >= 1 + EXPONENT and fell

@@ -82,6 +82,9 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         if tokens < 3:
             break
         here = there & (values == constant)
+        # Equal contexts have equal values on both sides, however far apart these are.
+        if constant != round(constant) and len(other[here].unique()) < max(3, tokens // 2):
+            continue
         if _by_chance(tokens, constant, values[there], counts) or _repeats_with_its_context(
             pairs, here, there, values, times
         ):

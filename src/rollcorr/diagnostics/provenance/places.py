@@ -36,12 +36,12 @@ TIMES = 3.0
 """How many times as large differences must be as those of equally surprising tokens elsewhere."""
 
 
-def find_impossible(pairs: PairRows, vocabulary: int | None = None) -> tuple[list[Finding], PairRows]:
+def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     """Find runs of tokens that the trainer finds impossible: tokens of tools, templates or padding inside the mask.
 
     A token below p is sampled with probability V p at most. Three in a row at V p ≤ 1e-3 do not happen.
     """
-    limit = IMPOSSIBLE if vocabulary is None else min(-math.log(vocabulary) - 7, -12.0)
+    limit = IMPOSSIBLE if pairs.vocabulary is None else min(-math.log(pairs.vocabulary) - 7, -12.0)
     valid = pairs.valid
     if not bool((pairs.train[valid] < limit).any()):
         return [], pairs
@@ -181,7 +181,7 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
     later = valid & (turn >= onset) & pairs.of_rows(rows)
 
     # The jump stands at the gap itself: differences that grow along the whole row are another matter.
-    place, left = _ordinal(pairs, valid), _ordinal_back(pairs, first)
+    place, left = _ordinal(pairs, valid), pairs.count(first).long()[pairs.row] - _running(pairs, first)
     near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
     near_after = later & (_ordinal(pairs, later) < 16)
     excess = pairs.mean(size - expected, later)[rows]
@@ -236,11 +236,6 @@ def _times(size: Tensor, expected: Tensor, tokens: Tensor) -> float:
 def _ordinal(pairs: PairRows, tokens: Tensor) -> Tensor:
     """How many of these tokens come before each token in its row, (N,)."""
     return _running(pairs, tokens) - tokens.long()
-
-
-def _ordinal_back(pairs: PairRows, tokens: Tensor) -> Tensor:
-    """How many of these tokens come after each token in its row, (N,)."""
-    return pairs.count(tokens).long()[pairs.row] - _running(pairs, tokens)
 
 
 def _running(pairs: PairRows, tokens: Tensor) -> Tensor:

@@ -17,16 +17,11 @@ SURE = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance(HasFindings):
-    """What a pair of log-probs implies.
+    """What a pair of log-probs implies; docs/guides/sampling.md lists what it cannot tell.
 
     Attributes:
         findings: what was found, most serious first. A warning asks for a fix; "matched" and "processed" are notes.
         tokens: valid tokens that were compared.
-        temperature_ratio: rollout's temperature over the trainer's; 1.0 when nothing speaks for another. Without logits
-            it is rough, and the more the two sides differ by noise or weights, the nearer it is to 1.
-        kept_mass: mean mass that a truncation kept, under the trainer's policy; 1.0 when none was found.
-        lag: tokens by which the rollout's log-probs come late, from −4 to 4, in most of the rows that are shifted.
-        unknown: what these inputs cannot tell.
         misreported: true on tokens whose values a finding about data covers, packed, (N,); None where
             they were not looked for.
         of_settings: true on the rows that certainly show sampling settings of their own, packed, (N,); None
@@ -38,10 +33,6 @@ class Provenance(HasFindings):
 
     findings: tuple[Finding, ...]
     tokens: int
-    temperature_ratio: float
-    kept_mass: float
-    lag: int
-    unknown: tuple[str, ...]
     misreported: Tensor | None = field(default=None, repr=False, compare=False)
     of_settings: Tensor | None = field(default=None, repr=False, compare=False)
     zeros_left: int | None = None
@@ -50,6 +41,15 @@ class Provenance(HasFindings):
     def codes(self) -> tuple[str, ...]:
         """The codes of the findings."""
         return tuple(finding.code for finding in self.findings)
+
+    @property
+    def temperature_ratio(self) -> float:
+        """The rollout's temperature over the trainer's; 1.0 if nothing speaks for another.
+
+        It is rough, and the more the two sides differ by noise or weights, the nearer it is to 1.
+        """
+        found = self.finding("tempered")
+        return 1.0 if found is None else found.evidence["temperature_ratio"]
 
     def finding(self, code: str) -> Finding | None:
         """The finding with that code, or None."""

@@ -56,7 +56,7 @@ def share_text(share: float) -> str:
 def show_advice(console: Console, advice: Advice) -> None:
     """Print the decision, the reasons, and the YAML to paste."""
     headlines = {
-        "correct": f"[bold green]take the preset {advice.preset}[/]",
+        "correct": f"[bold green]take {advice.candidate}: the preset {advice.preset}{_changes(advice)}[/]",
         "repair": "[bold red]do not correct[/]",
         "not judged": "[bold yellow]not judged[/]",
     }
@@ -68,10 +68,30 @@ def show_advice(console: Console, advice: Advice) -> None:
         for heading, text in (("why", finding.reason), ("fix", finding.fix), ("confirm", finding.confirm)):
             if text:
                 console.print(f"  [dim]{heading}[/] {escape(text)}", soft_wrap=True)
+    if advice.candidates:
+        _show_candidates(console, advice)
     for caveat in advice.caveats:
         console.print(f"[yellow]note: {escape(caveat)}[/]", soft_wrap=True)
     if advice.yaml:
         console.print(f"\n{escape(advice.yaml)}", end="", soft_wrap=True)
+
+
+def _changes(advice: Advice) -> str:
+    """What differs from the preset, in words."""
+    changes = ", ".join(f"{name} {value}" for name, value in advice.thresholds.items())
+    return changes and f" with {changes}"
+
+
+def _show_candidates(console: Console, advice: Advice) -> None:
+    """Print what each candidate does to the log, the chosen one in bold."""
+    console.print()
+    table = _table("correction", "kept", "token ESS", "sequence ESS", "signal kept", "noise", "bias")
+    table.columns[0].no_wrap = True
+    for row in advice.candidates:
+        numbers = (row.kept, row.token_ess, row.sequence_ess, row.signal, row.noise, row.bias)
+        texts = ["not known" if number is None else f"{number:.3f}" for number in numbers]
+        table.add_row(row.name, *texts, style="bold" if row.name == advice.candidate else None)
+    console.print(table)
 
 
 def _interval(estimate: QuantileEstimate | None) -> str:

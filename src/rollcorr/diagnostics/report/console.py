@@ -18,7 +18,7 @@ from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.health.step_gaps import step_gaps
 from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
-from rollcorr.diagnostics.numbers import format_number, shown_metrics
+from rollcorr.diagnostics.numbers import LAG_HEADLINES, format_number, shown_metrics
 from rollcorr.diagnostics.report.verdict_content import (
     CONSEQUENCES,
     EXPECTED,
@@ -60,6 +60,13 @@ def show_health(
         table = Table("", "measured", EXPECTED, box=None, show_header=known, padding=(0, 2, 0, 0), header_style="dim")
         for number in content.numbers:
             table.add_row(number.label, number.value, number.expected)
+        console.print(table)
+    if parts := [(label, health.values[name]) for name, label in LAG_HEADLINES.items() if name in health.values]:
+        table = Table(
+            "k3 by the age of the weights", "nats per token", box=None, padding=(0, 2, 0, 0), header_style="dim"
+        )
+        for label, value in parts:
+            table.add_row(label, format_number(value))
         console.print(table)
     if gaps := step_gaps(health.values):
         table = Table("gap of a step", "nats per token", "clipped", box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollcorr.diagnostics.health.diffusion_rules import BY_TIMESTEP, KL_FAILS, KL_WARNS
+from rollcorr.diagnostics.health.diffusion_rules import BY_TIMESTEP
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS
 from rollcorr.diagnostics.health.health_check import healthy_range
 
@@ -176,10 +176,6 @@ STEP_PANELS: tuple[Panel, ...] = (
         absent="the means of both policies were not recorded",
         bounds=(0.0,),
         symlog=True,
-        guides=(
-            Guide(KL_WARNS, "warn", f"warn > {KL_WARNS:g}", optional=True),
-            Guide(KL_FAILS, "warn", f"fail > {KL_FAILS:g}", optional=True),
-        ),
     ),
     Panel(
         name="joint_kl",
@@ -234,6 +230,17 @@ ACCURACY = Panel(
 )
 """The panel of runs whose reward recognizes what was drawn."""
 
+LAGS = Panel(
+    name="lags",
+    title="KL (k3) by the age of the weights, nats",
+    curves={"k3_kl_lag0": "engine, at lag 0", "k3_kl_staleness": "added by old weights"},
+    absent="not measured",
+    bounds=(0.0,),
+    symlog=True,
+    width=11.4,
+)
+"""The panel of series with versions of the weights."""
+
 REWARD = Panel(
     name="reward",
     title="Reward",
@@ -244,9 +251,9 @@ REWARD = Panel(
 
 
 def panels_of(series: Mapping[str, Sequence[Point]], *, diffusion: bool) -> tuple[Panel, ...]:
-    """The panels of a report on tokens, or on denoising steps; of the accuracies, only where they were measured."""
-    accuracy = tuple(panel for panel in (ACCURACY,) if panel.curves.keys() & series.keys())
-    return (*(STEP_PANELS if diffusion else PANELS), *accuracy, REWARD)
+    """The panels of a report on tokens, or on denoising steps; of lags and accuracies, only if they were measured."""
+    measured = tuple(panel for panel in (LAGS, ACCURACY) if panel.curves.keys() & series.keys())
+    return (*(STEP_PANELS if diffusion else PANELS), *measured, REWARD)
 
 
 COMPARED: tuple[Panel, ...] = (

@@ -18,6 +18,7 @@ from rollcorr.run_directory.stored_run import Run
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
+    from rollcorr.diagnostics.null.version_cells import LagRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class ReportData:
         remarks: what the reader should know about the input.
         pictures: (heading, PNG file) of what a diffusion model drew.
         what_if: what every preset would do, where that was asked for.
+        lags: the mismatch by the age of the weights that sampled, where logs record it.
     """
 
     title: str
@@ -47,6 +49,7 @@ class ReportData:
     remarks: tuple[str, ...] = ()
     pictures: tuple[tuple[str, Path], ...] = ()
     what_if: WhatIfContent | None = None
+    lags: tuple[LagRow, ...] = ()
 
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
@@ -97,4 +100,5 @@ def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportD
         config_text=dump_yaml(result.config.to_dict()),
         remarks=result.remarks,
         what_if=what_if_content(result.what_if) if shows_presets else None,
+        lags=result.lags,
     )

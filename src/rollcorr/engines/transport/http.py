@@ -24,7 +24,7 @@ import itertools
 import socket
 import ssl
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -90,6 +90,7 @@ class JsonClient:
         max_answer_bytes: size limit of one answer, unpacked.
         concurrency: maximum number of concurrent requests of `post_all`.
         headers: sent with each request, such as an API key. Errors do not show them.
+        parse: reads the body of an answer; defaults to `parse_json`.
 
     Attributes:
         url: the address without user, password and query, which may be secret.
@@ -113,6 +114,7 @@ class JsonClient:
         max_answer_bytes: int = MAX_ANSWER_BYTES,
         concurrency: int = 64,
         headers: Mapping[str, str] | None = None,
+        parse: Callable[..., Any] = parse_json,
     ) -> None:
         self._address = read_address(url)
         self.url = str(self._address.copy_with(username=None, password=None, query=None)).rstrip("/")
@@ -131,6 +133,7 @@ class JsonClient:
                     "line break around it; take it out"
                 )
         self._tls = httpx.create_ssl_context(trust_env=False)  # once: as slow as a batch of requests
+        self._parse = parse
         self.faults = 0
 
     def get(self, path: str) -> Any:  # noqa: ANN401 (any JSON)
@@ -254,7 +257,7 @@ class JsonClient:
                 is_away = _is_server_down(connections, timeout)
             raise _TransientError(reason, is_away) from error
         if not refused:
-            return parse_json(content, problem, limit=limit, where=where)
+            return self._parse(content, problem, limit=limit, where=where)
 
         text = printable(content.decode("utf-8", "replace"))
         if status in AWAY or status >= 500:

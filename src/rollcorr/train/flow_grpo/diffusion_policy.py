@@ -1,7 +1,7 @@
 """Diffusion policies on disk and in memory: a directory in the layout of diffusers.
 
-DIR/transformer/                the velocity network: SD3, Flux or Qwen-Image
-DIR/scheduler/                  FlowMatchEulerDiscreteScheduler
+DIR/transformer/ or DIR/unet/   the network: of a class in `families.py`, or of your own family
+DIR/scheduler/                  a scheduler that the family reads
 DIR/word_table.safetensors      prompts of a small model, or
 DIR/model_index.json, …         text encoders and tokenizers of a pipeline
 DIR/vae/                        latents → pictures; without it, latents are pictures
@@ -16,17 +16,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollcorr.train.flow_grpo.families import FAMILIES, Family
-from rollcorr.train.flow_grpo.prompts import WORD_TABLE, PipelineEncoder, PromptEncoder, WordTable
+from rollcorr.config.functions import load_function
+from rollcorr.train.flow_grpo.families import FAMILIES
+from rollcorr.train.flow_grpo.family import Family
+from rollcorr.train.flow_grpo.prompts import NETWORKS, WORD_TABLE, PipelineEncoder, PromptEncoder, WordTable
 from rollcorr.train.model_files import demo_model_directory, model_directory
-
-if TYPE_CHECKING:
-    from diffusers import FlowMatchEulerDiscreteScheduler
 
 SMALL_MODEL = "shapes"
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
@@ -58,9 +57,9 @@ class DiffusionPolicy:
     """A transformer with its scheduler, encoder and decoder.
 
     Attributes:
-        transformer: the velocity network, float32; contains the adapters, if any.
-        scheduler: diffusers' flow-matching scheduler, for its schedule.
-        family: call convention of the transformer.
+        transformer: the network, float32; contains the adapters, if any.
+        scheduler: diffusers' scheduler, for its schedule.
+        family: call convention of the network.
         encoder: prompts → condition.
         decoder: the VAE; optional. Without it, latents are pictures.
         size: height and width in latent pixels.
@@ -70,7 +69,7 @@ class DiffusionPolicy:
     """
 
     transformer: Any
-    scheduler: FlowMatchEulerDiscreteScheduler
+    scheduler: Any
     family: Family
     encoder: PromptEncoder
     decoder: nn.Module | None
@@ -100,15 +99,17 @@ class DiffusionPolicy:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Compute pictures (B, 3, H, W) in [0, 1], float32, from latents at σ = 0."""
-        pictures = self.family.unpack(latents, *self.size)
-        if self.decoder is not None:
-            pictures = _decode(self.decoder, pictures)
+        if self.decoder is None:
+            pictures = self.family.unpack(latents, *self.size)
+        else:
+            pictures = self.family.decode(self.decoder, latents, *self.size)
         return (pictures.float() / 2 + 0.5).clamp(0, 1)
 
 
 def load_policy(
     path: str | os.PathLike[str],
     *,
+    family: str | None = None,
     height: int | None = None,
     width: int | None = None,
     lora: LoraSettings | None = None,
@@ -120,7 +121,8 @@ def load_policy(
 
     Args:
         path: a directory as above, or a hub id of one; "shapes" is the small model of rollcorr-demo-models.
-        height: pixels; defaults to the model's own size (Stable Diffusion 3 only).
+        family: `package.module:Class` or `file.py:Class` of a `Family`; defaults to the family of the network's class.
+        height: pixels; defaults to the model's own size, if it has one.
         width: pixels; defaults to the height.
         lora: adapters to add; adapters of a checkpoint are loaded and must have the same settings.
         encoder_dtype: precision of text encoders and VAE.
@@ -137,22 +139,22 @@ def load_policy(
     directory = demo_model_directory(SMALL_MODEL) if path == SMALL_MODEL else model_directory(path)
 
     # A checkpoint contains the paths of its base; a directory of diffusers has no such file.
-    file = directory / "base.json"
-    note: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    note = _read_json(directory / "base.json")
     base = Path(note.get("path", directory))
-    folders = {name: _part_folder(directory, base, name, note.get(name)) for name in ("transformer", "scheduler")}
-    class_name = _class_name(folders["transformer"] / "config.json")
-    if class_name not in FAMILIES:
-        raise ValueError(f"transformer class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    network = _network_folder(directory, base, note.get("transformer"))
+    class_name = _class_name(network / "config.json")
+    chosen = _choose_family(class_name, family)
+    chosen.check(_read_json(base / "model_index.json"))
 
-    scheduler_class = _class_name(folders["scheduler"] / "scheduler_config.json")
-    if scheduler_class != "FlowMatchEulerDiscreteScheduler":
+    scheduler_folder = _part_folder(directory, base, "scheduler")
+    scheduler_class = _class_name(scheduler_folder / "scheduler_config.json")
+    if scheduler_class not in chosen.schedulers:
         raise ValueError(
-            f"{folders['scheduler']}: {scheduler_class} is not supported; the step is that of flow matching, "
-            "whose schedule FlowMatchEulerDiscreteScheduler gives"
+            f"{scheduler_folder}: {scheduler_class} is not supported; {type(chosen).__name__} reads the schedule of "
+            f"{' or '.join(chosen.schedulers)}"
         )
 
-    transformer = getattr(diffusers, class_name).from_pretrained(folders["transformer"])
+    transformer = getattr(diffusers, class_name).from_pretrained(network)
     nn.Module.float(transformer)
     transformer.register_to_config(_name_or_path="")  # a saved copy must not depend on the load path
     lora = lora or LoraSettings()
@@ -164,13 +166,13 @@ def load_policy(
 
     return DiffusionPolicy(
         transformer=transformer.to(device).eval(),  # no dropout: log-probs of one policy must agree between passes
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folders["scheduler"]),
-        family=FAMILIES[class_name],
-        encoder=_load_encoder(base, encoder_dtype, device),
+        scheduler=getattr(diffusers, scheduler_class).from_pretrained(scheduler_folder),
+        family=chosen,
+        encoder=_load_encoder(base, chosen, encoder_dtype, device),
         decoder=vae,
         size=_latent_size(transformer.config, vae, height, width),
         base=base,
-        origin=folders["transformer"],
+        origin=network,
         lora=lora,
     )
 
@@ -190,7 +192,7 @@ def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> N
         # The adapters may belong to a transformer that was trained before and differs from the base's.
         note["transformer"] = str(policy.origin.resolve())
     else:
-        policy.transformer.save_pretrained(directory / "transformer")
+        policy.transformer.save_pretrained(directory / policy.origin.name)
     (directory / "base.json").write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 
 
@@ -247,24 +249,14 @@ def _load_adapters(transformer: nn.Module, path: Path) -> None:
     set_peft_model_state_dict(transformer, weights)
 
 
-def _load_encoder(base: Path, dtype: torch.dtype, device: str) -> PromptEncoder:
+def _load_encoder(base: Path, family: Family, dtype: torch.dtype, device: str) -> PromptEncoder:
     if (base / WORD_TABLE).is_file():
         return WordTable.load(base, device)
     if (base / "model_index.json").is_file():
-        return PipelineEncoder(base, dtype=dtype, device=device)
+        return PipelineEncoder(base, family, dtype=dtype, device=device)
     raise FileNotFoundError(
         f"{base} cannot read prompts: it holds neither model_index.json with text encoders nor {WORD_TABLE}"
     )
-
-
-def _decode(vae: Any, latents: Tensor) -> Tensor:  # noqa: ANN401
-    """Decode a VAE's latents to pictures in [−1, 1], scaled like the pipelines."""
-    latents = latents.to(next(vae.parameters()).dtype)
-    config = vae.config
-    if "latents_mean" in config and "z_dim" in config:  # Qwen-Image's VAE decodes videos of one frame
-        mean, std = (latents.new_tensor(config[name])[None, :, None, None] for name in ("latents_mean", "latents_std"))
-        return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
-    return vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
 
 
 def _latent_size(config: Mapping[str, Any], vae: Any, height: int | None, width: int | None) -> tuple[int, int]:  # noqa: ANN401
@@ -284,26 +276,55 @@ def _downsampling_factor(config: Mapping[str, Any]) -> int:
     """Return the pixels per latent pixel along each side."""
     if "block_out_channels" in config:
         return int(2 ** (len(config["block_out_channels"]) - 1))
+    if config.get("scale_factor_spatial") is not None:
+        return int(config["scale_factor_spatial"])
     return int(2 ** len(config["temperal_downsample"]))  # diffusers' spelling
 
 
-def _part_folder(directory: Path, base: Path, name: str, noted: str | None) -> Path:
-    """Return the folder of a part: in the directory, at the path in base.json, or in the base."""
-    if (directory / name).is_dir():
-        return directory / name
+def _choose_family(class_name: str, where: str | None) -> Family:
+    """Return the family of a class of diffusers, or an instance of the class at a reference."""
+    if where is not None:
+        family = load_function(where, option="model.family")()
+        if not isinstance(family, Family):
+            raise ValueError(f"model.family={where!r} is no subclass of rollcorr.train.Family")
+        return family
+    if class_name not in FAMILIES:
+        raise ValueError(
+            f"network class {class_name!r} is not supported; supported are {', '.join(FAMILIES)}, or set model.family "
+            "to a family of your own"
+        )
+    return FAMILIES[class_name]
+
+
+def _network_folder(directory: Path, base: Path, noted: str | None) -> Path:
+    """Return the folder of the network: in the directory, at the path in base.json, or in the base."""
+    for name in NETWORKS:
+        if (directory / name).is_dir():
+            return directory / name
 
     # Adapters are valid only for the transformer that they were trained with.
     if noted is not None:
         if not Path(noted).is_dir():
             raise FileNotFoundError(f"{noted} does not exist, and the adapters of {directory} sit on it; put it back")
         return Path(noted)
+    is_unet = (base / "unet").is_dir()
+    return _part_folder(base, base, "unet" if is_unet else "transformer")
 
-    if not (base / name).is_dir():
+
+def _part_folder(directory: Path, base: Path, name: str) -> Path:
+    """Return the folder of a part, in the directory or in the base."""
+    folder = next((place / name for place in (directory, base) if (place / name).is_dir()), None)
+    if folder is None:
         raise FileNotFoundError(f"{base} has no folder {name!r}; give the directory of a diffusers pipeline")
-    return base / name
+    return folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a file, empty if it does not exist."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _class_name(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the directory of a diffusers pipeline")
-    return str(json.loads(path.read_text(encoding="utf-8")).get("_class_name"))
+    return str(_read_json(path).get("_class_name"))

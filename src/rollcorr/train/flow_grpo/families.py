@@ -1,123 +1,40 @@
-"""Call conventions of diffusers' flow transformers by class name: Stable Diffusion 3, Flux and Qwen-Image.
+"""Families of diffusers' models by the class of the network: SD3, Flux, Qwen-Image, Wan and Stable Diffusion 1.
 
-All three predict the velocity v = ε − x₀ of x_σ = (1 − σ) x₀ + σ ε. They differ in the shape of a latent, in the scale
-of the timestep and in the prompt inputs. A `Family` contains exactly these differences.
+All but Stable Diffusion 1 predict the velocity v = ε − x₀ of x_σ = (1 − σ) x₀ + σ ε.
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcorr.train.flow_grpo.family import Condition, Family, patch_count
+from rollcorr.train.flow_grpo.schedule import DdimSchedule, Schedule
+
 # Flux and Qwen-Image pack 2 × 2 latent pixels into one token.
 PACKED = 2
 
-
-@dataclass(frozen=True, eq=False)
-class Condition:
-    """Prompt inputs of the transformer, one row each.
-
-    Attributes:
-        embeds: token embeddings, (B, L, E).
-        pooled: one vector per prompt, (B, P); optional. None if the family has no such input.
-        mask: (B, L), 1 on real tokens; optional. Without it, every token is real.
-    """
-
-    embeds: Tensor
-    pooled: Tensor | None = None
-    mask: Tensor | None = None
-
-    def select(self, rows: Tensor) -> Condition:
-        """Return the condition of some rows."""
-        pooled, mask = (None if x is None else x[rows] for x in (self.pooled, self.mask))
-        return Condition(self.embeds[rows], pooled, mask)
-
-    def to(self, dtype: torch.dtype) -> Condition:
-        """Return the condition in a floating dtype; the mask keeps its own."""
-        pooled = None if self.pooled is None else self.pooled.to(dtype)
-        return Condition(self.embeds.to(dtype), pooled, self.mask)
-
-
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """Prompt inputs with classifier-free guidance.
-
-    Attributes:
-        condition: B rows.
-        unconditional: the empty prompt, B rows; optional, only for guidance.
-        guidance: γ of classifier-free guidance; 1 disables it.
-    """
-
-    condition: Condition
-    unconditional: Condition | None = None
-    guidance: float = 1.0
-
-    def __len__(self) -> int:
-        return len(self.condition.embeds)
-
-    def select(self, rows: Tensor) -> Prompts:
-        """Return the prompts of some rows."""
-        empty = None if self.unconditional is None else self.unconditional.select(rows)
-        return Prompts(self.condition.select(rows), empty, self.guidance)
-
-
-class Family(abc.ABC):
-    """Interface to one kind of transformer. Heights and widths are in latent pixels.
-
-    Latents are packed, (N, 4 C): each token contains 2 × 2 latent pixels.
-
-    Attributes:
-        even_sigmas: the pipeline passes σ = 1, 1 − 1/S, …, 1/S to its scheduler, instead of the scheduler's default.
-        guidance_keeps_norm: a guided velocity is scaled back to the norm of v(prompt), token by token.
-    """
-
-    even_sigmas = True
-    guidance_keeps_norm = False
-
-    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
-        """Return the shape of one latent."""
-        return self.sequence_length(config, height, width), config["in_channels"]
-
-    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
-        """Return the number of image tokens, an input of the schedule's dynamic shifting."""
-        return _patch_count(height, width, PACKED)
-
-    @abc.abstractmethod
-    def arguments(
-        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
-    ) -> dict[str, Any]:
-        """Return keyword arguments of the transformer's `forward`; `timestep` is σ × 1000, (B,)."""
-
-    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return latents in the layout of pictures, (B, C, height, width)."""
-        x = latents.unflatten(1, (height // PACKED, width // PACKED)).unflatten(-1, (-1, PACKED, PACKED))
-        return x.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
+# σ of pure noise, up to rounding.
+ALMOST_ONE = 0.9999
 
 
 class StableDiffusion3(Family):
-    """`SD3Transformer2DModel`: latents (C, H, W), which are pictures already; timestep up to 1000, pooled vector."""
-
-    even_sigmas = False
+    """`SD3Transformer2DModel`: latents (C, H, W), timestep up to 1000, pooled vector."""
 
     def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
         """Return (C, H, W)."""
-        _patch_count(height, width, config["patch_size"])
+        shape = super().latent_shape(config, height, width)
         largest = config["pos_embed_max_size"] * config["patch_size"]
         if max(height, width) > largest:
             raise ValueError(
                 f"latents of {height} × {width} exceed the {largest} × {largest} of the model's position embedding; "
                 "set a smaller model.height and model.width"
             )
-        return config["in_channels"], height, width
-
-    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
-        """Return the number of patches of the picture."""
-        return _patch_count(height, width, config["patch_size"])
+        return shape
 
     def arguments(
         self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
@@ -130,12 +47,34 @@ class StableDiffusion3(Family):
             "pooled_projections": condition.pooled,
         }
 
+    def encode(self, pipeline: Any, prompt: str, device: str) -> Condition:  # noqa: ANN401
+        """Return token embeddings of the three encoders, and the pooled vector."""
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            prompt, None, None, do_classifier_free_guidance=False, device=device
+        )
+        return Condition(embeds.float(), pooled.float())
+
+
+class PackedFamily(Family):
+    """Latents (N, 4 C): each token contains 2 × 2 latent pixels."""
+
+    even_sigmas = True
+
+    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
+        """Return (N, 4 C)."""
+        return self.sequence_length(config, height, width), config["in_channels"]
+
+    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
+        """Return N."""
+        return patch_count(height, width, PACKED)
+
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Return the latents unchanged."""
-        return latents
+        """Return latents in the layout of pictures, (B, C, height, width)."""
+        x = latents.unflatten(1, (height // PACKED, width // PACKED)).unflatten(-1, (-1, PACKED, PACKED))
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(len(latents), -1, height, width)
 
 
-class Flux(Family):
+class Flux(PackedFamily):
     """`FluxTransformer2DModel`: packed latents, timestep up to 1, pooled vector, ids of text and image tokens."""
 
     def arguments(
@@ -154,8 +93,25 @@ class Flux(Family):
             "img_ids": image_ids,
         }
 
+    def encode(self, pipeline: Any, prompt: str, device: str) -> Condition:  # noqa: ANN401
+        """Return T5's token embeddings and CLIP's pooled vector."""
+        embeds, pooled, _ = pipeline.encode_prompt(prompt, None, device=device)
+        return Condition(embeds.float(), pooled.float())
 
-class QwenImage(Family):
+
+class _VideoVae(Family):
+    """Latents of a VAE that decodes videos; a picture is a video of one frame."""
+
+    def decode(self, vae: Any, latents: Tensor, height: int, width: int) -> Tensor:  # noqa: ANN401
+        """Compute pictures (B, 3, H, W), with the mean and deviation of each latent channel."""
+        latents = self.unpack(latents, height, width).to(next(vae.parameters()).dtype)
+        config = vae.config
+        mean, std = (latents.new_tensor(config[name])[None, :, None, None] for name in ("latents_mean", "latents_std"))
+        pictures: Tensor = vae.decode((latents * std + mean).unsqueeze(2)).sample[:, :, 0]
+        return pictures
+
+
+class QwenImage(PackedFamily, _VideoVae):
     """`QwenImageTransformer2DModel`: packed latents, timestep up to 1, masked token embeddings."""
 
     guidance_keeps_norm = True
@@ -173,79 +129,134 @@ class QwenImage(Family):
             "img_shapes": [[(1, height // PACKED, width // PACKED)]] * len(latents),
         }
 
+    def encode(self, pipeline: Any, prompt: str, device: str) -> Condition:  # noqa: ANN401
+        """Return token embeddings with their mask."""
+        embeds, mask = pipeline.encode_prompt([prompt], device=device)
+        return Condition(embeds.float(), mask=mask)
 
+
+class Wan(_VideoVae):
+    """`WanTransformer3DModel` of Wan 2.1 and 2.2: latents (C, 1, H, W), one frame; timestep up to 1000.
+
+    UniPC's σ are those of the pipeline; the steps are Euler's, because a multistep solver has no Gaussian steps.
+    """
+
+    schedulers = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
+
+    def check(self, pipeline: Mapping[str, Any]) -> None:
+        """Refuse a pair of transformers (Wan 2.2 A14B)."""
+        if pipeline.get("boundary_ratio") is not None:
+            raise ValueError(
+                f"boundary_ratio={pipeline['boundary_ratio']}: this Wan 2.2 has two transformers, one for each part of "
+                "the schedule; take a pipeline with one, such as Wan2.2-TI2V-5B"
+            )
+
+    def latent_shape(self, config: Mapping[str, Any], height: int, width: int) -> tuple[int, ...]:
+        """Return (C, 1, H, W)."""
+        channels, height, width = super().latent_shape(config, height, width)
+        return channels, 1, height, width
+
+    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
+        """Return the number of patches of the frame."""
+        return patch_count(height, width, config["patch_size"][1])
+
+    def arguments(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """Return the arguments of WanPipeline."""
+        return {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": condition.embeds}
+
+    def encode(self, pipeline: Any, prompt: str, device: str) -> Condition:  # noqa: ANN401
+        """Return UMT5's token embeddings, padded with zeros to 512 tokens, which the network reads unmasked."""
+        embeds, _ = pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=512, device=torch.device(device)
+        )
+        return Condition(embeds.float())
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Return the frame, (B, C, height, width)."""
+        return latents[:, :, 0]
+
+    def schedule(
+        self,
+        scheduler: Any,  # noqa: ANN401
+        config: Mapping[str, Any],
+        size: tuple[int, int],
+        *,
+        steps: int,
+        noise_level: float,
+    ) -> Schedule:
+        """Return the σ of the scheduler; UniPC must use those of flow matching."""
+        if not scheduler.config.get("use_flow_sigmas", True):
+            raise ValueError("use_flow_sigmas of Wan's scheduler must be true: the step is that of flow matching")
+        made = super().schedule(scheduler, config, size, steps=steps, noise_level=noise_level)
+
+        # UniPC begins just below 1, where σ / (1 − σ) would be a million; at 1 the step uses σ₁.
+        return replace(made, sigmas=torch.where(made.sigmas > ALMOST_ONE, 1.0, made.sigmas))
+
+
+class StableDiffusion1(Family):
+    """`UNet2DConditionModel` of Stable Diffusion 1.5 and 2.1: latents (C, H, W), predicts ε or v, DDIM's schedule."""
+
+    schedulers = ("DDIMScheduler", "PNDMScheduler")
+
+    def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:
+        """Return the number of pixels in the innermost block."""
+        return patch_count(height, width, 2 ** (len(config["block_out_channels"]) - 1))
+
+    def arguments(
+        self, latents: Tensor, timestep: Tensor, condition: Condition, guidance: Tensor | None, height: int, width: int
+    ) -> dict[str, Any]:
+        """Return the arguments of StableDiffusionPipeline."""
+        return {"sample": latents, "timestep": timestep, "encoder_hidden_states": condition.embeds}
+
+    def encode(self, pipeline: Any, prompt: str, device: str) -> Condition:  # noqa: ANN401
+        """Return CLIP's token embeddings."""
+        embeds, _ = pipeline.encode_prompt(prompt, device, 1, False)
+        return Condition(embeds.float())
+
+    def schedule(
+        self,
+        scheduler: Any,  # noqa: ANN401
+        config: Mapping[str, Any],
+        size: tuple[int, int],
+        *,
+        steps: int,
+        noise_level: float,
+    ) -> DdimSchedule:
+        """Return DDIM's schedule from the betas and timesteps of the scheduler's configuration."""
+        from diffusers import DDIMScheduler
+
+        ddim = DDIMScheduler.from_config(scheduler.config)
+        ddim.set_timesteps(steps)
+        options, values = ddim.config, ddim.timesteps
+
+        # DDIM's step ends at t − T // S, which must be where the next step begins.
+        following = values - options.num_train_timesteps // steps
+        predicts = options.prediction_type
+        if options.thresholding or predicts not in ("epsilon", "v_prediction") or (following[:-1] != values[1:]).any():
+            raise ValueError(
+                f"scheduler with thresholding={options.thresholding}, prediction_type={predicts!r} and "
+                f"timestep_spacing={options.timestep_spacing!r} in {steps} steps: DDIM here needs no thresholding, "
+                "epsilon or v_prediction, and timesteps a multiple of T // S apart; set rollout.num_steps to a divisor "
+                f"of {options.num_train_timesteps} and timestep_spacing to leading"
+            )
+        alphas = torch.cat([ddim.alphas_cumprod[values], ddim.final_alpha_cumprod[None]]).float()
+        return DdimSchedule(
+            sigmas=(1 - alphas).sqrt(),
+            noise_level=noise_level,
+            alphas=alphas,
+            values=values.float(),
+            predicts=predicts,
+            clip=options.clip_sample_range if options.clip_sample else None,
+        )
+
+
+# Family of each class of diffusers.
 FAMILIES: dict[str, Family] = {
     "SD3Transformer2DModel": StableDiffusion3(),
     "FluxTransformer2DModel": Flux(),
     "QwenImageTransformer2DModel": QwenImage(),
+    "WanTransformer3DModel": Wan(),
+    "UNet2DConditionModel": StableDiffusion1(),
 }
-
-
-def velocity(
-    model: Any,  # noqa: ANN401
-    family: Family,
-    latents: Tensor,
-    sigma: Tensor,
-    prompts: Prompts,
-    *,
-    size: tuple[int, int],
-) -> Tensor:
-    """Compute v_θ(x_σ, σ, prompt) in float32, shaped like the latents; with guidance γ, v(∅) + γ (v(prompt) − v(∅)).
-
-    Args:
-        model: the transformer, in any dtype; inputs are rounded to it.
-        family: its call convention.
-        latents: (B, …).
-        sigma: (B,) float32.
-        prompts: B rows. A guidance-distilled model reads γ as an input; any other model also runs on the empty prompt.
-        size: height and width in latent pixels.
-    """
-    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    distilled = model.config.get("guidance_embeds", False)
-    scale = latents.new_full((len(latents),), prompts.guidance, dtype=torch.float32) if distilled else None
-
-    def run(condition: Condition) -> Tensor:
-        arguments = family.arguments(latents.to(dtype), sigma * 1000, condition.to(dtype), scale, *size)
-        predicted: Tensor = model(**arguments, return_dict=False)[0]
-        return predicted.float()
-
-    predicted = run(prompts.condition)
-    if distilled or prompts.unconditional is None:
-        return predicted
-
-    empty = run(prompts.unconditional)
-    guided = empty + prompts.guidance * (predicted - empty)
-
-    # Qwen-Image's pipeline scales the guided velocity back, and its trained models expect that.
-    if not family.guidance_keeps_norm:
-        return guided
-    return guided * (predicted.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
-
-def stack_conditions(conditions: Sequence[Condition]) -> Condition:
-    """Stack conditions of several prompts, padded on the right to the longest; differing lengths add a mask."""
-    lengths = [condition.embeds.shape[1] for condition in conditions]
-    longest = max(lengths)
-
-    def padded(x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(len(x), longest - x.shape[1], *x.shape[2:])], dim=1)
-
-    # Padding must be masked, so prompts of different lengths need a mask even if their encoder returns no mask.
-    masks = [
-        torch.ones(c.embeds.shape[:2], dtype=torch.long, device=c.embeds.device) if c.mask is None else c.mask
-        for c in conditions
-    ]
-    whole = all(c.mask is None for c in conditions) and len(set(lengths)) == 1
-    pooled = [c.pooled for c in conditions if c.pooled is not None]
-    return Condition(
-        torch.cat([padded(c.embeds) for c in conditions]),
-        torch.cat(pooled) if pooled else None,
-        None if whole else torch.cat([padded(mask) for mask in masks]),
-    )
-
-
-def _patch_count(height: int, width: int, patch: int) -> int:
-    """Return the number of patches of a picture; `patch` must divide both sides."""
-    if height % patch or width % patch:
-        raise ValueError(f"latents of {height} × {width} are not divisible by the patch size {patch}")
-    return (height // patch) * (width // patch)

@@ -23,6 +23,8 @@ class DiffusionModelConfig:
     Attributes:
         path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), its id on the hub,
             or a checkpoint of a run; "shapes" is the small model of rollcorr-demo-models.
+        family: `package.module:Class` or `file.py:Class` of a family of your own (`rollcorr.train.Family`); defaults
+            to the family of the network's class.
         height: pixels; defaults to the model's own size, if it has one.
         width: pixels; defaults to the height.
         lora: train adapters instead of the full transformer.
@@ -31,6 +33,7 @@ class DiffusionModelConfig:
     """
 
     path: str = "shapes"
+    family: str | None = None
     height: int | None = None
     width: int | None = None
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -93,7 +96,8 @@ class DiffusionRolloutConfig:
             at the lowest step and moves to later ones during the training (MixGRPO).
         sde_window_spacing: the window takes every n-th step; above 1 it has holes, which follow the ODE.
         sde_window_interval: training steps until a moving window moves by one.
-        dtype: precision of the sampling copy: "bfloat16", "float16", "fp8" (emulated) or the trainer's "float32".
+        dtype: precision of the sampling copy: "bfloat16", "float16", "fp8" (emulated), "fp8_matmul" (e4m3
+            products, on a device that has them) or the trainer's "float32".
         guidance_scale: γ of classifier-free guidance, 1 disables it; a distilled model reads it as an input.
         refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
         batch_size: pictures sampled at a time; null for all at once.
@@ -194,8 +198,8 @@ class DiffusionLogConfig(LogConfig):
     Attributes:
         evaluate: pictures drawn before and after the training, without noise; 0 disables it.
         images: number of pictures in the report.
-        rollouts: write a rollout log (Parquet) for each step, without latents. Bypass mode computes no log π_old
-            and writes no log.
+        rollouts: write a rollout log (Parquet) for each step, without latents. In bypass mode it has
+            the pictures of the first mini-batch, with log π_θ before the update.
     """
 
     evaluate: int = 48

@@ -11,14 +11,18 @@ from pathlib import Path
 
 import torch
 
-from rollcorr.diffusion.batch_checks import dimensions_of
-from rollcorr.diffusion.step_correction import step_kl
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
-from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureBatch, PictureStepResult
+from rollcorr.train.flow_grpo.flow_grpo_trainer import (
+    FirstScores,
+    FlowGrpoTrainer,
+    PictureBatch,
+    PictureStepResult,
+)
+from rollcorr.train.flow_grpo.fresh_pictures import denoising_batch
 from rollcorr.train.flow_grpo.images import save_grid
 from rollcorr.train.flow_grpo.prompts import read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
@@ -109,8 +113,9 @@ class FlowGrpoRecipe(Recipe):
 
     def write_extras(self, step: int) -> None:
         """Write the rollout log of the step."""
-        if self.trainer.config.log.rollouts and self.newest is not None and not self.trainer.actor.bypass_mode:
-            write_denoising_log(self.directory.rollout_log(step), step, self.newest.batch, self.trainer.config)
+        newest, config = self.newest, self.trainer.config
+        if config.log.rollouts and newest is not None and (newest.first or not self.trainer.actor.bypass_mode):
+            write_denoising_log(self.directory.rollout_log(step), step, newest.batch, config, newest.first)
 
     def save_policy(self, directory: Path) -> None:
         """Write the trained parts and the paths of the frozen ones."""
@@ -191,6 +196,7 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     model = config.model
     policy = load_policy(
         path,
+        family=model.family,
         height=model.height,
         width=model.width,
         lora=model.lora,
@@ -203,42 +209,42 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     return policy
 
 
-def write_denoising_log(path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig) -> None:
+def write_denoising_log(
+    path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig, first: FirstScores | None = None
+) -> None:
     """Write one step's pictures: one row for each, one token for each denoising step of its window.
-
-    Latents and means are not written: they are large, and the diagnosis needs only one number, the exact KL.
 
     Args:
         path: the Parquet file; replaced.
         step: the training step.
-        batch: with log π_old.
+        batch: with log π_old, unless `first` is given.
         config: of the run.
+        first: of bypass mode, which computes no log π_old: log π_θ of the first mini-batch. Only its rows are written.
     """
-    from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+    from rollcorr.rollout_log import RolloutLogWriter
 
-    data, trajectories = batch.data, batch.trajectories
-    window = torch.ones_like(data["rollout_log_probs"], dtype=torch.bool)
-    sigma, sigma_next = trajectories.schedule.at(trajectories.steps)
-    # A row per picture, a "token" per denoising step of the window.
-    log = RolloutBatch.from_padded(
-        window,
+    # Rows of the first mini-batch are in random order; the log keeps the batch's.
+    rows, data = torch.arange(len(batch), device="cpu"), batch.data
+    if first is not None:
+        order = first.rows.cpu().argsort()
+        rows = first.rows.cpu()[order]
+        data = {name: tensor[rows] for name, tensor in data.items()}
+        data |= {name: tensor[order] for name, tensor in first.data.items()}
+
+    trajectories = batch.trajectories
+    log = denoising_batch(
+        data,
         step=step,
-        sequence_id=[f"{step}-{row}" for row in range(len(batch))],
-        group_id=[f"{step}-{group}" for group in batch.group_ids.tolist()],
-        rollout_log_prob=data["rollout_log_probs"],
-        old_log_prob=data["old_log_probs"],
-        reward=batch.rewards,
-        advantages=data["advantages"][:, None].expand_as(window),
-        policy_versions=[trajectories.version] * len(batch),
+        train_column="old_log_prob" if first is None else "log_prob",
+        sequence_id=[f"{step}-{row}" for row in rows.tolist()],
+        group_id=[f"{step}-{group}" for group in batch.group_ids[rows].tolist()],
+        reward=batch.rewards[rows],
+        advantages=data["advantages"][:, None].expand_as(data["rollout_log_probs"]),
+        policy_versions=[trajectories.version] * len(rows),
         engine=f"rollout copy, {config.rollout.dtype}",
         model=config.model.path,
-        prompt=batch.texts,
-        dimensions=dimensions_of(data),
-        timestep=data["timesteps"],
-        sigma=sigma,
-        sigma_next=sigma_next,
-        step_std=data["std"],
-        exact_kl=step_kl(data["old_prev_sample_mean"], data["prev_sample_mean"], data["std"]),
+        prompt=[batch.texts[row] for row in rows.tolist()],
+        **trajectories.schedule.logged(trajectories.steps[rows]),
     )
     with RolloutLogWriter(path, overwrite=True) as writer:
         writer.write(log)

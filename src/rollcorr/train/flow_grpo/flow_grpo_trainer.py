@@ -32,13 +32,15 @@ from rollcorr.diffusion import (
     check_schedule,
     loss_step_metrics,
 )
+from rollcorr.engines import DiffusionEngine
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-from rollcorr.train.flow_grpo.families import Prompts, velocity
+from rollcorr.train.flow_grpo.family import Prompts, predict
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Trajectories, draw_windows, make_schedule
 from rollcorr.train.steps import (
     ADVANTAGES,
     Clock,
+    derived_seed,
     make_optimizer,
     micro_batch_size,
     mini_batches,
@@ -79,11 +81,37 @@ class PictureBatch:
 
 
 @dataclass(frozen=True, eq=False)
+class FirstScores:
+    """What the loss computed before the first update of a step, in bypass mode.
+
+    Attributes:
+        rows: pictures of the first mini-batch that this rank scored, (b,) int64.
+        data: `old_log_probs` (b, W) and `old_prev_sample_mean` (b, W, …) of π_θ, without gradient.
+    """
+
+    rows: Tensor
+    data: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, parts: list[tuple[Tensor, dict[str, Tensor]]], window: int) -> FirstScores:
+        """Join the scores of micro-batches, each with its rows: one for each step of the window, in order."""
+        scores = [score for _, score in parts]
+        data = {
+            f"old_{name}": torch.cat(
+                [torch.cat([s[name] for s in scores[i : i + window]], dim=1) for i in range(0, len(scores), window)]
+            )
+            for name in ("log_probs", "prev_sample_mean")
+        }
+        return cls(torch.cat([rows for rows, _ in parts[::window]]), data)
+
+
+@dataclass(frozen=True, eq=False)
 class PictureStepResult:
-    """Metrics and batch of a step."""
+    """Metrics and batch of a step; in bypass mode also the scores before its first update."""
 
     metrics: dict[str, float]
     batch: PictureBatch
+    first: FirstScores | None = None
 
 
 class FlowGrpoTrainer:
@@ -138,7 +166,7 @@ class FlowGrpoTrainer:
         clock, passes = Clock(), self.forward_passes
         with clock("rollout"):
             staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
-            trajectories, texts = self._sample(step)
+            trajectories, texts = self.sample(step)
         with clock("reward"):
             batch = self._build_batch(trajectories, texts)
         with clock("old_log_prob"):
@@ -150,7 +178,8 @@ class FlowGrpoTrainer:
             advantages = ADVANTAGES[self.config.algorithm.advantage](batch.rewards, batch.group_ids)
             batch.data["advantages"] = advantages.to(batch.trajectories.steps.device)
         with clock("update"):
-            metrics |= self._update(batch, step)
+            updated, first = self._update(batch, step)
+            metrics |= updated
 
         metrics |= {
             "reward/mean": float(batch.rewards.double().mean()),
@@ -161,7 +190,7 @@ class FlowGrpoTrainer:
             "perf/images_per_second": len(batch) / clock.total,
             **clock.metrics(),
         }
-        return PictureStepResult(metrics, batch)
+        return PictureStepResult(metrics, batch, first)
 
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
         """Return prompt inputs of the transformer, each repeated `copies` times in a row.
@@ -180,18 +209,37 @@ class FlowGrpoTrainer:
             empty = self.policy.encoder.encode([""]).select(torch.zeros_like(rows))
         return Prompts(condition.select(rows), empty, guidance)
 
-    def _sample(self, step: int) -> tuple[Trajectories, list[str]]:
-        """Sample the trajectories of the step, a group for each prompt; return them with their prompts."""
+    def sample(self, step: int, engine: DiffusionEngine | None = None) -> tuple[Trajectories, list[str]]:
+        """Sample the trajectories of the step, a group for each prompt; return them with their prompts.
+
+        Args:
+            step: seeds prompts, windows and noise.
+            engine: samples instead of the rollout copy; optional. It must have the trainer's weights.
+
+        Raises:
+            ValueError: the engine's schedule differs from the trainer's.
+            EngineError: the engine failed.
+        """
         rollout, seed = self.config.rollout, self.config.seed
         walk = shuffled_walk(len(self.texts), rollout.prompts_per_step, purpose="prompts", seed=seed, step=step)
         texts = [self.texts[row] for row in walk]
         windows = draw_windows(rollout, seed=seed, step=step)
 
         prompts = self.prompts(texts, copies=rollout.group_size)
-        trajectories = self.sampler.sample(prompts, windows, seed=seed, step=step)
-        return trajectories, [text for text in texts for _ in range(rollout.group_size)]
+        repeated = [text for text in texts for _ in range(rollout.group_size)]
+        if engine is None:
+            return self.sampler.sample(prompts, windows, seed=seed, step=step), repeated
+
+        # Densities of steps between other σ are not comparable.
+        sampled = engine.sample(repeated, windows, seed=derived_seed(seed, "engine", step))
+        check_schedule(sampled.sigmas.tolist(), self.schedule.sigmas.tolist())
+        device = self.parameters[0].device
+        here = {name: tensor.to(device) for name, tensor in sampled.data.items()}
+        own = {"schedule": self.schedule, "prompts": prompts, "data": here, "steps": sampled.steps.to(device)}
+        return Trajectories(**vars(sampled) | own), repeated
 
     def _build_batch(self, trajectories: Trajectories, texts: list[str]) -> PictureBatch:
+        assert trajectories.final is not None, "the rollout copy returns x at σ = 0"
         images = self.policy.decode(trajectories.final)
         groups = torch.arange(self.config.rollout.prompts_per_step, device="cpu").repeat_interleave(
             self.config.rollout.group_size
@@ -211,21 +259,21 @@ class FlowGrpoTrainer:
         check_schedule(batch.trajectories.schedule.sigmas.tolist(), self.schedule.sigmas.tolist())
 
         if not self.actor.bypass_mode:
-            old = self._score_all(batch, self.model)
+            old = self.score_all(batch.trajectories, self.model)
             batch.data.update(old_log_probs=old["log_probs"], old_prev_sample_mean=old["prev_sample_mean"])
 
         if self.actor.kl_coef:
             # With adapters, the reference is the base transformer.
             with self.policy.without_adapters():
-                reference = self._score_all(batch, self.reference or self.model)
+                reference = self.score_all(batch.trajectories, self.reference or self.model)
             batch.data.update(ref_prev_sample_mean=reference["prev_sample_mean"])
 
     @torch.no_grad()
-    def _score_all(self, batch: PictureBatch, model: nn.Module) -> dict[str, Tensor]:
-        """Compute log-probs (B, W) and means (B, W, …) of a batch under a model."""
-        rows, window = batch.trajectories.steps.shape
+    def score_all(self, trajectories: Trajectories, model: nn.Module) -> dict[str, Tensor]:
+        """Compute `log_probs` (B, W) and `prev_sample_mean` (B, W, …) of trajectories under a model."""
+        rows, window = trajectories.steps.shape
         parts = [
-            [self._score(batch, model, chunk, column) for column in range(window)]
+            [self._score(trajectories, model, chunk, column) for column in range(window)]
             for chunk in torch.arange(rows, device="cpu").split(self.micro_batch_size)
         ]
         return {
@@ -233,17 +281,18 @@ class FlowGrpoTrainer:
             for name in ("log_probs", "prev_sample_mean")
         }
 
-    def _score(self, batch: PictureBatch, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
+    def _score(self, trajectories: Trajectories, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
         """Compute log-probs (b, 1) and means (b, 1, …) of one step of the window, with gradient."""
-        x, after = (batch.data["latents"][rows, column + i] for i in (0, 1))
-        if "next_latents" in batch.data:
-            after = batch.data["next_latents"][rows, column]
-        steps = batch.trajectories.steps[rows, column]
+        data = trajectories.data
+        x, after = (data["latents"][rows, column + i] for i in (0, 1))
+        if "next_latents" in data:
+            after = data["next_latents"][rows, column]
+        steps = trajectories.steps[rows, column]
         self.forward_passes += 1
-        prompts, size = batch.trajectories.prompts.select(rows), self.policy.size
-        v = velocity(model, self.policy.family, x, self.schedule.at(steps)[0], prompts, size=size)
+        prompts, size = trajectories.prompts.select(rows), self.policy.size
+        v = predict(model, self.policy.family, x, self.schedule.timestep(steps), prompts, size=size)
 
-        # Log-density of the sampled step under this model: a Gaussian around the mean from its velocity.
+        # Log-density of the sampled step under this model: a Gaussian around the mean from its prediction.
         mean, std = self.schedule.moments(v, x, steps)
         log_prob = gaussian_log_prob(after, mean, std)
         return {"log_probs": log_prob.unsqueeze(1), "prev_sample_mean": mean.unsqueeze(1)}
@@ -255,19 +304,27 @@ class FlowGrpoTrainer:
             return {}
         return apply_rollout_correction_to_diffusion_batch(batch.data, self.actor, schedule=schedule)[1]
 
-    def _update(self, batch: PictureBatch, step: int) -> dict[str, float]:
-        """Run every optimizer step of the batch; return their combined metrics."""
+    def _update(self, batch: PictureBatch, step: int) -> tuple[dict[str, float], FirstScores | None]:
+        """Run every optimizer step of the batch; return their combined metrics, and the first scores in bypass mode."""
         optim = self.config.optim
         set_learning_rate(self.optimizer, optim, step)
         parts = mini_batches(len(batch), optim, seed=self.config.seed, step=step)
-        done = [self._optimizer_step(batch, mini_batch) for _, mini_batch in parts]
+        scores: list[tuple[Tensor, dict[str, Tensor]]] = []
+        done: list[tuple[list[PolicyLossOutput], dict[str, float]]] = []
+        for _, mini_batch in parts:
+            # Before the first update π_θ is the policy that decoupled mode calls π_old.
+            seen = scores if self.actor.bypass_mode and self.config.log.rollouts and not done else None
+            done.append(self._optimizer_step(batch, mini_batch, seen))
 
         outputs = [output for found, _ in done for output in found]
         means = {name: sum(numbers[name] for _, numbers in done) / len(done) for name in done[0][1]}
-        return loss_step_metrics(outputs, self.actor, group=self.group) | means
+        first = FirstScores.of(scores, batch.trajectories.steps.shape[1]) if scores else None
+        return loss_step_metrics(outputs, self.actor, group=self.group) | means, first
 
-    def _optimizer_step(self, batch: PictureBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], dict[str, float]]:
-        """Accumulate a mini-batch's gradients over micro-batches and steps, then step.
+    def _optimizer_step(
+        self, batch: PictureBatch, rows: Tensor, seen: list[tuple[Tensor, dict[str, Tensor]]] | None
+    ) -> tuple[list[PolicyLossOutput], dict[str, float]]:
+        """Accumulate a mini-batch's gradients over micro-batches and steps, then step; append its scores to `seen`.
 
         The step is skipped if less than `min_keep_fraction` or no sample was kept, or if a number is not finite.
         """
@@ -277,8 +334,11 @@ class FlowGrpoTrainer:
         with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
             for micro_batch in own_rows(rows, self.group).split(self.micro_batch_size):
                 for column in range(window):
+                    scores = self._score(batch.trajectories, self.model, micro_batch, column)
+                    if seen is not None:
+                        seen.append((micro_batch, {name: score.detach() for name, score in scores.items()}))
                     output = gradients.diffusion_loss(
-                        self._score(batch, self.model, micro_batch, column),
+                        scores,
                         _select_step(batch.data, micro_batch, column),
                         schedule=self.schedule.timesteps.tolist(),
                     )

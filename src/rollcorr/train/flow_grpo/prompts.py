@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rollcorr.train.flow_grpo.families import Condition, stack_conditions
+from rollcorr.train.flow_grpo.family import Condition, Family, stack_conditions
+
+# Folder of the trained network.
+NETWORKS = ("transformer", "unet")
 
 WORD_TABLE = "word_table.safetensors"
 
@@ -95,6 +98,7 @@ class PipelineEncoder:
 
     Args:
         directory: contains `model_index.json`, tokenizers and text encoders.
+        family: encodes a prompt.
         dtype: precision of the encoders; the condition is float32.
         device: device of the encoders.
 
@@ -102,12 +106,14 @@ class PipelineEncoder:
         ValueError: the directory's encoders cannot be loaded; the message contains the cause.
     """
 
-    def __init__(self, directory: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, directory: Path, family: Family, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         from diffusers import DiffusionPipeline
 
-        # Leave out the transformer and the VAE: they are large, and loaded elsewhere.
+        # Leave out the network and the VAE: they are large, and loaded elsewhere.
         parts = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
-        left_out = {name: None for name in ("transformer", "vae") if name in parts}
+        left_out = {name: None for name in (*NETWORKS, "vae", "safety_checker") if name in parts}
         try:
             self.pipeline = DiffusionPipeline.from_pretrained(directory, trust_remote_code=False, **left_out)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -116,25 +122,12 @@ class PipelineEncoder:
         for part in self.pipeline.components.values():
             if isinstance(part, torch.nn.Module):
                 torch.nn.Module.to(part, device, dtype).requires_grad_(False)
-        self.device = device
+        self.family, self.device = family, device
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
-        """Call the pipeline's `encode_prompt` on one prompt at a time, so that rows are independent."""
-        return stack_conditions([self._encode_one(prompt) for prompt in prompts])
-
-    def _encode_one(self, prompt: str) -> Condition:
-        name = type(self.pipeline).__name__
-        if name.startswith("StableDiffusion3"):
-            embeds, _, pooled, _ = self.pipeline.encode_prompt(
-                prompt, None, None, do_classifier_free_guidance=False, device=self.device
-            )
-            return Condition(embeds.float(), pooled.float())
-        if name.startswith("Flux"):
-            embeds, pooled, _ = self.pipeline.encode_prompt(prompt, None, device=self.device)
-            return Condition(embeds.float(), pooled.float())
-        embeds, mask = self.pipeline.encode_prompt([prompt], device=self.device)
-        return Condition(embeds.float(), mask=mask)
+        """Encode one prompt at a time, so that rows are independent."""
+        return stack_conditions([self.family.encode(self.pipeline, prompt, self.device) for prompt in prompts])
 
 
 PromptEncoder = WordTable | PipelineEncoder

@@ -1,4 +1,4 @@
-"""The rollout policy: the schedule and its window, the model copy, and the sampler of trajectories.
+"""The rollout policy: the window, the model copy, and the sampler of trajectories.
 
 A trajectory of S steps visits σ_0 = 1 > σ_1 > … > σ_S = 0, along diffusers' own schedule. Inside the window of W steps
 the sampler uses SDE steps, which are trained on; outside it, and in the holes of a window, it follows the ODE.
@@ -9,9 +9,11 @@ The copy of the transformer computes in the precision that an inference engine w
     bfloat16   parameters and activations in bfloat16
     float16    parameters and activations in float16: 8 times the precision, but nothing above 65,504
     fp8        weights of linear layers rounded to e4m3 with a scale, activations in bfloat16
+    fp8_matmul the same weights, multiplied in e4m3 with each row of the activations
 
 fp8 is emulated: w → s · e4m3(w / s) with s = max |w| / 448 over each output channel, kept in bfloat16. It has the
-rounding of a weight-only fp8 engine on any device, not its speed. LoRA adapters stay in bfloat16, as engines keep them.
+rounding of a weight-only fp8 engine on any device, not its speed. fp8_matmul needs a device that multiplies e4m3. LoRA
+adapters stay in bfloat16, as engines keep them.
 
 The latents, the step and its log-prob are always float32, because rounding them would add a mismatch. Steps outside the
 window follow the ODE on the copy as well. This shifts the distribution of pictures, and no importance weight of the
@@ -24,107 +26,37 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollcorr.core.diffusion import gaussian_log_prob, sde_step_mean, take_step
+from rollcorr.core.diffusion import gaussian_log_prob, take_step
+from rollcorr.engines.diffusion_engine import DiffusionRollout
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
-from rollcorr.train.flow_grpo.families import Prompts, velocity
+from rollcorr.train.flow_grpo.family import Prompts, predict
+from rollcorr.train.flow_grpo.schedule import Schedule
 from rollcorr.train.steps import derived_generator, derived_seed
 
 if TYPE_CHECKING:
     from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
 
-RolloutDtype = Literal["bfloat16", "float16", "fp8", "float32"]
+RolloutDtype = Literal["bfloat16", "float16", "fp8", "fp8_matmul", "float32"]
 LARGEST_E4M3 = 448.0
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Schedule:
-    """σ of every step, and the noise level.
-
-    Attributes:
-        sigmas: (S + 1,) float32 on the CPU, falling, the last one 0.
-        noise_level: a, inside the window.
-    """
-
-    sigmas: Tensor
-    noise_level: float = 0.7
-
-    def __post_init__(self) -> None:
-        sigmas = self.sigmas
-        falling = bool((sigmas.diff() < 0).all()) and sigmas[0] <= 1 and sigmas[-1] == 0
-        if not falling:
-            raise ValueError(f"sigmas must fall from at most 1 to 0, got {[round(s, 4) for s in sigmas.tolist()]}")
-
-    @property
-    def steps(self) -> int:
-        """Return S."""
-        return len(self.sigmas) - 1
-
-    @property
-    def timesteps(self) -> Tensor:
-        """Return σ × 1000, (S,), the input of the transformer."""
-        return self.sigmas[:-1] * 1000
-
-    def at(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return σ and the next σ of some step numbers, any shape, on their device."""
-        sigmas = self.sigmas.to(steps.device)
-        return sigmas[steps], sigmas[steps + 1]
-
-    def moments(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute mean m and deviation s of an SDE step from x at given step numbers; see `rollcorr.core.diffusion`.
-
-        Args:
-            velocity: v, (B, …) float32.
-            sample: x, same shape.
-            steps: step numbers, (B,).
-
-        Returns:
-            m in the shape of the sample, s (B,).
-        """
-        mean, std = self._step_mean_and_std(velocity, sample, steps, self.noise_level)
-        assert std is not None, "a step without noise has no log-prob"
-        return mean, std.flatten()
-
-    def straight(self, velocity: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
-        """Compute x + (σ_next − σ) v, the Euler step of the ODE, (B, …)."""
-        return self._step_mean_and_std(velocity, sample, steps, 0.0)[0]
-
-    def _step_mean_and_std(
-        self, velocity: Tensor, sample: Tensor, steps: Tensor, noise_level: float
-    ) -> tuple[Tensor, Tensor | None]:
-        sigma, sigma_next = self.at(steps)
-        largest = float(self.sigmas[1])
-        return sde_step_mean(
-            velocity, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=largest, noise_level=noise_level
-        )
 
 
 def make_schedule(policy: DiffusionPolicy, steps: int, *, noise_level: float = 0.7) -> Schedule:
     """Return the schedule of this model's pipeline, from diffusers' scheduler.
 
     Raises:
-        ValueError: the scheduler's σ do not fall from 1 to 0 (`invert_sigmas`, for instance).
+        ValueError: the scheduler's noise does not fall (`invert_sigmas`, for instance), or an option is unsupported.
     """
     # Setting the steps modifies a scheduler, so copy the policy's.
-    scheduler: Any = copy.deepcopy(policy.scheduler)
-    config = scheduler.config
-    shift = {}
-    if config.use_dynamic_shifting:
-        # μ is linear in the number of image tokens, as in the pipelines of diffusers.
-        tokens = policy.family.sequence_length(policy.transformer.config, *policy.size)
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-        shift["mu"] = config.base_shift + slope * (tokens - config.base_image_seq_len)
-    if policy.family.even_sigmas:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **shift)
-    else:
-        scheduler.set_timesteps(steps, **shift)
-
-    return Schedule(sigmas=scheduler.sigmas.float().cpu(), noise_level=noise_level)
+    scheduler = copy.deepcopy(policy.scheduler)
+    return policy.family.schedule(
+        scheduler, policy.transformer.config, policy.size, steps=steps, noise_level=noise_level
+    )
 
 
 def draw_windows(rollout: DiffusionRolloutConfig, *, seed: int, step: int) -> Tensor:
@@ -163,6 +95,8 @@ class RolloutModel:
         if dtype != "float32":
             own = torch.float16 if dtype == "float16" else torch.bfloat16
             nn.Module.to(self.module, own)  # not diffusers' own, which remarks on it
+        if dtype == "fp8_matmul":
+            _multiply_in_e4m3(self.module)
         self.update_weights(model, version=0)
 
     @torch.no_grad()
@@ -178,7 +112,7 @@ class RolloutModel:
             raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
 
         # Round from the trainer's float32, never from the copy: rounding errors must not accumulate.
-        linear = _linear_weights(model) if self.dtype == "fp8" else set()
+        linear = _linear_weights(model) if self.dtype.startswith("fp8") else set()
         for name, value in source.items():
             target[name].copy_(round_to_e4m3(value) if name in linear else value)
         self.weight_version = version
@@ -213,8 +147,51 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
 
     Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
-    scale = (weight.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
+    rounded, scale = _quantize(weight)
+    return rounded.to(weight.dtype) * scale
+
+
+def _quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3(x / s) and s = max |x| / 448 of each row, (rows, 1), in the input's dtype."""
+    scale = (rows.abs().amax(dim=1, keepdim=True) / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
+    return (rows / scale).to(torch.float8_e4m3fn), scale
+
+
+def _multiply_in_e4m3(module: nn.Module) -> None:
+    """Replace the product of every linear layer whose sizes are multiples of 16 by one in e4m3.
+
+    Raises:
+        ValueError: the device cannot multiply e4m3.
+    """
+    # Try a layer without initial values, because those would draw from the global generator.
+    device = next(module.parameters()).device
+    try:
+        tried = nn.utils.skip_init(nn.Linear, 16, 16, device=device, dtype=torch.bfloat16)
+        linear_e4m3(tried, torch.zeros(16, 16, device=device, dtype=torch.bfloat16))
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise ValueError(
+            f"rollout.dtype=fp8_matmul: {device} cannot multiply e4m3 ({error}); use fp8, which emulates its weights"
+        ) from error
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and "lora_" not in name and not any(n % 16 for n in layer.weight.shape):
+            layer.forward = partial(linear_e4m3, layer)  # type: ignore[method-assign]
+
+
+def linear_e4m3(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Compute y = s_x (e4m3(x / s_x) · e4m3(W / s_w)ᵀ) s_w + b on the device's fp8 units.
+
+    Args:
+        layer: W (out, in), both multiples of 16, and b (out,) or None. s_w is one for each output channel.
+        x: (…, in). s_x is one for each row.
+
+    Returns:
+        (…, out), in the dtype of x.
+    """
+    (rows, row_scale), (columns, column_scale) = (_quantize(t) for t in (x.flatten(0, -2), layer.weight))
+    product = torch._scaled_mm(
+        rows, columns.t(), scale_a=row_scale.float(), scale_b=column_scale.float().t(), out_dtype=x.dtype
+    )
+    return (product if layer.bias is None else product + layer.bias).unflatten(0, x.shape[:-1])
 
 
 def _linear_weights(model: nn.Module) -> set[str]:
@@ -227,27 +204,16 @@ def _linear_weights(model: nn.Module) -> set[str]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Trajectories:
-    """B trajectories, W steps in the window; tensors are float32 unless noted otherwise.
+class Trajectories(DiffusionRollout):
+    """B trajectories, W steps in the window, with what the trainer needs to score them.
 
     Attributes:
         schedule: σ of every step.
         prompts: B rows.
-        steps: step numbers inside the window, (B, W) int64.
-        final: x at σ = 0, (B, …).
-        version: of the weights that sampled.
-        data: by the keys of `rollcorr.diffusion`: `latents` (x before each step of the window, and after the last),
-            `next_latents` (x after each step, only if the window has holes),
-            `prev_sample_mean` (m of each step under the rollout policy), `std` (s), `rollout_log_probs` (log μ of each
-            step, averaged over the D latent dimensions, nats), `timesteps` and `dt`.
     """
 
     schedule: Schedule
     prompts: Prompts
-    steps: Tensor
-    final: Tensor
-    version: int
-    data: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +257,7 @@ class Sampler:
         following = torch.empty_like(means) if has_holes else latents[:, 1:]
 
         for number in range(self.schedule.steps):
-            v, at = self._predict_velocity(x, number, prompts)
+            v, at = self._predict(x, number, prompts)
             straight = self.schedule.straight(v, x, at)
 
             # Rows whose window contains this step add noise; the rest follow the ODE.
@@ -315,7 +281,7 @@ class Sampler:
         data = {
             "rollout_log_probs": log_probs,
             "latents": latents,
-            "timesteps": sigma * 1000,
+            "timesteps": self.schedule.timestep(steps),
             "prev_sample_mean": means,
             "std": stds,
             "dt": sigma_next - sigma,
@@ -323,6 +289,7 @@ class Sampler:
         if has_holes:
             data["next_latents"] = following
         return Trajectories(
+            sigmas=self.schedule.sigmas,
             schedule=self.schedule,
             prompts=prompts,
             steps=steps,
@@ -336,22 +303,22 @@ class Sampler:
         """Compute x at σ = 0 along the ODE, without exploration noise, (B, …)."""
         x = self._draw_noise(len(prompts), seed, step, "start")
         for number in range(self.schedule.steps):
-            v, at = self._predict_velocity(x, number, prompts)
+            v, at = self._predict(x, number, prompts)
             x = self.schedule.straight(v, x, at)
         _check_finite(x, self.model.dtype)
         return x
 
-    def _predict_velocity(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """Return v of all rows at a step, and the step number of each row."""
+    def _predict(self, x: Tensor, number: int, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """Return the model's prediction for all rows at a step, and the step number of each row."""
         at = torch.full((len(x),), number, device=x.device)
-        sigma, _ = self.schedule.at(at)
+        timestep = self.schedule.timestep(at)
         rows = torch.arange(len(x), device=x.device)
         parts = [
-            velocity(
+            predict(
                 self.model.module,
                 self.policy.family,
                 x[part],
-                sigma[part],
+                timestep[part],
                 prompts.select(part),
                 size=self.policy.size,
             )

@@ -1,0 +1,272 @@
+"""The corrections that `advise` chooses among, each measured on a log: sums that merge, and the numbers from them.
+
+The gradient of the loss is Σ w A ∇log π over tokens. A log has its coefficients w A, summed here by token id: that is
+the gradient of a bias of the last layer, but for the probabilities of the other tokens. Prompts are dealt to folds, and
+the spread of the folds gives the variance of the total (half-samples). No estimator here has ratios of its whole
+history but sequence weights, so the bias of another is its difference from these.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config.presets import preset_fields
+from rollcorr.correction.rollout_correction import correct
+from rollcorr.rollout_log import RolloutBatch
+
+Sums = NDArray[np.float64]
+
+FOLDS = 16
+"""Parts of the prompts."""
+BUCKETS = 256
+"""Token ids are folded to so many; positions take their place if a log has no ids."""
+FLIPS, LEVEL = 999, 0.05
+"""A bias is shown if a smaller share of so many random signs of the folds give as large a sum."""
+OF_A_CANDIDATE = ("kept", "weight", "weight_square", "row_weight", "row_weight_square", "signal")
+"""Sums: tokens of weight above 0; Σ w, Σ w² over tokens; Σ u, Σ u² over sequences of mean weight u; Σ w A²."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A correction to choose.
+
+    Attributes:
+        preset: its preset.
+        options: field → value, where it differs from the preset's.
+    """
+
+    preset: str
+    options: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Every field of the configuration that the preset or the candidate sets."""
+        return preset_fields(self.preset, {}) | dict(self.options)
+
+    @property
+    def config(self) -> RolloutCorrectionConfig:
+        """The configuration."""
+        return RolloutCorrectionConfig(**self.fields)  # type: ignore[arg-type]
+
+
+CANDIDATES: dict[str, Candidate] = {
+    "none": Candidate(preset="measure"),
+    "Token-TIS 2": Candidate(preset="decoupled_token_is"),
+    "Token-TIS 20": Candidate(preset="decoupled_token_is", options={"rollout_is_threshold": 20.0}),
+    "horizon 0.9": Candidate(
+        preset="decoupled_token_is",
+        options={"rollout_is": "horizon", "rollout_is_horizon": 0.9, "rollout_is_threshold": 4.0},
+    ),
+    "Seq-TIS 4": Candidate(preset="decoupled_seq_is", options={"rollout_is_threshold": 4.0}),
+    "Seq-MIS": Candidate(preset="decoupled_seq_is_rs"),
+    "geometric band": Candidate(preset="decoupled_geo_rs"),
+    "geometric + token": Candidate(preset="decoupled_geo_rs_token_tis"),
+    "k3 + token": Candidate(preset="decoupled_k3_rs_token_tis"),
+}
+"""Name → correction: from no ratio to those of the whole sequence, then those that reject."""
+WHOLE_HISTORY = "Seq-TIS 4"
+"""The candidate that others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateRow:
+    """What one candidate does to a log.
+
+    Attributes:
+        name: key of `CANDIDATES`.
+        kept: share of the tokens with a weight above 0.
+        mean_weight: Σ w / N.
+        token_ess: (Σ w)² / (N Σ w²) over all N tokens.
+        sequence_ess: the same over sequences, each with the mean weight of its tokens.
+        signal: Σ w A² / Σ A²; None where no advantages are recorded.
+        noise: standard error of the coefficients per mean weight, relative to the size of those of `WHOLE_HISTORY`;
+            None without advantages, or if noise hides that size.
+        bias: size of the difference from `WHOLE_HISTORY`, relative to the same; 0 if noise explains it.
+    """
+
+    name: str
+    kept: float
+    mean_weight: float
+    token_ess: float
+    sequence_ess: float
+    signal: float | None
+    noise: float | None
+    bias: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateTotals:
+    """Sums of a stretch of a log.
+
+    Attributes:
+        rows: sequences with a valid token.
+        tokens: valid tokens.
+        square: Σ A².
+        sums: name → `OF_A_CANDIDATE`; empty if candidates are not measured.
+        coefficients: name → Σ w A by fold and token id, (FOLDS, BUCKETS).
+        advantages: every valid token so far had an advantage.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    square: float = 0.0
+    sums: Mapping[str, Sums] = field(default_factory=dict)
+    coefficients: Mapping[str, Sums] = field(default_factory=dict)
+    advantages: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        batch: RolloutBatch,
+        train: Tensor,
+        rollout: Tensor,
+        mask: Tensor,
+        *,
+        ids: Tensor | None,
+        prompts: Sequence[Tensor] | None,
+        first: int = 0,
+    ) -> CandidateTotals:
+        """The sums of a batch, in the packed layout, (N,) each.
+
+        Args:
+            batch: the rows.
+            train: log π.
+            rollout: log μ.
+            mask: true on response tokens.
+            ids: of the response tokens; None if they are not recorded.
+            prompts: ids of each prompt; None if they are not recorded.
+            first: position of the first row in the log.
+        """
+        rows, lengths = len(batch), batch.lengths
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        row = np.repeat(np.arange(rows), lengths.numpy())
+        valid = (mask & (train.double() - rollout).isfinite()).numpy()
+        row_tokens = np.bincount(row, valid, rows)
+
+        # Responses to one prompt share their problem and their baseline, so they stay in one fold.
+        keys = np.arange(first, first + rows)
+        if prompts is not None:
+            keys = np.array([zlib.crc32(prompt.numpy().tobytes()) for prompt in prompts])
+        place = np.arange(len(row)) - cu_seqlens.numpy()[row] if ids is None else ids.numpy()
+        cell = (keys % FOLDS)[row] * BUCKETS + place % BUCKETS
+        advantage, known = advantages_of(batch, valid)
+
+        sums: dict[str, Sums] = {}
+        coefficients: dict[str, Sums] = {}
+        for name, candidate in CANDIDATES.items():
+            weight = np.where(valid, applied_weights(candidate.config, train, rollout, mask, cu_seqlens), 0.0)
+            mean = np.bincount(row, weight, rows) / np.maximum(row_tokens, 1)
+            sums[name] = np.array(
+                [
+                    (weight > 0).sum(),
+                    weight.sum(),
+                    (weight * weight).sum(),
+                    mean.sum(),
+                    (mean * mean).sum(),
+                    (weight * advantage * advantage).sum(),
+                ],
+                dtype=np.float64,
+            )
+            total: Sums = np.bincount(cell, weight * advantage, FOLDS * BUCKETS).astype(np.float64)
+            coefficients[name] = total.reshape(FOLDS, BUCKETS)
+        square = float((advantage * advantage).sum())
+        return cls(int((row_tokens > 0).sum()), int(valid.sum()), square, sums, coefficients, known)
+
+    def merge(self, later: CandidateTotals) -> CandidateTotals:
+        """The sums of both stretches."""
+        return CandidateTotals(
+            self.rows + later.rows,
+            self.tokens + later.tokens,
+            self.square + later.square,
+            _merged(self.sums, later.sums),
+            _merged(self.coefficients, later.coefficients),
+            self.advantages and later.advantages,
+        )
+
+    def table(self) -> tuple[CandidateRow, ...]:
+        """What each candidate does; empty without a valid token."""
+        return tuple(self._row(name) for name in self.sums) if self.tokens else ()
+
+    def _row(self, name: str) -> CandidateRow:
+        kept, weight, square, mean, mean_square, signal = self.sums[name].tolist()
+        noise = bias = None
+        has_advantages = self.advantages and self.square > 0
+
+        # A factor on all weights changes no direction. Without the size of the gradient, nothing says what is large.
+        whole, own = self._per_weight(WHOLE_HISTORY), self._per_weight(name)
+        size, _ = squared_size(whole)
+        if has_advantages and size > 0:
+            noise = math.sqrt(squared_size(own)[1] / size)
+            beyond, _ = squared_size(own - whole)
+            bias = math.sqrt(beyond / size) if beyond > 0 and is_resolved(own - whole) else 0.0
+        return CandidateRow(
+            name=name,
+            kept=kept / self.tokens,
+            mean_weight=weight / self.tokens,
+            token_ess=weight**2 / (self.tokens * square) if square else 0.0,
+            sequence_ess=mean**2 / (self.rows * mean_square) if mean_square else 0.0,
+            signal=signal / self.square if has_advantages else None,
+            noise=noise,
+            bias=bias,
+        )
+
+    def _per_weight(self, name: str) -> Sums:
+        """The coefficients of a candidate, divided by the mean of its weights."""
+        weight = float(self.sums[name][OF_A_CANDIDATE.index("weight")])
+        per_weight: Sums = self.coefficients[name] * (self.tokens / weight if weight else 0.0)
+        return per_weight
+
+
+def squared_size(folds: Sums) -> tuple[float, float]:
+    """Return |E Σ|² of a sum over folds without the part of noise, and the variance of the sum.
+
+    The variance is Σ_f |g_f − ḡ|² F / (F − 1): the mean of |one half − other half|² over all splits of the folds.
+
+    Args:
+        folds: g, (F, K).
+    """
+    count = len(folds)
+    variance = float(((folds - folds.mean(0)) ** 2).sum()) * count / (count - 1)
+    return float((folds.sum(0) ** 2).sum()) - variance, variance
+
+
+def is_resolved(folds: Sums) -> bool:
+    """Whether the sum over folds is larger than that of the same folds with random signs (Fisher's randomization)."""
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (FLIPS, len(folds)))
+    sizes = ((signs @ folds) ** 2).sum(1)
+    return bool((sizes >= (folds.sum(0) ** 2).sum()).mean() < LEVEL)
+
+
+def applied_weights(
+    config: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor
+) -> Sums:
+    """Return what each token's loss is multiplied by: its weight if weights reach the loss, else 1; 0 if rejected."""
+    correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True)
+    weight: Sums = correction.loss_mask.numpy().astype(np.float64)
+    if config.weights_reach_loss and correction.weights is not None:
+        weight = np.where(weight > 0, correction.weights.double().numpy(), 0.0)
+    return weight
+
+
+def advantages_of(batch: RolloutBatch, valid: NDArray[np.bool_]) -> tuple[Sums, bool]:
+    """Return the advantages of a batch, 0 where one is missing, and whether every valid token has one."""
+    if not batch.has("advantages"):
+        return np.zeros(len(valid)), False
+    recorded = batch.packed("advantages").double().numpy()
+    finite = np.isfinite(recorded)
+    return np.where(valid & finite, recorded, 0.0), bool(finite[valid].all())
+
+
+def _merged(one: Mapping[str, Sums], other: Mapping[str, Sums]) -> dict[str, Sums]:
+    """Add arrays by name; one of both may be empty."""
+    both = one.keys() & other.keys()
+    return {**one, **other, **{name: one[name] + other[name] for name in both}}

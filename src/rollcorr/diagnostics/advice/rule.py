@@ -1,0 +1,78 @@
+"""Which candidate a log calls for: a provisional rule, with limits from trained policies.
+
+1. Without a mismatch that weights could see, correct nothing: the ESS of sequence weights is near 1.
+2. Else a candidate that keeps few tokens is rejected: policies trained on few tokens fell behind.
+3. Else take sequence weights while their ESS and their mean are at least as high as where they were trained with
+   success. The mean counts because weights that are all at the safety bound have an ESS of 1 and no gradient.
+4. Else take token weights: trained policies ended ahead of those without correction.
+
+The ESS of token weights decides nothing: one update of staleness leaves it at 0.989, and the run without correction
+fails. Nor does T × KL: a few sequences carry the KL. `experiments/bench/advice_evidence.py` takes the limits from the
+committed cells, and a test holds them against its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollcorr.diagnostics.advice.candidates import CANDIDATES, WHOLE_HISTORY, CandidateRow
+from rollcorr.diagnostics.numbers import format_number
+
+NEGLIGIBLE_ESS = 0.999
+"""ESS of sequence weights from which on nothing is corrected: that of clean samplers."""
+LOWEST_ESS = 0.13
+"""Lowest ESS of sequence weights, on the log of a sampler for which they ended ahead of token weights in training."""
+LOWEST_MEAN = 0.23
+"""Lowest mean of the same weights."""
+FEWEST_KEPT = 0.38
+"""Share of the tokens: corrections that kept so many or fewer ended behind sequence weights in training."""
+PROVISIONAL = (
+    "the rule is provisional: it rests on one small policy, stale 4-bit samplers and clean ones "
+    "(experiments/bench/advice_evidence.csv)"
+)
+
+
+class Choice(NamedTuple):
+    """The candidate to take.
+
+    Attributes:
+        name: key of `CANDIDATES`.
+        reasons: sentences, the most important first.
+        caveats: what the rule does not know.
+    """
+
+    name: str
+    reasons: tuple[str, ...]
+    caveats: tuple[str, ...]
+
+
+def choose(rows: Sequence[CandidateRow]) -> Choice:
+    """Return the candidate that the rule takes for a log.
+
+    Args:
+        rows: every candidate on the log (`CheckResult.candidates`).
+    """
+    by_name = {row.name: row for row in rows}
+    whole = by_name[WHOLE_HISTORY]
+    ess, mean = whole.sequence_ess, whole.mean_weight
+    sentence = (
+        f"sequence weights truncated at 4 have an ESS of {format_number(ess)} and a mean of {format_number(mean)}"
+    )
+    few = tuple(
+        f"{row.name} ({CANDIDATES[row.name].preset}) keeps {row.kept:.1%} of the tokens: rejected, "
+        f"{FEWEST_KEPT:.0%} or fewer were too few in training"
+        for row in rows
+        if row.kept <= FEWEST_KEPT
+    )
+    if ess >= NEGLIGIBLE_ESS and mean >= LOWEST_MEAN:
+        return Choice("none", (f"{sentence}: nothing to correct, so measure and watch", *few), ())
+
+    limits = f"{LOWEST_ESS:g} and {LOWEST_MEAN:g}"
+    if ess >= LOWEST_ESS and mean >= LOWEST_MEAN:
+        reason = f"{sentence}; down to {limits} they ended ahead of token weights in training"
+        return Choice(WHOLE_HISTORY, (reason, *few), (PROVISIONAL,))
+    reason = (
+        f"{sentence}; below {limits} no policy was trained with them, and token weights ended ahead of no correction"
+    )
+    return Choice("Token-TIS 2", (reason, *few), (PROVISIONAL,))

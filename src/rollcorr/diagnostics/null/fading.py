@@ -1,0 +1,105 @@
+"""An excess over a null that fades along the response: another prompt, or a stale prefix cache."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.excess import MIN_ROWS, cause
+from rollcorr.diagnostics.null.excess_tokens import ExcessTokens
+from rollcorr.diagnostics.numbers import format_number
+
+EARLY, SETTLED = 8, 32
+"""Tokens of a response that count as its beginning, and the position from which it has settled."""
+OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
+"""k3 of the beginning, nats per token, above which the prompts differ; the second where their lengths are not known."""
+FALLS = -0.5
+"""Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs: a
+token more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
+REPEATED_FALLS = -0.3
+"""The same where the responses repeat few tokens."""
+CACHE_FADES = 9.0
+"""Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt,
+while a prompt that lacks its BOS keeps differing. It decides where the prompts' lengths leave it open."""
+SURELY_ABOVE = 2.0
+"""Standard errors above `FALLS` from which the power says that the prompt itself is the same."""
+ALIKE = 0.2
+"""Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
+
+
+class Fading(NamedTuple):
+    """How the mismatch goes along a response.
+
+    Attributes:
+        ratio: k3 of the beginning over k3 after it has settled, each against the null; NaN with few rows.
+        error: standard error of its log, rows being independent.
+        early: k3 of the beginning, nats per token.
+        power: of the prompt's length that k3 of the beginning goes by; NaN where the lengths are not known or alike.
+        power_error: its standard error.
+    """
+
+    ratio: float
+    error: float
+    early: float
+    power: float = math.nan
+    power_error: float = math.nan
+
+
+def fading_of(tokens: ExcessTokens) -> Fading:
+    """k3 at the beginning of the responses against k3 later, each over what the null has at these probabilities."""
+    rows, first, row = np.unique(tokens.places["rows"], return_index=True, return_inverse=True)
+    row = row.reshape(-1)
+    early, settled = tokens.places["positions"] < EARLY, tokens.places["positions"] >= SETTLED
+    parts = [x * part for x in (tokens.k3, tokens.noise) for part in (early, settled)]
+    long_rows = np.bincount(row, settled) >= EARLY
+    table = np.stack([np.bincount(row, part, len(rows)) for part in (*parts, early)], axis=1)[long_rows]
+    total = table.sum(0)
+    if len(table) < MIN_ROWS or min(total[:4]) <= 0:
+        return Fading(math.nan, math.nan, math.nan)
+
+    # A jackknife over rows: each is left out in turn.
+    without = total - table
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(without[:, 0] / without[:, 2]) - np.log(without[:, 1] / without[:, 3])
+    error = float(np.sqrt((len(table) - 1) * np.var(logs)))
+    error = error if math.isfinite(error) else math.inf
+    fading = Fading(float((total[0] / total[2]) / (total[1] / total[3])), error, float(total[0] / total[4]))
+    if "prompt_length" not in tokens.places:
+        return fading
+
+    # The power b of early ~ length^b over rows: least squares of the logarithms. What the null expects is added, so
+    # that no row is below the noise.
+    length, of_row = tokens.places["prompt_length"][first][long_rows], table[:, 0] + table[:, 2]
+    known = (length > 0) & (of_row > 0)
+    x, y = np.log(length[known]), np.log(of_row[known])
+    if len(x) < MIN_ROWS or float(x.std()) <= ALIKE:
+        return fading
+    x, y = x - x.mean(), y - y.mean()
+    power = float(x @ y) / float(x @ x)
+    error = math.sqrt(float(np.square(y - power * x).sum()) / (len(x) - 2) / float(x @ x))
+    return fading._replace(power=power, power_error=error)
+
+
+def fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, repeats: bool = False) -> list[Finding]:
+    """An excess that fades: another prompt where it is large, or larger for short prompts; else a stale cache.
+
+    Where the responses repeat few tokens, the size says nothing: all of it lies at the beginning.
+    """
+    evidence = {**evidence, "fading": fading.ratio, "early_k3": fading.early}
+    if math.isfinite(fading.power):
+        evidence["power_of_prompt_length"] = fading.power
+    shown = f"{times}, and {format_number(fading.ratio)} times as much at the first {EARLY} tokens as after {SETTLED}"
+    large = OTHER_PROMPT if math.isfinite(fading.power) else OTHER_PROMPT_ALONE
+    same_prompt = fading.power - SURELY_ABOVE * fading.power_error > FALLS
+    slowly = fading.ratio < CACHE_FADES and not same_prompt
+    prompt = fading.early >= large or fading.power <= FALLS or slowly
+    if repeats and math.isfinite(fading.power):
+        prompt = fading.power <= REPEATED_FALLS
+    first, second = ("template", "stale_prefix_cache") if prompt else ("stale_prefix_cache", "template")
+    return [
+        cause(first, shown, evidence, confidence=0.9 if fading.early >= large and not repeats else 0.7),
+        cause(second, f"{shown}; less likely", evidence, confidence=0.3),
+    ]

@@ -1,0 +1,71 @@
+"""Pictures of a `flow_grpo` configuration at its start, sampled and scored with the same weights: an active null."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
+from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
+from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
+from rollcorr.train.flow_grpo.fresh_pictures import fresh_pictures
+from rollcorr.train.steps import HELD_OUT
+
+if TYPE_CHECKING:
+    from rollcorr.engines import DiffusionEngine
+    from rollcorr.rollout_log import RolloutBatch
+
+
+def configured_pictures(
+    config: FlowGrpoConfig,
+    make_engine: Callable[[FlowGrpoTrainer], DiffusionEngine] | None = None,
+    *,
+    pictures: int = 64,
+) -> Iterator[RolloutBatch]:
+    """Sample and score the pictures of a `flow_grpo` configuration at its start; yield batches of a rollout log.
+
+    Each picture has a window of its own, so that few pictures cover every timestep of the run.
+
+    Args:
+        config: of the run.
+        make_engine: returns the engine that samples, from the trainer, which has `schedule` and `policy`; defaults to
+            the configuration's rollout copy. The engine must have the weights of the start.
+        pictures: how many.
+
+    Raises:
+        ImportError: an extra is missing.
+        EngineError: the engine failed.
+        KeyError: the engine returns no means.
+        ValueError: the engine's schedule differs.
+    """
+    # Windows of every picture's own cover all timesteps.
+    config = replace(config, rollout=replace(config.rollout, sde_window="per_sample"))
+    texts, _ = make_prompts(config)
+    trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)
+
+    engine = None if make_engine is None else make_engine(trainer)
+    name = f"rollout copy, {config.rollout.dtype}" if engine is None else engine.engine
+
+    def sample(number: int) -> Mapping[str, Any]:
+        trajectories, prompts = trainer.sample(HELD_OUT + number, engine)
+        return {
+            **trajectories.data,
+            **trajectories.schedule.logged(trajectories.steps),
+            "prompt": prompts,
+            "engine": name,
+            "model": config.model.path,
+            "trajectories": trajectories,
+        }
+
+    def score(sampled: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        return trainer.score_all(sampled["trajectories"], trainer.model)
+
+    return fresh_pictures(sample, score, pictures=pictures)
+
+
+def _no_reward(images: Tensor, texts: Sequence[str]) -> Tensor:
+    return torch.zeros(len(texts), device="cpu")

@@ -1,0 +1,25 @@
+"""The committed features of logs of pictures: the first cause of each fault, and no verdict on healthy ones."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "experiments" / "pictures"))
+
+from score_logs import CAUSES, first_causes
+
+
+def test_nine_of_ten_causes_and_no_false_verdict():
+    right, total, healthy = Counter(), Counter(), []
+    for dimensions, _, kind, causes, verdict in first_causes():
+        if kind not in CAUSES:
+            healthy.append((verdict, causes))
+            continue
+        total[dimensions, kind] += 1
+        right[dimensions, kind] += bool(causes) and causes[0] in CAUSES[kind]
+
+    assert {total[768, kind] for kind in CAUSES} == {10}
+    assert {total[65_536, kind] for kind in CAUSES} == {4}
+    assert [key for key, count in total.items() if right[key] < 0.9 * count] == []
+    assert len(healthy) >= 50
+    assert set(healthy) == {("healthy", ())}

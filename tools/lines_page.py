@@ -1,0 +1,59 @@
+"""docs/coming_from/other_frameworks.md: the lines that put a correction into six more frameworks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "conformance" / "lines.json"
+
+
+def lines_page(generated: str) -> str:
+    """Return the page with the lines of experiments/conformance/lines.py and the commits that ran them."""
+    entries = json.loads(RESULTS.read_text(encoding="utf-8"))
+    names = [entry["framework"] for entry in entries]
+    return f"""# With {", ".join(names[:-1])} or {names[-1]}
+
+{generated}
+
+The lines that put this library's correction into {len(names)} frameworks.
+
+Each was run once in the framework's own code, at the commit named: `experiments/conformance/lines.py` inserts the lines
+into the framework's file, runs its function on a batch with known weights and rejected tokens, and compares. No
+training run was made in these frameworks: their trainers need GPUs or a sampling server. In another version, look for
+the place again. Any [preset or configuration](../guides/choosing.md) can replace the one shown.
+
+{"".join(_entry(entry) for entry in entries)}## Unsloth
+
+Unsloth replaces methods of TRL's trainers, so [the adapter for TRL](trl.md) attaches to them:
+
+- Leave `vllm_importance_sampling_correction` off, as Unsloth does. Weights are then in `advantages`, which its loss
+  reads, and rejected tokens in `tool_mask`. With it on, `attach` ends with a `ValueError`: the loss does not read
+  `importance_sampling_ratio`.
+- Prompts of a generation batch need one length in tokens. Otherwise Unsloth's log-probs are wider than the completions,
+  and torch raises an error.
+
+`experiments/conformance/unsloth_in_trl.py` ran `compute_loss` of unsloth 015bdef0d94a and `grpo_compute_loss` of
+unsloth-zoo ce232d6cef9c in the GRPOTrainer of TRL 1.16.0 on a CPU: loss and gradient of a corrected batch equal TRL's
+to 1e-6, and 20 steps train. Unsloth itself imports on a GPU only; its log-probs in chunks (`grpo_accumulated_loss`)
+were read, not run.
+
+Where to go next: [dumps of these frameworks](../reference/dumps.md), [names side by side](index.md).
+"""
+
+
+def _entry(entry: dict[str, Any]) -> str:
+    link = f"{entry['web']}/blob/{entry['commit']}/{entry['file']}"
+    return f"""## {entry["framework"]} {entry["commit"]}
+
+Set {entry["needs"]}. Place: {entry["place"]}.
+
+```python no-run
+{entry["code"]}
+```
+
+Run in [{entry["file"]}]({link}), sha256 of the file `{entry["sha256"][:16]}`; compared: {entry["compared"]}.
+{entry["limits"]}
+
+"""
