@@ -72,6 +72,13 @@ def run_python(program, *arguments, cwd=".", env=None, strict=False, timeout=600
     return subprocess.CompletedProcess(request["arguments"], code, *shown)
 
 
+def environment_of_package():
+    """Return this process's variables without src/: leftovers of an older build there would hide our entry points."""
+    source = str(Path(__file__).parents[1] / "src")
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != source]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def is_gone(pid):
     """Return whether a process has ended; zombies have ended."""
     status = Path(f"/proc/{pid}/stat")

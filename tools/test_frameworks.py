@@ -24,7 +24,7 @@ OWN_TESTS = {"verl": "trainer/ppo", "verl_omni": "trainer/diffusion/test_rollout
 LANES = {
     "verl": (("test_verl*.py",), ("trainer/ppo/rollout_corr_helper.py", "trainer/ppo/core_algos.py")),
     "trl": (
-        ("test_trl.py", "test_trl_monitor.py", "test_trl_real.py", "test_trl_truncated.py", "test_trl_async.py"),
+        ("test_trl.py", *(f"test_trl_{what}.py" for what in ("monitor", "real", "truncated", "async", "processes"))),
         ("trainer/grpo_trainer.py", "trainer/rloo_trainer.py"),
     ),
     "verl_omni": (("test_verl_own_tests.py",), ("trainer/diffusion/rollout_correction.py", "workers/utils/losses.py")),

@@ -60,3 +60,12 @@ def test_a_lane_that_would_test_nothing_is_refused(arguments, message, tmp_path)
     done = subprocess.run([sys.executable, str(TOOL), *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "example"), [("trl", "trl_two_processes.py"), ("verl", "verl_separate_async.py")], ids=["trl", "verl"]
+)
+def test_a_lane_runs_its_example_of_scale(lane, name, example):
+    assert (TOOL.parents[1] / "examples" / "scale" / example).exists()
+    files = [path for pattern in lane.LANES[name][0] for path in Path(__file__).parent.glob(pattern)]
+    assert any(f'"{example}"' in path.read_text(encoding="utf-8") for path in files)

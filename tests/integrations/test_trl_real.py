@@ -1,12 +1,10 @@
 """The adapter in TRL's own trainers. `make test-trl` installs TRL; elsewhere recorded numbers of it are compared."""
 
 import math
-import socket
 from functools import partial
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import trl_ranks
 from faulty_disk import ERRORS, Faults, faulty_disk
 from processes import eventually
@@ -378,10 +376,7 @@ def test_an_engine_whose_log_probs_are_others_is_refused(tmp_path):
 
 
 def test_it_finishes_without_log_probs_on_one_rank(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = mp.start_processes(trl_ranks.train, (str(tmp_path), port), nprocs=2, join=False, start_method="spawn")
+    ranks = trl_ranks.start(trl_ranks.train, tmp_path, 2, join=False)
     try:
         assert any(eventually(lambda: ranks.join(timeout=1)) for _ in range(5)), "a rank waits for the other one"
     finally:

@@ -16,6 +16,7 @@ REASON = "verl with its engines is not installed: `make test-verl` installs it; 
 pytest.importorskip("verl.workers.engine_workers", reason=REASON, exc_type=ImportError)
 
 HERE = Path(__file__).parent
+PLATFORM = HERE.parents[1] / "examples" / "scale"  # the folder of verl_cpu_platform.py
 VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 VARIABLES |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # read, and not used: the processes meet in a file
 VARIABLES |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
@@ -25,7 +26,7 @@ VARIABLES |= {"VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform,rollcorr.integrati
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
     environment = os.environ | VARIABLES
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([str(PLATFORM), os.environ["PYTHONPATH"]])
     command = [sys.executable, str(HERE / "verl_cpu_step.py"), str(HERE.parent / "data" / "stories260K")]
     command.append(str(tmp_path_factory.mktemp("rendezvous")))
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

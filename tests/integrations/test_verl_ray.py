@@ -4,12 +4,11 @@ Each way to switch starts a Ray cluster of one processor; its worker looks up th
 """
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from processes import environment_of_package
 
 REASON = "verl or Ray is not installed: `make test-verl` installs them; test_verl_plugin.py tests the parts without"
 pytest.importorskip("verl", reason=REASON, exc_type=ImportError)
@@ -52,11 +51,8 @@ VERLS = [f"{CORE}.core_algos"] * 3 + [f"{CORE}.rollout_corr_helper", f"{CORE}.co
 def test_a_ray_worker_resolves_to_our_functions_when_asked(call, variables, expected, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLCORR_V", "VERL_"))}
-    # The entry point belongs to the installed package; leftovers of an older build in src/ would hide it.
-    source = str(Path(__file__).parents[2] / "src")
-    paths = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path and path != source]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment = environment_of_package()
+    environment = {name: value for name, value in environment.items() if not name.startswith(("ROLLCORR_V", "VERL_"))}
     command = [sys.executable, str(program), call]
     done = subprocess.run(command, env=environment | variables, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -1,14 +1,18 @@
-"""Program of one rank of the TRL test: correct its own sequences of the recorded batch."""
+"""Programs of one rank of the TRL tests: correct its own sequences of a batch, or train in TRL's own trainer."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from trl_stand_in import StandInTrainer, recorded_batch
 
 from rollcorr import Monitor
@@ -105,10 +109,25 @@ def run(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def train(rank: int, path: str, port: int) -> None:
-    """Three steps of TRL's own trainer; in the second batch one rank's `rollout_func` reports no log-probs."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def start(program: Callable[..., None], path: Path, world: int, *, join: bool = True) -> Any:
+    """Start program(rank, path, world) in this many processes, with the variables of torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (program, str(path), world, port)
+    return mp.start_processes(launched, arguments, nprocs=world, join=join, start_method="spawn")
+
+
+def launched(rank: int, program: Callable[..., None], path: str, world: int, port: int) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    program(rank, path, world)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(rank: int, path: str, _world: int) -> None:
+    """Three steps of TRL's own trainer; in the second batch one rank's `rollout_func` reports no log-probs."""
     from trl_cases import completions, grpo_trainer
 
     records: list[str] = []
@@ -130,4 +149,81 @@ def train(rank: int, path: str, port: int) -> None:
     measured = ["rollout_corr/kl" in entry for entry in trainer.state.log_history if "loss" in entry]
     errors = [record for record in records if record.startswith("ERROR")]
     torch.save({"steps": trainer.state.global_step, "measured": measured, "errors": errors}, f"{path}/{rank}.pt")
-    dist.destroy_process_group()
+
+
+REPLAYED = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.5,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.6_1.6",
+}
+REPLAYED_LOSSES = ("grpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # bnpo is defined per micro-batch
+
+
+def replay(rank: int, path: str, world: int) -> None:
+    """Three steps with each loss on recorded completions, of which this rank samples its share."""
+    from torch.nn.utils import parameters_to_vector
+    from trl_cases import ROWS, completions, grpo_trainer, replayed
+
+    weights = {}
+    for loss_type in REPLAYED_LOSSES:
+        options = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_steps": 3}
+        backend = {"ddp_backend": "gloo", "ddp_timeout": 60} if world > 1 else {}
+        options |= {"loss_type": loss_type, "per_device_train_batch_size": ROWS // world, **backend}
+        trainer = replayed(grpo_trainer(f"{path}/trl {world} {rank}", **options), None, None)
+
+        def generate(prompts: Any, *_: Any, trainer: Any = trainer, **__: Any) -> Any:
+            ids, log_probs = completions(trainer.state.global_step)
+            rows = slice(rank * len(prompts), (rank + 1) * len(prompts))
+            return prompts, ids[rows], [[[value] for value in row] for row in log_probs[rows]], None
+
+        trainer.vllm_generation.generate = generate
+        before = parameters_to_vector(trainer.model.parameters()).detach().clone()
+        group = dist.group.WORLD if world > 1 else None
+        with Monitor(f"{path}/{loss_type} {world}", group=group) as monitor:
+            attach(trainer, REPLAYED, monitor=monitor).train()
+        after = parameters_to_vector(trainer.model.parameters()).detach()
+        weights[loss_type] = {"before": before, "after": after.clone()}
+    torch.save(weights, f"{path}/{world} {rank}.pt")
+
+
+def shard(rank: int, path: str, _world: int) -> None:
+    """Three steps under FSDP2 with an engine, then without what makes accelerate shard on a CPU.
+
+    accelerate 1.15 takes FSDP for accelerators only (`AcceleratorState.__init__`): two CPU ranks count as MULTI_CPU
+    and get DDP. So the test calls the ranks MULTI_GPU.
+    """
+    from accelerate import state
+    from torch.distributed.tensor import DTensor
+    from trl_cases import EOS, LENGTH, PAD, grpo_trainer
+
+    from rollcorr import SamplingSpec
+    from rollcorr.engines import GenerationSettings, TransformersEngine
+
+    shards = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
+    shards["transformer_layer_cls_to_wrap"] = ["LlamaDecoderLayer"]
+    options = {"per_device_train_batch_size": 4, "max_steps": 3, "ddp_backend": "gloo", "ddp_timeout": 60}
+    options |= {"fsdp": True, "fsdp_config": shards}
+    result: dict[str, Any] = {"without": str(grpo_trainer(f"{path}/plain", **options).accelerator.distributed_type)}
+
+    plain = state.PartialState.__init__
+
+    def called_gpu(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if self.distributed_type == state.DistributedType.MULTI_CPU:
+            self.distributed_type = state.DistributedType.MULTI_GPU
+
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.PartialState.__init__ = called_gpu
+    trainer = grpo_trainer(f"{path}/{rank}", **options)
+    sampling = SamplingSpec(temperature=trainer.temperature, logprobs="processed")
+    settings = GenerationSettings(sampling=sampling, max_new_tokens=LENGTH, eos_token_id=EOS, pad_token_id=PAD)
+    engine = TransformersEngine(trainer.model, settings)
+    attach(trainer, "tis", engine=engine).train()
+
+    result["sharded"] = all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+    result["versions"] = (trainer.state.global_step, engine.weight_version)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    result["k3"] = [entry["rollout_corr/k3_kl"] for entry in logs]
+    result["grad_norm"] = [float(entry["grad_norm"]) for entry in logs]
+    torch.save(result, f"{path}/{rank}.pt")

@@ -1,8 +1,10 @@
 """A CPU platform for verl, which has NVIDIA's, AMD's and Huawei's, as verl/plugin/platform/README.md describes.
 
 VERL_USE_EXTERNAL_MODULES=verl_cpu_platform VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda: verl's FSDP engine, which is
-registered for CUDA and NPU, runs on gloo then. For tests: it provides the calls of one policy update.
+registered for CUDA and NPU, runs on gloo then. For examples and tests: it has the calls of a training, no profiler.
 """
+
+# ruff: noqa: D101, D102 (the names are verl's)
 
 import types
 from contextlib import nullcontext
@@ -10,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.utils import distributed
 
 device_module = types.ModuleType("cpu_device_module")
 vars(device_module).update(vars(torch.cpu))
@@ -72,7 +75,7 @@ class PlatformCPU(PlatformBase):
         pass
 
     def ray_resource_name(self):
-        return "CPU"
+        return "GPU"  # verl's pools count them: `ray.init(num_gpus=…)`, also where there are none
 
     def ray_noset_envvars(self):
         return []
@@ -82,3 +85,10 @@ class PlatformCPU(PlatformBase):
 
     def cudart(self):
         return None
+
+
+# verl names the backends of the CPU and of its device, which torch refuses where both are the CPU.
+initialize = distributed.initialize_global_process_group_ray
+distributed.initialize_global_process_group_ray = lambda timeout_second=None, backend=None: initialize(
+    timeout_second, "cpu:gloo"
+)
