@@ -235,7 +235,7 @@ def _result(
     config: RolloutCorrectionConfig,
     *,
     diffusion: bool = False,
-    null: MismatchNull | None = None,
+    null: MismatchNull | PictureNull | None = None,
     null_steps: tuple[int, int] | None = None,
     files: tuple[str, ...] = (),
 ) -> CheckResult:

@@ -191,7 +191,6 @@ LAGS = Panel(
     absent="not measured",
     bounds=(0.0,),
     symlog=True,
-    width=11.4,
 )
 """The panel of series with versions of the weights."""
 
