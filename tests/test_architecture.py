@@ -96,7 +96,7 @@ def test_the_page_stays_within_its_budgets():
     """Statements of Python in `report`, and lines of our own JavaScript."""
     report = PACKAGE / "diagnostics" / "report"
     nodes = [node for path in report.glob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    assert sum(isinstance(node, ast.stmt) for node in nodes) <= 697
+    assert sum(isinstance(node, ast.stmt) for node in nodes) <= 722
     own = [path for path in (report / "page").glob("*.js") if not path.name.startswith("uPlot")]
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own) <= 1200
 

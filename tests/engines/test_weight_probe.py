@@ -1,4 +1,4 @@
-"""Probes of an engine's weights: stale weights, dropout and noise are told apart, and the run stays as it was."""
+"""Probes of an engine's weights: they separate stale weights, dropout and noise, and the run stays as it was."""
 
 import random
 

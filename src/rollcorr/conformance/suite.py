@@ -74,7 +74,13 @@ def grade_function(function: Correct, *, batches: int = BATCHES) -> Iterator[Gra
 
 
 def grade_property(function: Correct, wanted: Property, *, batches: int = BATCHES) -> Grade:
-    """Grade a function by one property; arguments as for `grade_function`."""
+    """Grade a function by one property.
+
+    Args:
+        function: as in `grade_function`.
+        wanted: the property, one of `PROPERTIES`.
+        batches: batches that are drawn.
+    """
     subject = Subject(function)
     obstacles = [_obstacle(subject, wanted, options) for options in wanted.variants]
     usable = [options for options, (verdict, _) in zip(wanted.variants, obstacles, strict=True) if verdict == "pass"]
