@@ -1,6 +1,7 @@
 """`rollcorr calibrate`, `rollcorr advise` and `rollcorr check --what-if`: output and exit codes."""
 
 import json
+import shutil
 import re
 
 import pytest
@@ -68,7 +69,7 @@ def test_wrong_questions_are_refused(arguments, message):
     assert message in shown.output
 
 
-def test_advice_with_yaml_to_paste(folder):
+def test_advice_with_yaml_to_paste(folder, tmp_path):
     asked = ("advise", folder / "log.parquet", "--null", folder / "null.json", "--intended")
     shown = invoke(*asked)
     assert shown.exit_code == 0, shown.output
@@ -77,7 +78,8 @@ def test_advice_with_yaml_to_paste(folder):
     assert [line.split()[0] for line in shown.output.splitlines() if line.startswith("Seq-")] == ["Seq-TIS", "Seq-MIS"]
     document = json.loads(invoke(*asked, "--json").output)
     assert (document["decision"], document["candidate"]) == ("correct", "Seq-TIS 4")
-    unjudged = invoke(*asked[:-1])
+    alone = shutil.copy(folder / "log.parquet", tmp_path)
+    unjudged = invoke("advise", alone)
     assert (unjudged.exit_code, "take " in unjudged.output) == (3, False)
 
 

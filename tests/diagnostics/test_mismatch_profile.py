@@ -48,6 +48,7 @@ def test_a_profile_by_hand():
     assert profile.rows.column("tokens").tolist() == [2, 1]
     assert profile.rows.column("min_d").tolist() == [-0.5, 2.5]
     assert profile.rows.column("max_d").tolist() == [0.0, 2.5]
+    assert profile.rows.column("prompt").tolist() == [-1, -1]
 
 
 def test_masked_tokens_count_for_the_position_and_nothing_else():
@@ -120,7 +121,7 @@ def test_edges_of_sizes_rise_and_hold_all_numbers():
 
 def test_the_table_of_rows_is_bounded_and_does_not_depend_on_the_cuts():
     index = np.arange(5 * ROWS)
-    values = np.tile(index[:, None].astype(np.float64), (1, 6))
+    values = np.tile(index[:, None].astype(np.float64), (1, 7))
     whole = RowTable.of(values, index)
     assert ROWS < len(whole) <= 2 * ROWS
     cut = RowTable()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments" / "pictures"))
 
-from score_logs import CAUSES, first_causes
+from score_pictures import CAUSES, first_causes
 
 
 def test_nine_of_ten_causes_and_no_false_verdict():

@@ -130,4 +130,4 @@ def test_every_load_forbids_code_of_the_folder():
                 given = {keyword.arg: keyword.value for keyword in call.keywords}
                 assert ast.unparse(given["trust_remote_code"]) == "False", f"{file}:{call.lineno}"
                 calls += 1
-    assert calls == 5
+    assert calls == 6

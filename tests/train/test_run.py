@@ -90,10 +90,10 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(micro_config, tm
     handler = signal.getsignal(number)
     step = GrpoTrainer.step
 
-    def interrupted_step(self, count):
+    def interrupted_step(self, count, **options):
         if count == 2:
             signal.raise_signal(number)
-        return step(self, count)
+        return step(self, count, **options)
 
     monkeypatch.setattr(GrpoTrainer, "step", interrupted_step)
     summary = train(micro_config("steps=4"), console=console)
@@ -114,11 +114,11 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(micro_config, tm
 def test_a_second_ctrl_c_stops_at_once_and_keeps_the_last_checkpoint(micro_config, tmp_path, console, monkeypatch):
     step = GrpoTrainer.step
 
-    def impatient_step(self, count):
+    def impatient_step(self, count, **options):
         if count == 3:
             signal.raise_signal(signal.SIGINT)  # on this thread: two sent to the process may arrive as one
             signal.raise_signal(signal.SIGINT)
-        return step(self, count)
+        return step(self, count, **options)
 
     monkeypatch.setattr(GrpoTrainer, "step", impatient_step)
     with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ from rollcorr.diagnostics.advice.candidates import CANDIDATES, CandidateRow
 from rollcorr.diagnostics.advice.rule import choose
 from rollcorr.diagnostics.faults import is_cause
 from rollcorr.diagnostics.health.evidence import bare_metrics
-from rollcorr.diagnostics.health.health_check import FEWEST_SEQUENCES, FEWEST_TOKENS
+from rollcorr.diagnostics.health.health_check import DRAWS_NOT_JUDGED, FEWEST_SEQUENCES, FEWEST_TOKENS
 from rollcorr.diagnostics.log_check.check import CheckResult
 
 Decision = Literal["correct", "repair", "not judged"]
@@ -116,7 +116,8 @@ def advise(result: CheckResult, *, intended: bool = False) -> Advice:
 
     # A fault that nobody looked for would be hidden, and the run would learn from it.
     known_drift = intended or any(cause.code in KNOWN_DRIFT for cause in result.causes)
-    open_questions = result.health.verdict == "not judged"
+    # Unknown sampling settings are a caveat: most dumps do not record them.
+    open_questions = result.health.verdict == "not judged" and set(result.health.not_judged) != {DRAWS_NOT_JUDGED}
     if not known_drift and (open_questions or not result.health.judged_against):
         return Advice(decision="not judged", reasons=(*result.health.not_judged, IF_INTENDED))
 

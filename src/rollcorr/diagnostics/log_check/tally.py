@@ -273,6 +273,7 @@ class Measurement:
             *(x.numpy() for x in (train, rollout, mask, batch.lengths)),
             index=np.arange(first, first + len(batch)),
             ids=None if ids is None else ids.numpy(),
+            prompts=None if prompts is None else np.array([len(prompt) for prompt in prompts]),
         )
         profile = MismatchProfile.of_ratios(ratios)
         candidates = CandidateTotals()

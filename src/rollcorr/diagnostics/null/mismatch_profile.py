@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.row_table import RowTable
+from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import MOST_IDS, STEP_IDS, TokenShare, TokenSums
 
@@ -79,6 +79,7 @@ class MismatchProfile:
         lengths: NDArray[np.int64],
         *,
         ids: NDArray[np.integer] | None = None,
+        prompts: NDArray[np.int64] | None = None,
         index: NDArray[np.int64] | None = None,
         id_limit: int = MOST_IDS,
     ) -> MismatchProfile:
@@ -90,16 +91,19 @@ class MismatchProfile:
             mask: true on sampled tokens, (N,).
             lengths: tokens of each row, masked ones included, (B,), summing to N.
             ids: token ids, (N,); None where they are not recorded.
+            prompts: tokens of each prompt, (B,); None where they are not recorded.
             index: position of each row in the log, (B,), rising; None counts from 0.
             id_limit: ids with sums of their own.
         """
-        ratios = TokenRatios.of(train, rollout, mask, lengths, index=index, ids=ids)
+        ratios = TokenRatios.of(train, rollout, mask, lengths, index=index, ids=ids, prompts=prompts)
         return cls.of_ratios(ratios, id_limit=id_limit)
 
     @classmethod
     def of_ratios(cls, ratios: TokenRatios, *, id_limit: int = MOST_IDS) -> MismatchProfile:
         """The profile of ratios; `id_limit`: ids with sums of their own."""
-        table = ratios.by_row()
+        table = np.empty((len(ratios.lengths), len(FIELDS)))
+        table[:, :-1] = ratios.by_row()
+        table[:, -1] = -1 if ratios.prompts is None else ratios.prompts
         measured = table[:, 0] > 0
         return cls(
             cells=_cells_of(ratios),

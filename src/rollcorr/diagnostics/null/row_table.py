@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 ROWS = 4096
 """About how many rows the table holds: twice as many at most."""
-FIELDS = ("tokens", "sum_d", "sum_d2", "sum_k3", "min_d", "max_d")
-"""Columns of the table: the number of valid tokens of a row; Σ d, Σ d², Σ k3 and the extremes of d over them."""
+FIELDS = ("tokens", "sum_d", "sum_d2", "sum_k3", "min_d", "max_d", "prompt")
+"""Columns of the table: the number of valid tokens of a row; Σ d, Σ d², Σ k3 and the extremes of d over them; the
+number of tokens of the prompt, −1 where it is not recorded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class RowTable:
     Attributes:
         stride: k.
         index: (r,) int64, positions of the rows in the log.
-        values: (r, 6) float64, the columns `FIELDS`.
+        values: (r, 7) float64, the columns `FIELDS`.
     """
 
     stride: int = 1
@@ -31,7 +32,7 @@ class RowTable:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], index: NDArray[np.int64]) -> RowTable:
-        """The table of some rows: values (r, 6) and positions in the log (r,), rising."""
+        """The table of some rows: values (r, 7) and positions in the log (r,), rising."""
         return _thinned(1, index, values)
 
     def merge(self, later: RowTable) -> RowTable:

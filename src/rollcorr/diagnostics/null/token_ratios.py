@@ -32,6 +32,7 @@ class TokenRatios:
         count: tokens that count.
         index: (B,) position of each row in the log, rising.
         ids: (N,) token ids; None where a row lacks them.
+        prompts: (B,) tokens of each prompt; None where they are not recorded.
     """
 
     d: Floats
@@ -43,6 +44,7 @@ class TokenRatios:
     count: int
     index: NDArray[np.int64]
     ids: NDArray[np.integer] | None = None
+    prompts: NDArray[np.int64] | None = None
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class TokenRatios:
         *,
         index: NDArray[np.int64] | None = None,
         ids: NDArray[np.integer] | None = None,
+        prompts: NDArray[np.int64] | None = None,
     ) -> TokenRatios:
         """The ratios of a packed batch.
 
@@ -64,6 +67,7 @@ class TokenRatios:
             lengths: tokens of each row, masked ones included, (B,), summing to N.
             index: position of each row in the log, (B,), rising; None counts from 0.
             ids: token ids, (N,); None where they are not recorded.
+            prompts: tokens of each prompt, (B,); None where they are not recorded.
         """
         d = train.astype(np.float64)
         with np.errstate(invalid="ignore"):  # −inf − (−inf)
@@ -75,7 +79,7 @@ class TokenRatios:
             np.copyto(d, 0.0, where=~valid)
 
         index = np.arange(len(lengths)) if index is None else index
-        return cls(d, k3_of(d), -rollout, valid, lengths, mask, count, index, ids)
+        return cls(d, k3_of(d), -rollout, valid, lengths, mask, count, index, ids, prompts)
 
     def of_rows(self, rows: NDArray[np.bool_]) -> TokenRatios:
         """The ratios of some rows, which (B,) is true for."""
@@ -91,6 +95,7 @@ class TokenRatios:
             int(np.count_nonzero(valid)),
             self.index[rows],
             None if self.ids is None else self.ids[tokens],
+            None if self.prompts is None else self.prompts[rows],
         )
 
     @property

@@ -82,7 +82,7 @@ def token_decoder(directory: Path) -> Callable[[int], str]:
             return lambda token: own.decode([token], skip_special_tokens=False)
         from transformers import AutoTokenizer
 
-        known = AutoTokenizer.from_pretrained(os.fspath(directory), local_files_only=True)
+        known = AutoTokenizer.from_pretrained(os.fspath(directory), local_files_only=True, trust_remote_code=False)
         return lambda token: known.decode([token])
     except ImportError as error:
         raise ImportError("--tokenizer needs transformers: pip install 'rollcorr[train]'") from error

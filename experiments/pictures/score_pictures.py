@@ -1,6 +1,6 @@
 """Judge the kept features of every log, and count the first causes.
 
-    python experiments/pictures/score_logs.py [picture_logs.npz] [--seeds 5 6 7 8 9]
+    python experiments/pictures/score_pictures.py [picture_logs.npz] [--seeds 5 6 7 8 9]
 
 Rules were tuned on the logs of seeds 0 to 4 at D = 768 and of seeds 0 and 1 at D = 65,536; the others are held out.
 """
