@@ -1,8 +1,8 @@
 """`rollcorr calibrate`, `rollcorr advise` and `rollcorr check --what-if`: output and exit codes."""
 
 import json
-import shutil
 import re
+import shutil
 
 import pytest
 import torch

@@ -14,8 +14,8 @@ from rollcorr.diagnostics.log_check import check_logs
 from rollcorr.diagnostics.log_check.check import DIAGNOSIS
 from rollcorr.diagnostics.log_check.log_tally import read_log
 from rollcorr.diagnostics.null.version_cells import VersionCells, lag_metrics, lag_rows
-from rollcorr.diagnostics.report.html_page import series_by_name
 from rollcorr.diagnostics.report.curves import panels_of
+from rollcorr.diagnostics.report.html_page import series_by_name
 from rollcorr.diagnostics.report.report_data import run_report
 from rollcorr.monitor.lag_split import LagSplit
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
