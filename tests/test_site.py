@@ -68,6 +68,7 @@ def test_every_public_name_has_one_section_in_the_api():
     for door in api.DOORS:
         for name in importlib.import_module(door).__all__:
             assert sections[f"{door}.{name}"] in written, f"{door}.{name} has no page: run tools/generate_docs.py"
+        assert set(api.FIRST.get(door, ())) <= set(importlib.import_module(door).__all__), door
     assert len(written) == len(set(written))
     assert set(written) == set(sections.values())
 

@@ -52,6 +52,8 @@ def test_every_engine_takes_the_model_the_settings_and_at_most_six_more():
     engines = [name for name in rollcorr.engines.__all__ if name.endswith("Engine") and name != "Engine"]
     engines = sorted(set(engines) - of_pictures)
     assert len(engines) == 6
+    for name in of_pictures - {"DiffusionEngine"}:
+        assert {"settings", "version"} <= set(inspect.signature(getattr(rollcorr.engines, name)).parameters)
     for name in engines:
         parameters = list(inspect.signature(getattr(rollcorr.engines, name)).parameters)
         assert parameters[:2] == ["model", "settings"]

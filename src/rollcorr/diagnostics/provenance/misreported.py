@@ -13,7 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, Undone, doubt, extent, is_known, is_recorded
+from rollcorr.diagnostics.provenance.pair_rows import (
+    ROW_TOKENS,
+    PairRows,
+    RepairedPairs,
+    doubt,
+    extent,
+    is_known,
+    is_recorded,
+)
 from rollcorr.diagnostics.provenance.placeholders import find_placeholders
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
 
@@ -46,17 +54,17 @@ UNITS = {
 """Units that are told apart, with their names."""
 
 
-def undo_misreported(pairs: PairRows) -> Undone:
+def undo_misreported(pairs: PairRows) -> RepairedPairs:
     """Look for each cause in turn, in what the ones before have left."""
     placeholders = find_placeholders(pairs)
     units = find_units(placeholders.pairs)
     shifts = find_shifts(units.pairs)
     others = find_other_requests(shifts.pairs)
     findings = [*placeholders.findings, *units.findings, *shifts.findings, *others.findings]
-    return Undone(others.pairs, findings)
+    return RepairedPairs(others.pairs, findings)
 
 
-def find_units(pairs: PairRows) -> Undone:
+def find_units(pairs: PairRows) -> RepairedPairs:
     """Log-probs in another unit on one side: an exact factor, a sign or an exponential, over all tokens of a row."""
     both = pairs.keep & is_recorded(pairs.train) & is_recorded(pairs.rollout)
     count = pairs.count(both)
@@ -70,12 +78,12 @@ def find_units(pairs: PairRows) -> Undone:
     suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS) & (doubtful >= 5)
     small = not suspicious.any() and float(off.sum()) <= 0.02 * float(count.sum())
     if int(count.sum()) < MIN_PAIRS or small:
-        return Undone(pairs)
+        return RepairedPairs(pairs)
     sides = (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout))
     turned = [(side, unit, _in_nats(unit, own), own, other) for side, own, other in sides for unit in UNITS]
     best, which = torch.stack([apart(fixed, other) for _, _, fixed, _, other in turned]).min(0)
 
-    findings, mended = [], pairs
+    findings, repaired = [], pairs
     for index, (side, unit, fixed, own, other) in enumerate(turned):
         rows = suspicious & (which == index) & (best < 0.3 * off)
         tokens = pairs.of_rows(rows) & both
@@ -89,10 +97,10 @@ def find_units(pairs: PairRows) -> Undone:
         finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
         findings.append(replace(finding, **extent(pairs, rows, tokens)))
         if side == "rollout":
-            mended = replace(mended, rollout=torch.where(tokens, fixed, mended.rollout))
+            repaired = replace(repaired, rollout=torch.where(tokens, fixed, repaired.rollout))
         else:
-            mended = replace(mended, train=torch.where(tokens, fixed, mended.train))
-    return Undone(mended, findings)
+            repaired = replace(repaired, train=torch.where(tokens, fixed, repaired.train))
+    return RepairedPairs(repaired, findings)
 
 
 def _in_nats(unit: str, values: Tensor) -> Tensor:
@@ -122,7 +130,7 @@ def _one_factor(pairs: PairRows, fixed: Tensor, own: Tensor, other: Tensor, rows
     return close and pairs.beyond_chance(rows, telling, off < 0.2, causes=2 * len(UNITS))
 
 
-def find_shifts(pairs: PairRows) -> Undone:
+def find_shifts(pairs: PairRows) -> RepairedPairs:
     """Rows whose two sides go together at another lag than 0, from their start or from some later token on."""
     of_rows = _row_lags(pairs)
     late_lag, tail = _late_lags(pairs, of_rows)
@@ -136,7 +144,7 @@ def find_shifts(pairs: PairRows) -> Undone:
             lag_of = lag_of.masked_fill(lag_of == lag, 0)
     lags, counts = lag_of[lag_of != 0].unique(return_counts=True)
     if not len(lags):
-        return Undone(pairs)
+        return RepairedPairs(pairs)
 
     shifted = lag_of != 0
     inside = pairs.of_rows(shifted) & (tail | ~pairs.of_rows(late))
@@ -160,7 +168,7 @@ def find_shifts(pairs: PairRows) -> Undone:
         fix = "store the ids and the log-probs that the engine returned for one request; do not tokenize its text again"
     finding = provenance_finding("shifted", reason, confidence_of(z), evidence, fix=fix)
     here = extent(pairs, shifted & pairs.judged, tokens)
-    return Undone(replace(pairs, rollout=rollout), [replace(finding, **here)])
+    return RepairedPairs(replace(pairs, rollout=rollout), [replace(finding, **here)])
 
 
 def _fits_at(pairs: PairRows, lag: int, rows: Tensor, tokens: Tensor) -> bool:
@@ -294,7 +302,7 @@ def _pooled_correlation(pairs: PairRows, rollout: Tensor) -> float:
     return float(whole.correlation(rollout, tokens)[0])
 
 
-def find_other_requests(pairs: PairRows) -> Undone:
+def find_other_requests(pairs: PairRows) -> RepairedPairs:
     """Rows whose two sides have nothing to do with each other though each looks like the policy's."""
     valid = pairs.valid
     count = pairs.count(valid)
@@ -304,12 +312,12 @@ def find_other_requests(pairs: PairRows) -> Undone:
     # The sides of an unrelated row are as far apart as its values are when they are shuffled.
     suspicious = (together < 0.4) & (count >= 12)
     if not suspicious.any():
-        return Undone(pairs)
+        return RepairedPairs(pairs)
     apart = pairs.mean(distance.abs().clamp(max=3), valid)
     chance = _shuffled_distance(_only(pairs, suspicious))
     unrelated = suspicious & (apart >= 0.6 * chance) & (apart >= 0.15)
     if not unrelated.any() or not pairs.enough(unrelated):
-        return Undone(pairs)
+        return RepairedPairs(pairs)
 
     # Of another policy's log-probs the trainer's are the lower ones; of another request's they are as high.
     tokens = pairs.of_rows(unrelated) & valid
@@ -317,14 +325,14 @@ def find_other_requests(pairs: PairRows) -> Undone:
     fits = _fits_of_rows(pairs, unrelated)
     mates = _mates(fits)
     if len(mates) < FEW_MATES * len(fits.wanted) and _own_fit(fits) > OWN_FIT:
-        return Undone(pairs)
+        return RepairedPairs(pairs)
     others = (count >= 12) & ~unrelated
     others_agree = bool(others.any()) and float(together[others].median()) >= SAME
     enough = int(tokens.sum()) >= 32
     limit = 3.0 / math.sqrt(int(tokens.sum()))
     correlated = float((together * count)[unrelated].sum() / count[unrelated].sum())
     if not mates and (one_sided > 0.35 or not enough or correlated > 0.15 + limit or not (others_agree or enough)):
-        return Undone(pairs)
+        return RepairedPairs(pairs)
 
     evidence = {
         "correlation": correlated,
@@ -339,7 +347,7 @@ def find_other_requests(pairs: PairRows) -> Undone:
         reason += f", and {len(mates) - 1} more were found elsewhere" if len(mates) > 1 else ""
     finding = provenance_finding("other_request", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
     found = replace(finding, **extent(pairs, unrelated, tokens))
-    return Undone(pairs.without(pairs.of_rows(unrelated)), [found])
+    return RepairedPairs(pairs.without(pairs.of_rows(unrelated)), [found])
 
 
 def _shuffled_distance(pairs: PairRows) -> Tensor:

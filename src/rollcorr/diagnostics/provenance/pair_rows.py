@@ -132,7 +132,7 @@ class PairRows:
 
 
 @dataclass
-class Undone:
+class RepairedPairs:
     """The rows once a cause is undone, and what was found."""
 
     pairs: PairRows

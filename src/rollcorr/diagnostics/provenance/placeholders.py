@@ -11,7 +11,15 @@ from torch import Tensor
 from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.diagnostics.numbers import format_number
-from rollcorr.diagnostics.provenance.pair_rows import ROW_TOKENS, PairRows, Undone, extent, is_known, is_recorded, runs
+from rollcorr.diagnostics.provenance.pair_rows import (
+    ROW_TOKENS,
+    PairRows,
+    RepairedPairs,
+    extent,
+    is_known,
+    is_recorded,
+    runs,
+)
 from rollcorr.diagnostics.provenance.pairs import UNCERTAIN
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
 
@@ -37,7 +45,7 @@ _FIX_OF_THE_TRAINER = "store NaN for what is missing; have the trainer score eve
 _CONFIRM_OF_THE_TRAINER = "score one row again with the trainer, and look at these tokens before anything fills them in"
 
 
-def find_placeholders(pairs: PairRows) -> Undone:
+def find_placeholders(pairs: PairRows) -> RepairedPairs:
     """Constants and gaps in place of log-probs, on either side; in long runs they mark tokens that nobody sampled."""
     findings = []
     for side, values, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
@@ -52,7 +60,7 @@ def find_placeholders(pairs: PairRows) -> Undone:
         findings += _holes_found(pairs, side, holes, missing, values, other)
         blank = values.masked_fill(holes, torch.nan)
         pairs = replace(pairs, rollout=blank) if side == "rollout" else replace(pairs, train=blank)
-    return Undone(pairs, findings)
+    return RepairedPairs(pairs, findings)
 
 
 def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) -> Tensor:
