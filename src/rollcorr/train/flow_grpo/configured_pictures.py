@@ -31,7 +31,7 @@ def configured_pictures(
     Each picture has a window of its own, so that few pictures cover every timestep of the run.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         make_engine: returns the engine that samples, from the trainer, which has `schedule` and `policy`; defaults to
             the configuration's rollout copy. The engine must have the weights of the start.
         pictures: how many.
@@ -42,7 +42,7 @@ def configured_pictures(
         KeyError: the engine returns no means.
         ValueError: the engine's schedule differs.
     """
-    # Windows of every picture's own cover all timesteps.
+    # With a window per picture, few pictures cover all timesteps.
     config = replace(config, rollout=replace(config.rollout, sde_window="per_sample"))
     texts, _ = make_prompts(config)
     trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)
