@@ -19,9 +19,9 @@ def lines_page(generated: str) -> str:
 
 Add a few lines to put this library's correction into {len(names)} frameworks.
 
-The lines ran once in each framework's own code, at the commit in the heading: `experiments/conformance/lines.py` inserts
-the lines into the framework's file, runs its function on a batch with known weights and rejected tokens, and compares
-the results. No training has run in these frameworks, because their trainers need GPUs or a sampling server. In a
+The lines ran once in each framework's own code, at the commit in the heading. `experiments/conformance/lines.py`
+inserts the lines into the framework's file, runs its function on a batch with known weights and rejected tokens, and
+compares the results. No training has run in these frameworks, because their trainers need GPUs or a sampling server. In a
 different version, look for the place again. You can replace the preset by any
 [preset or configuration](../guides/choosing.md).
 
@@ -32,8 +32,8 @@ Unsloth replaces methods of TRL's trainers, so [the adapter for TRL](trl.md) att
 - Leave `vllm_importance_sampling_correction` off, as Unsloth does. The adapter then writes weights into `advantages`,
   which Unsloth's loss reads, and rejected tokens into `tool_mask`. If the option is on, `attach` raises a `ValueError`,
   because the loss does not read `importance_sampling_ratio`.
-- All prompts of a generation batch must have the same length in tokens. Otherwise Unsloth's log-probs are wider than the
-  completions, and torch raises an error.
+- All prompts of a generation batch must have the same length in tokens. Otherwise Unsloth's log-probs are wider than
+  the completions, and torch raises an error.
 
 `experiments/conformance/unsloth_in_trl.py` ran `compute_loss` of unsloth 015bdef0d94a and `grpo_compute_loss` of
 unsloth-zoo ce232d6cef9c in the GRPOTrainer of TRL 1.16.0 on a CPU: loss and gradient of a corrected batch equal TRL's

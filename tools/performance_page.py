@@ -128,8 +128,8 @@ bfloat16 with an int64 mask), on sm_100 43 to 60. Any other block costs 135 to 1
 cuda:90` counts instructions in the machine code.
 
 The second launch decides which sequences are kept. torch would need 104 to 274 launches for these decisions
-(`tests/kernels/test_decision_copies.py`): 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch applies the decisions to
-the tokens.
+(`tests/kernels/test_decision_copies.py`): 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch merges the
+statistics, and applies the decisions to the tokens.
 
 {gpu_section(table)}
 
@@ -140,8 +140,8 @@ make gpu-dry         # runs the same script on the CPU
 ```
 
 The script first tests the kernels: recorded cases and 200 random batches against float64, a sequence of more than
-2³¹ tokens, two runs that must be bit-identical, a step of every mode with waits forbidden, and 100 replays of a captured
-graph. Each stage is a separate process, so the other stages continue after a failure.
+2³¹ tokens, two runs that must be bit-identical, a step of every mode with waits forbidden, and 100 replays of a
+captured graph. Each stage is a separate process, so the other stages continue after a failure.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
 one criterion, 248 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
