@@ -21,8 +21,8 @@ Add a few lines to put this library's correction into {len(names)} frameworks.
 
 The lines ran once in each framework's own code, at the commit in the heading. `experiments/conformance/lines.py`
 inserts the lines into the framework's file, runs its function on a batch with known weights and rejected tokens, and
-compares the results. No training has run in these frameworks, because their trainers need GPUs or a sampling server. In a
-different version, look for the place again. You can replace the preset by any
+compares the results. No training has run in these frameworks, because their trainers need GPUs or a sampling server. In
+a different version, look for the place again. You can replace the preset by any
 [preset or configuration](../guides/choosing.md).
 
 {"".join(_entry(entry) for entry in entries)}## Unsloth
