@@ -35,8 +35,9 @@ class PolicyClock:
 
     It is step − o with the offset o = min(1, smallest step − version seen): the policy of step s has version s − 1, or
     s where a token of version s was seen. Versions that rise, but always by less than `SLOW` per step or by 1, count
-    weight syncs: then it is the newest version seen. A sampler that gets new weights every k steps jumps by k instead,
-    and a version that never rises counts as old weights. No value is read on the host.
+    weight syncs: then it is the newest version seen. Steps before the first rise do not count, as a queue may fill in
+    them. A sampler that gets new weights every k steps jumps by k instead, and a version that never rises counts as old
+    weights. No value is read on the host.
 
     Attributes:
         newest: the newest version seen, 0-d.
@@ -47,7 +48,8 @@ class PolicyClock:
         self._offset = torch.tensor(1, device="cpu")
         self._slow = torch.tensor(False, device="cpu")
         self._steady = torch.tensor(True, device="cpu")
-        self._seen: list[tuple[int, Tensor]] = []  # the first, the previous and the current step
+        self._first, self._before_rise = self.newest, self._offset  # the first version, and its last step
+        self._seen: list[tuple[int, Tensor]] = []  # the previous and the current step
 
     def see(self, step: int, newest: Tensor) -> None:
         """Add the newest version that sampled in a part of a step, 0-d int64."""
@@ -55,14 +57,17 @@ class PolicyClock:
         self.newest = torch.maximum(self.newest.to(device), newest)
         self._offset = torch.minimum(self._offset.to(device), step - newest)
         if not self._seen or step != self._seen[-1][0]:
-            self._seen = [*self._seen[:1], *self._seen[-1:], (step, self.newest)]
+            self._seen = [*self._seen[-1:], (step, self.newest)]
         self._seen[-1] = (step, self.newest)
 
         # Parts of the first step show no rise yet.
-        (first_step, first), (before_step, before) = self._seen[0], self._seen[-2:][0]
-        rise, jump = self.newest - first.to(device), self.newest - before.to(device)
+        before_step, before = self._seen[0]
+        before = before.to(device)
+        self._first = before if len(self._seen) == 1 else self._first.to(device)
+        self._before_rise = torch.where(before == self._first, before_step, self._before_rise.to(device))
+        rise, jump = self.newest - self._first, self.newest - before
         self._steady = self._steady.to(device) & (jump <= max(1, SLOW * (step - before_step)))
-        self._slow = self._steady & (rise > 0) & (rise < SLOW * (step - first_step))
+        self._slow = self._steady & (rise > 0) & (rise < SLOW * (step - self._before_rise))
 
     def version(self, step: int, newest: Tensor) -> Tensor:
         """Return the policy's version at a step, 0-d, by the newest version seen until then."""
