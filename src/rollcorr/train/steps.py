@@ -129,9 +129,9 @@ def token_lags(rollout: Rollout, step: int) -> Tensor | None:
     Raises:
         EngineAnswerError: a token's version is newer than the policy.
     """
-    newest, version = step - 1, rollout.policy_versions
-    if version is None:
-        version = rollout.sampling.policy_version
+    newest = step - 1
+    of_token, of_batch = rollout.policy_versions, rollout.sampling.policy_version
+    version = of_batch if of_token is None else of_token
     if version is None:
         return None
     lags = torch.where(rollout.tokens.response_mask, newest - version, 0)
