@@ -14,7 +14,8 @@ from torch import Tensor
 from rollcorr.core.divergence import k3
 from rollcorr.core.host_statistics import HostStatistics
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
-from rollcorr.core.metric_registry import finalize
+from rollcorr.core.metric_registry import PREFIX, finalize
+from rollcorr.core.metric_tables import LAG_METRICS
 
 LAG_ROWS: dict[str, tuple[str, ...]] = {
     "sums": ("lag/tokens", "lag/k3", "lag/versions", "lag/fresh_tokens", "lag/fresh_k3"),
@@ -103,5 +104,7 @@ def lag_sums(tokens: float, k3_sum: float, versions: float, fresh_tokens: float,
 
 
 def known_metrics(statistics: HostStatistics) -> dict[str, float]:
-    """Return the metrics of the sums, prefixed. Without tokens of lag 0 the split is unknown, and left out."""
-    return {name: value for name, value in finalize(statistics).items() if not math.isnan(value)}
+    """Return all metrics, prefixed. Without tokens of lag 0 the split is unknown, and left out."""
+    metrics = finalize(statistics)
+    unknown = {PREFIX + name for name in LAG_METRICS if math.isnan(metrics.get(PREFIX + name, 0.0))}
+    return {name: value for name, value in metrics.items() if name not in unknown}

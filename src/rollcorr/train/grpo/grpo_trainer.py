@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from rollcorr.core.aggregation import Denominators
 from rollcorr.core.lag_statistics import known_metrics, lag_statistics
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics, moments_of
-from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
@@ -123,7 +122,8 @@ class GrpoTrainer:
             batch = self._add_advantages(batch)
         with clock("update"):
             statistics, log_prob = self._update(batch, step)
-            host = statistics.read()  # every other metric of the step crosses to the host here, once
+            statistics |= _lag_split(batch, log_prob, lags)
+            host = statistics.read()  # every metric of the step crosses to the host here, once
 
         tokens = host.sums["response_tokens"]
         metrics = batch.metrics | {
@@ -135,7 +135,7 @@ class GrpoTrainer:
             "response/length_mean": tokens / len(batch.rewards),
             "engine/staleness": staleness,
             "engine/staleness_max": float(oldest),
-            **(finalize(host) | _lag_metrics(batch, log_prob, lags) if self.correction_config is not None else {}),
+            **(known_metrics(host) if self.correction_config is not None else {}),
             "perf/tokens_per_second": tokens / clock.total,
             **clock.metrics(),
         }
@@ -373,12 +373,12 @@ class GrpoTrainer:
         return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
 
 
-def _lag_metrics(batch: GrpoBatch, log_prob: Tensor, lags: Tensor | None) -> dict[str, float]:
-    """Return k3 by lag, of the rollout log's log-probs: log π_old, or in bypass mode log π_θ of the first epoch."""
+def _lag_split(batch: GrpoBatch, log_prob: Tensor, lags: Tensor | None) -> Statistics:
+    """Return the sums by lag, from the rollout log's log π: log π_old, or in bypass mode log π_θ of the first epoch."""
     if lags is None:
-        return {}
+        return Statistics.of()
     policy = log_prob if batch.old_log_prob is None else batch.old_log_prob
-    return known_metrics(lag_statistics(policy - batch.rollout.rollout_log_prob, batch.response_mask, lags).read())
+    return lag_statistics(policy - batch.rollout.rollout_log_prob, batch.response_mask, lags)
 
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")
