@@ -59,11 +59,11 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 807,
+    "cli": 809,
     "config": 1689,
     "confirm": 246,
     "conformance": 350,
-    "core": 1634,
+    "core": 1641,
     "correction": 1298,
     "demo": 171,
     "diffusion": 491,
@@ -75,7 +75,7 @@ BUDGETS = {
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3572,
+    "train": 3583,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 
