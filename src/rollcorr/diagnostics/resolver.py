@@ -16,10 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.fault_row import Fault
+from rollcorr.diagnostics.fault_row import Case, Fault
 from rollcorr.diagnostics.faults import fault, is_cause, measures, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.refuting_tests import Case
 
 WEAK = 0.5
 """Confidence of a cause without one."""

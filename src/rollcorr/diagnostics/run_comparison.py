@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from rollcorr.diagnostics.health.evidence import bare_metrics, history_of, recent_medians
 from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.numbers import HEADLINES, STEP_HEADLINES, format_number, headlines
+from rollcorr.diagnostics.numbers import HEADLINES, STEP_HEADLINES, format_number, headlines, text_table
 from rollcorr.diagnostics.run_verdict import run_health
 from rollcorr.run_directory import Run
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 REWARD = "reward/mean"
 
@@ -60,19 +62,20 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
 
 def comparison_table(comparison: RunComparison) -> Table:
     """The comparison for a terminal: a column for each run."""
-    table = Table("", *comparison.names, box=None, padding=(0, 2, 0, 0))
-    table.add_row("steps", *map(str, comparison.steps))
-    table.add_row("verdict", *(_verdict(report) for report in comparison.reports))
-    table.add_row("judged against", *(report.judged_against or "–" for report in comparison.reports))
+    counts = [len(report.warnings) for report in comparison.reports]
+    found = [f", {count} finding{'s' * (count > 1)}" if count else "" for count in counts]
     labels = {**STEP_HEADLINES, **HEADLINES}
-    for name, values in comparison.values.items():
-        table.add_row(labels.get(name, name), *("–" if value is None else format_number(value) for value in values))
-    return table
-
-
-def _verdict(report: HealthReport) -> str:
-    count = len(report.warnings)
-    return f"{report.verdict}, {count} finding{'s' * (count > 1)}" if count else report.verdict
+    numbers = [
+        (labels.get(name, name), *("–" if value is None else format_number(value) for value in values))
+        for name, values in comparison.values.items()
+    ]
+    rows = [
+        ("steps", *map(str, comparison.steps)),
+        ("verdict", *(report.verdict + words for report, words in zip(comparison.reports, found, strict=True))),
+        ("judged against", *(report.judged_against or "–" for report in comparison.reports)),
+        *numbers,
+    ]
+    return text_table(rows, ("", *comparison.names))
 
 
 def _short_names(runs: Sequence[Run]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from rollcorr.config import Level, RolloutCorrectionConfig
+from rollcorr.config.finding import Severity
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, Change, SeriesWatch
 from rollcorr.run_directory.metrics_file import StepStore
@@ -79,6 +80,11 @@ class Evidence:
         return self.config is None or self.config.weights_reach_loss
 
     @property
+    def severity_of_weights(self) -> Severity:
+        """A limit on weights warns where they reach the loss."""
+        return "warning" if self.weights_in_force else "note"
+
+    @property
     def sequences_in_force(self) -> bool:
         """Whether weights of whole sequences reach the loss."""
         return self.level == "sequence" and self.weights_in_force
@@ -117,10 +123,7 @@ class Evidence:
     @property
     def null_k3(self) -> float:
         """k3 of the null, nats, at least that of rounding; NaN without a null."""
-        noise = self.noise
-        if noise is None:
-            return math.nan
-        return max(noise.sigma**2 / 2 if noise.k3 is None else noise.k3, LEAST_K3)
+        return math.nan if self.noise is None else max(self.noise.mean_k3, LEAST_K3)
 
     @property
     def start_k3(self) -> float:

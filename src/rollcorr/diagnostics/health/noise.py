@@ -49,6 +49,11 @@ class Noise:
     is_null: bool = False
     unusable: str = ""
 
+    @property
+    def mean_k3(self) -> float:
+        """k3 per token, nats: as measured, else σ²/2."""
+        return self.sigma**2 / 2 if self.k3 is None else self.k3
+
 
 @dataclass(frozen=True)
 class _Normal:
@@ -100,7 +105,7 @@ def expected_from_noise(
         return {}
     rows, tokens = metrics.get("sequence_count", 0.0), metrics.get("token_count", 0.0)
     length = tokens / rows if rows > 0 and tokens > 0 else None
-    k3 = sigma**2 / 2 if noise.k3 is None else noise.k3
+    k3 = noise.mean_k3
 
     expected = {
         "kl": k3,
@@ -131,7 +136,7 @@ def ranges_from_noise(noise: Noise, metrics: Mapping[str, float]) -> dict[str, t
     sigma, tokens = noise.sigma, metrics.get("token_count", 0.0)
     if not (0 < sigma < 10 and tokens > 0):
         return {}
-    k3 = sigma**2 / 2 if noise.k3 is None else noise.k3
+    k3 = noise.mean_k3
     token = _Normal(-(sigma**2) / 2, sigma)
 
     # −d of a token is normal, and so is its mean. exp(2 d) of a token, exp(2 S) and exp(−G) of a sequence are

@@ -109,6 +109,17 @@ class Change:
         return self.value / self.baseline
 
     @property
+    def confidence(self) -> float:
+        """How sure the change is, 0 to 1, by its size in standard errors."""
+        return self.z**2 / (1 + self.z**2)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The evidence of a finding about it."""
+        sizes = {"baseline": self.baseline, "factor": self.factor}
+        return sizes | {"onset": float(self.onset), "found_at_step": float(self.found)}
+
+    @property
     def is_over(self) -> bool:
         """Whether the metric has been well for as long as the change took: what it came from would have come back."""
         return self.ended is not None and self.well >= max(self.lasted, 2 * WELL_STEPS)

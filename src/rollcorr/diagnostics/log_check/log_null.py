@@ -86,7 +86,7 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    if read.denoising:
+    if read.measurement.denoising:
         return picture_null(read.tally, steps, name=name, quantized=bool(engine_precision))
     return _null_of(
         read.tally,

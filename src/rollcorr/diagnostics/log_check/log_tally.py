@@ -40,21 +40,15 @@ class LogTally:
 
     Attributes:
         tally: what was seen.
+        measurement: how.
         total: rows of the log; more than were read after an interrupt.
-        train_column: the column that π was taken from.
-        kept: the log has kept sets.
-        denoising: its tokens are denoising steps.
-        with_exact_kl: and it records what their exact KL needs.
         unreadable: what could not be read, a sentence for each file.
         before: the files with rows, in the order of the log, each with the rows of the log before it.
     """
 
     tally: Tally
+    measurement: Measurement
     total: int
-    train_column: str
-    kept: bool
-    denoising: bool = False
-    with_exact_kl: bool = False
     unreadable: tuple[str, ...] = ()
     before: tuple[tuple[int, str], ...] = ()
 
@@ -62,9 +56,9 @@ class LogTally:
         """A finding whose first row is counted in the log, with that row's file, counted there."""
         if finding.first_row is None or finding.file is not None:
             return finding
-        index = finding.first_row
-        before, file = max(((before, file) for before, file in self.before if before <= index), default=(0, None))
-        return replace(finding, file=file, first_row=index - before)
+        within = [(before, file) for before, file in self.before if before <= finding.first_row]
+        before, file = max(within, default=(0, None))
+        return replace(finding, file=file, first_row=finding.first_row - before)
 
 
 def read_log(
@@ -101,45 +95,43 @@ def read_log(
     else:
         shards = log_shards(paths, file_limits=file_limits, column_names=column_names)
     total, tally = sum(shard.rows for shard in shards), Tally()
-    column, kept, denoising, with_kl = train_column or "", False, False, False
+    measurement = Measurement(
+        config=config,
+        train_column=train_column or "",
+        batch_size=batch_size,
+        null_steps=null_steps,
+        what_if=what_if,
+        candidates=candidates,
+        keep_going=keep_going,
+    )
     try:
-        head, column, shards, without = _readable_head(shards, config, column, batch_size, keep_going=keep_going)
+        head, measurement, shards, without = _readable_head(shards, measurement)
         unreadable += without
-        kept = head is not None and head.has("kept_offsets")
-        denoising = head is not None and head.has("dimensions")
-        with_kl = denoising and head is not None and has_exact_kl(head)
-        measurement = Measurement(
-            config=config,
-            train_column=column,
-            batch_size=batch_size,
-            kept=kept,
-            null_steps=null_steps,
-            what_if=what_if,
-            candidates=candidates,
-            keep_going=keep_going,
-            denoising=denoising,
-            timesteps=timestep_values(shards, batch_size) if denoising else (),
-            with_exact_kl=with_kl,
-        )
+        if head is not None:
+            denoising = head.has("dimensions")
+            measurement = replace(
+                measurement,
+                kept=head.has("kept_offsets"),
+                denoising=denoising,
+                timesteps=timestep_values(shards, batch_size) if denoising else (),
+                with_exact_kl=denoising and has_exact_kl(head),
+            )
         told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
         for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
             tally = tally.merge(part)
     except KeyboardInterrupt:
         tally = replace(tally, interrupted=True)
+
+    # A file in several shards is one file.
+    problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
     if not tally.parts:
-        problems = (*unreadable, *tally.unreadable)
         seen = problems[0] if problems else "there is no row"
         seen = "nothing was read before the interrupt" if tally.interrupted else seen
         raise BadInputError(f"{', '.join(paths)}: {seen}; give a log with at least one sequence")
-    # A file in several shards is one file.
-    problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
     return LogTally(
         tally=tally,
+        measurement=measurement,
         total=total,
-        train_column=column,
-        kept=kept,
-        denoising=denoising,
-        with_exact_kl=with_kl,
         unreadable=problems,
         before=tuple(dict.fromkeys((shard.before - shard.first_row, shard.file) for shard in shards)),
     )
@@ -163,31 +155,32 @@ def _readable_shards(
 
 
 def _readable_head(
-    shards: list[Shard], config: RolloutCorrectionConfig, column: str, batch_size: int, *, keep_going: bool
-) -> tuple[RolloutBatch | None, str, list[Shard], list[str]]:
-    """The first batch with both sides, the trainer's column, the shards from it on, and what the others lack."""
+    shards: list[Shard], measurement: Measurement
+) -> tuple[RolloutBatch | None, Measurement, list[Shard], list[str]]:
+    """The first batch with both sides, the measurement of its columns, the shards from it on, and what others lack."""
     unreadable: list[str] = []
     for number, shard in enumerate(shards):
         try:
             # The reader ends here, so that no part of the file stays in memory.
             columns = COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS
-            head = next(read_shard(shard, columns=columns, batch_size=batch_size), None)
+            head = next(read_shard(shard, columns=columns, batch_size=measurement.batch_size), None)
             if head is not None:
-                return head, _train_column(head, config, shard, column), shards[number:], unreadable
+                column = _train_column(head, shard, measurement)
+                return head, replace(measurement, train_column=column), shards[number:], unreadable
         except (RolloutLogError, BadInputError) as error:
-            if not keep_going:
+            if not measurement.keep_going:
                 raise
             unreadable.append(in_one_line(error))
-    return None, column, [], unreadable
+    return None, measurement, [], unreadable
 
 
-def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard, asked: str) -> str:
+def _train_column(batch: RolloutBatch, shard: Shard, measurement: Measurement) -> str:
     """The column that π is taken from in the whole log, from what its first batch records.
 
     Both sides must be there: the rest of a log that lacks one need not be read.
     """
-    order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
-    found = asked or next((name for name in order if batch.has(name)), None)
+    order = ("log_prob", "old_log_prob") if measurement.config.bypass_mode else ("old_log_prob", "log_prob")
+    found = measurement.train_column or next((name for name in order if batch.has(name)), None)
     if found is None:
         raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
     for column in ("rollout_log_prob", found):

@@ -187,18 +187,13 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
 
 def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:
     """The presets that differ in what they do to a log, and for each the others that do the same."""
-    first: dict[object, str] = {}
-    once: dict[str, RolloutCorrectionConfig] = {}
-    same: dict[str, tuple[str, ...]] = {}
-    for name in PRESETS:
-        config = RolloutCorrectionConfig.preset(name)
+    alike: dict[object, list[str]] = {}
+    configs = {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
+    for name, config in configs.items():
         weights = (config.rollout_is, config.rollout_is_threshold) if config.weights_reach_loss else None
-        effect = weights, config.criteria, config.rollout_token_veto_threshold
-        if effect in first:
-            same[first[effect]] += (name,)
-        else:
-            first[effect], once[name], same[name] = name, config, ()
-    return once, same
+        alike.setdefault((weights, config.criteria, config.rollout_token_veto_threshold), []).append(name)
+    same = {first: tuple(others) for first, *others in alike.values()}
+    return {name: configs[name] for name in same}, same
 
 
 PRESETS_ONCE, SAME_AS = _presets_once()

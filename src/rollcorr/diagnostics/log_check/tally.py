@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard
 from rollcorr.rollout_log.schema import ragged
 from rollcorr.rollout_log.validate import validate_batch
+
+Key, Sums = TypeVar("Key"), TypeVar("Sums")
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
@@ -129,17 +132,10 @@ class Tally:
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
-        parts = dict(self.parts)
-        for step, part in later.parts.items():
-            parts[step] = merge_parts([parts[step], part]) if step in parts else part
-        first = dict(self.first)
-        for step, profile in later.first.items():
-            first[step] = first[step].merge(profile) if step in first else profile
-        samples = dict(self.first_samples)
-        for step, sample in later.first_samples.items():
-            samples[step] = samples[step].merge(sample) if step in samples else sample
+        first = merge_by_key(self.first, later.first, MismatchProfile.merge)
+        samples = merge_by_key(self.first_samples, later.first_samples, PairSample.merge)
         return Tally(
-            parts=parts,
+            parts=merge_by_key(self.parts, later.parts, lambda own, other: merge_parts([own, other])),
             findings=merge_findings((*self.findings, *later.findings)),
             sample=self.sample.merge(later.sample),
             claims={**self.claims, **later.claims},
@@ -158,6 +154,13 @@ class Tally:
             worst=self.worst.merge(later.worst),
             pictures=self.pictures.merge(later.pictures),
         )
+
+
+def merge_by_key(
+    own: Mapping[Key, Sums], later: Mapping[Key, Sums], merge: Callable[[Sums, Sums], Sums]
+) -> dict[Key, Sums]:
+    """Return both mappings as one; what has a key of both is merged."""
+    return {**own, **{key: merge(own[key], sums) if key in own else sums for key, sums in later.items()}}
 
 
 def merge_parts(parts: Iterable[Part]) -> Part:
@@ -276,7 +279,9 @@ class Measurement:
             prompts=None if prompts is None else np.array([len(prompt) for prompt in prompts]),
         )
         profile = MismatchProfile.of_ratios(ratios)
-        candidates = CandidateTotals()
+        routing, candidates = RoutingSums(), CandidateTotals()
+        if batch.has("routing_difference"):
+            routing = RoutingSums.of(ratios, batch.packed("routing_difference").numpy())
         if self.candidates:
             candidates = CandidateTotals.of(batch, train, rollout, mask, ids=ids, prompts=prompts, first=first)
         return Tally(
@@ -290,7 +295,7 @@ class Measurement:
             first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(batch, ratios),
-            routing=_routing(batch, ratios),
+            routing=routing,
             presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
             candidates=candidates,
             worst=WorstTokens.of(ratios),
@@ -324,7 +329,10 @@ class Measurement:
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         for step, rows in _by_step(batch):
             if ratios is None:
-                statistics = merge_statistics(self._denoising(batch, rows, train, rollout))
+                of_shapes = denoising_statistics(
+                    batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
+                )
+                statistics = merge_statistics(of_shapes)
                 yield step, Part(statistics, 0, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
                 continue
 
@@ -336,24 +344,16 @@ class Measurement:
                 of_step = ratios.of_rows(rows.numpy())
             yield step, part_of(of_step, *own, rewards[rows], self.config)
 
-    def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
-        return denoising_statistics(
-            batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
-        )
-
 
 def _first_profiles(
     wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios
 ) -> dict[int, MismatchProfile]:
     """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
-    found = {}
-    for step, rows in wanted.items():
-        # Mostly a batch is of one step, and its profile is there already.
-        of_step = profile
-        if not bool(rows.all()):
-            of_step = MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))
-        found[step] = of_step.folded(FIRST_IDS)
-    return found
+    # Mostly a batch is of one step, and its profile is there already.
+    return {
+        step: (profile if rows.all() else MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))).folded(FIRST_IDS)
+        for step, rows in wanted.items()
+    }
 
 
 def _rewards(rewards: Tensor) -> tuple[int, float]:
@@ -376,9 +376,8 @@ def part_of(
     if statistics is None:
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
     zero = ((rollout == 0) | (train == 0)) & mask
-    zeros, contradicted = int(zero.sum()), 0
-    if zeros:
-        contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum())
+    zeros = int(zero.sum())
+    contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum()) if zeros else 0
     positive = int((((rollout > 0) | (train > 0)) & mask).sum())
     ids = TokenSums.of_ratios(ratios, limit=STEP_IDS)
     return Part(statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
@@ -388,13 +387,6 @@ def _without_sentinels(log_prob: Tensor) -> Tensor:
     """Log-probs with NaN in place of −9999, in the same memory."""
     sentinels = log_prob == JSON_MINUS_INFINITY
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
-
-
-def _routing(batch: RolloutBatch, ratios: TokenRatios) -> RoutingSums:
-    """The mismatch by routing; empty where the batch does not record it."""
-    if not batch.has("routing_difference"):
-        return RoutingSums()
-    return RoutingSums.of(ratios, batch.packed("routing_difference").numpy())
 
 
 def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
