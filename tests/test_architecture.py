@@ -71,7 +71,7 @@ BUDGETS = {
     "integrations": 1848,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 1345,
+    "monitor": 1346,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
