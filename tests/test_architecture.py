@@ -75,7 +75,7 @@ BUDGETS = {
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3572,
+    "train": 3617,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 
