@@ -9,7 +9,7 @@ import torch
 from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.config.presets import PRESETS
 from rollcorr.diagnostics import check_logs
-from rollcorr.diagnostics.log_check.preset_totals import PRESETS_ONCE, SAME_AS, PresetTotals
+from rollcorr.diagnostics.log_check.log_totals import PRESETS_ONCE, SAME_AS, PresetTotals
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 

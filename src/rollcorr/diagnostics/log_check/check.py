@@ -19,15 +19,18 @@ from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.log_check.log_metrics import (
+from rollcorr.diagnostics.log_check.log_null import picture_null
+from rollcorr.diagnostics.log_check.log_tally import (
+    LogTally,
     log_findings,
     log_metrics,
     log_remarks,
     mixed_settings,
+    one_thread,
     partial_sentence,
+    read_log,
 )
-from rollcorr.diagnostics.log_check.log_null import picture_null
-from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
+from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
 from rollcorr.diagnostics.log_check.log_weights import (
     RestVerdict,
     in_excess,
@@ -36,9 +39,7 @@ from rollcorr.diagnostics.log_check.log_weights import (
     noise_of_log,
     ordinary,
 )
-from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
-from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import MismatchNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows

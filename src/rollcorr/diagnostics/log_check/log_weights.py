@@ -16,16 +16,15 @@ import torch
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
-from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.diagnostics.faults import fault, is_rise, measures
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import ages_in_words, evidence_of, measured_findings
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.health.trend import FACTOR as RISE_FACTOR
-from rollcorr.diagnostics.log_check.log_metrics import metrics_of_parts
 from rollcorr.diagnostics.log_check.log_null import first_steps_null
-from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, Tally, part_of
+from rollcorr.diagnostics.log_check.log_tally import metrics_of_parts
+from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, Tally, part_of, without_sentinels
 from rollcorr.diagnostics.null.null_file import MismatchNull, NullMismatchError
 from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows, profile_of
 from rollcorr.diagnostics.null.run_null import noise_of
@@ -290,7 +289,7 @@ def _part(rows: Sequence[SampleRow], config: RolloutCorrectionConfig) -> Part:
     """What the rows of one step show; a sentinel is missing, as in the tally of the log."""
     mask = torch.cat([row.mask.bool() for row in rows])
     sides = (torch.cat([row.train for row in rows]), torch.cat([row.rollout for row in rows]))
-    train, rollout = (side.masked_fill(side == JSON_MINUS_INFINITY, torch.nan) for side in sides)
+    train, rollout = map(without_sentinels, sides)
     ids = [row.response_ids for row in rows]
     known = [row_ids for row_ids in ids if row_ids is not None]
     ratios = TokenRatios.of(

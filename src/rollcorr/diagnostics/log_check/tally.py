@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -24,8 +25,7 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
-from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
-from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
+from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
@@ -39,7 +39,9 @@ from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shar
 from rollcorr.rollout_log.schema import ragged
 from rollcorr.rollout_log.validate import validate_batch
 
-Key, Sums = TypeVar("Key"), TypeVar("Sums")
+Counts = NDArray[np.int64]
+Key = TypeVar("Key")
+Sums = TypeVar("Sums")
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
@@ -250,7 +252,7 @@ class Measurement:
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         if self.denoising:
-            rollout, train = (_without_sentinels(x) for x in (rollout, train))
+            rollout, train = (without_sentinels(x) for x in (rollout, train))
             parts = dict(self._parts(batch, train, rollout, mask, None))
             findings = merge_findings(validate_batch(batch))
             kl = exact_kl(batch) if self.with_exact_kl else None
@@ -263,15 +265,24 @@ class Measurement:
         prompts = _prompts(batch)
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
-            columns = (train, rollout, mask, batch.lengths)
-            recorded = partial(PairSample.of, response_ids=ids, steps=steps, prompts=prompts)
-            return recorded(*columns, first=first, stride=stride, wanted=wanted)
+            return PairSample.of(
+                train,
+                rollout,
+                mask,
+                batch.lengths,
+                response_ids=ids,
+                steps=steps,
+                prompts=prompts,
+                first=first,
+                stride=stride,
+                wanted=wanted,
+            )
 
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
-        rollout, train = (_without_sentinels(x) for x in (rollout, train))
+        rollout, train = (without_sentinels(x) for x in (rollout, train))
         ratios = TokenRatios.of(
             *(x.numpy() for x in (train, rollout, mask, batch.lengths)),
             index=np.arange(first, first + len(batch)),
@@ -383,7 +394,7 @@ def part_of(
     return Part(statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
 
 
-def _without_sentinels(log_prob: Tensor) -> Tensor:
+def without_sentinels(log_prob: Tensor) -> Tensor:
     """Log-probs with NaN in place of −9999, in the same memory."""
     sentinels = log_prob == JSON_MINUS_INFINITY
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
@@ -391,16 +402,26 @@ def _without_sentinels(log_prob: Tensor) -> Tensor:
 
 def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
     """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
+    spans = version_spans(batch)
+    if spans is None:
+        return VersionCells()
+    step, version, length = spans
+    return VersionCells.of(step, version, slice_sums(ratios.k3, length), slice_sums(ratios.valid, length))
+
+
+def version_spans(batch: RolloutBatch) -> tuple[Counts, Counts, Counts] | None:
+    """Return the step, the version of the weights and the tokens of each span, (spans,).
+
+    None unless every row records both, and its spans tile its tokens.
+    """
     if not (batch.has("policy_versions") and batch.has("step")):
-        return VersionCells()
+        return None
     spans, sizes, _ = ragged(batch.records.column("policy_versions"))
-    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
-    length = length.astype(np.int64)
+    columns = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "length"))
+    version, length = (column.astype(np.int64) for column in columns)
     row = np.repeat(np.arange(len(batch)), sizes)
-    if (length < 0).any() or (np.bincount(row, length, len(batch)) != batch.lengths.numpy()).any():
-        return VersionCells()
-    k3, tokens = slice_sums(ratios.k3, length), slice_sums(ratios.valid, length)
-    return VersionCells.of(batch.values("step").numpy()[row], version.astype(np.int64), k3, tokens)
+    tiled = (length >= 0).all() and (np.bincount(row, length, len(batch)) == batch.lengths.numpy()).all()
+    return (batch.values("step").numpy()[row], version, length) if tiled else None
 
 
 def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
