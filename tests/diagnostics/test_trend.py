@@ -8,8 +8,7 @@ from series_of_runs import broken, healthy, metrics_of
 
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import health
-from rollcorr.diagnostics.health.onset import onset_of, without_spikes
-from rollcorr.diagnostics.health.trend import REMEMBERED, ChangeDetector
+from rollcorr.diagnostics.health.trend import REMEMBERED, ChangeDetector, onset_of, without_spikes
 from rollcorr.monitor.running_judge import RunningJudge
 
 KINDS = ("never synced", "break", "jump", "slow growth", "resume")

@@ -129,8 +129,11 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
             raise ValueError(f"no run has the metric {name!r}; they have {', '.join(sorted(set().union(*medians)))}")
     kinds = dict.fromkeys(name for run in runs for name in (REWARD, *headlines(diffusion=run.diffusion)))
     shown = wanted or [name for name in kinds if any(name in values for values in medians)]
+
+    # The last part of each path, unless last parts repeat.
+    names = tuple(run.path.resolve().name for run in runs)
     return RunComparison(
-        names=_short_names(runs),
+        names=names if len(set(names)) == len(names) else tuple(str(run.path) for run in runs),
         steps=tuple(len(run.series) for run in runs),
         reports=tuple(run_health(run) for run in runs),
         values={name: tuple(values.get(name) for values in medians) for name in shown},
@@ -153,9 +156,3 @@ def comparison_table(comparison: RunComparison) -> Table:
         *numbers,
     ]
     return text_table(rows, ("", *comparison.names))
-
-
-def _short_names(runs: Sequence[Run]) -> tuple[str, ...]:
-    """The last part of each path, or the whole paths where last parts repeat."""
-    names = tuple(run.path.resolve().name for run in runs)
-    return names if len(set(names)) == len(names) else tuple(str(run.path) for run in runs)

@@ -164,11 +164,11 @@ class Evidence:
 
 def bare_metrics(metrics: Metrics) -> dict[str, float]:
     """Metrics by bare name: prefixes cut, NaN and what is not a number left out."""
-    bare = {}
-    for key, value in metrics.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-            bare[_bare_name(key)] = float(value)
-    return bare
+    return {
+        _bare_name(key): float(value)
+        for key, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    }
 
 
 @lru_cache(maxsize=4096)

@@ -22,10 +22,8 @@ from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
+from rollcorr.diagnostics.null import MismatchProfile, Origin, TokenSums
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
-from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.null.token_share import TokenSums
 from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.rollout_log import FileLimits, RolloutBatch, RolloutLogError, Shard, log_shards, read_shard
@@ -326,25 +324,15 @@ def partial_sentence(read: LogTally) -> tuple[str, ...]:
 
 def mixed_settings(origin: Origin) -> list[Finding]:
     """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
-    mixed = {}
     settings = [json.loads(text) for text in origin.sampling]
-    for name in dict.fromkeys(name for one in settings for name in one):
-        values = dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
-        if len(values) > 1:
-            mixed[name.replace("_", " ")] = tuple(values)
-    for name in ("engine", "engine_version", "model"):
-        if len(getattr(origin, name)) > 1:
-            mixed[name.replace("_", " ")] = getattr(origin, name)
-    if not mixed:
-        return []
-    return [
-        replace(
-            fault("mixed_settings").finding,
-            metric="log/sampling",
-            reason="; ".join(f"{name}: {', '.join(values)}" for name, values in mixed.items()),
-            severity="note",
-        )
-    ]
+    recorded = {
+        name: dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
+        for name in dict.fromkeys(name for one in settings for name in one)
+    }
+    recorded |= {name: dict.fromkeys(getattr(origin, name)) for name in ("engine", "engine_version", "model")}
+    mixed = [f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in recorded.items() if len(values) > 1]
+    note = replace(fault("mixed_settings").finding, metric="log/sampling", reason="; ".join(mixed), severity="note")
+    return [note] if mixed else []
 
 
 def _judged(finding: Finding, rows: int) -> Finding:

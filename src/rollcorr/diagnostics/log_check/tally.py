@@ -26,8 +26,7 @@ from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
 from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.null import MismatchProfile, Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
@@ -259,7 +258,9 @@ class Measurement:
             pictures = PictureRows.of(batch, rollout, train, kl, first=first)
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch), pictures=pictures)
 
-        ids = _ids(batch)
+        # Ids of some rows only tell nothing of the others.
+        recorded = batch.has("response_ids") and not batch.records.column("response_ids").null_count
+        ids = batch.packed("response_ids") if recorded else None
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
         prompts = _prompts(batch)
@@ -338,7 +339,11 @@ class Measurement:
     ) -> Iterator[tuple[int | None, Part]]:
         """What was seen of each step; without `ratios` the tokens are denoising steps."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
-        for step, rows in _by_step(batch):
+        of_steps: list[tuple[int | None, Tensor]] = [(None, torch.ones(len(batch), dtype=torch.bool, device="cpu"))]
+        if batch.has("step"):
+            steps = batch.values("step")
+            of_steps = [(step, steps == step) for step in steps.unique().tolist()]
+        for step, rows in of_steps:
             if ratios is None:
                 of_shapes = denoising_statistics(
                     batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
@@ -422,23 +427,6 @@ def version_spans(batch: RolloutBatch) -> tuple[Counts, Counts, Counts] | None:
     row = np.repeat(np.arange(len(batch)), sizes)
     tiled = (length >= 0).all() and (np.bincount(row, length, len(batch)) == batch.lengths.numpy()).all()
     return (batch.values("step").numpy()[row], version, length) if tiled else None
-
-
-def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
-    """Each step of a batch, None when none is recorded, with a mask of its rows."""
-    if not batch.has("step"):
-        yield None, torch.ones(len(batch), dtype=torch.bool, device="cpu")
-        return
-    steps = batch.values("step")
-    for step in steps.unique().tolist():
-        yield step, steps == step
-
-
-def _ids(batch: RolloutBatch) -> Tensor | None:
-    """The response ids, packed, where every row of the batch records them."""
-    if not batch.has("response_ids") or batch.records.column("response_ids").null_count:
-        return None
-    return batch.packed("response_ids")
 
 
 def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
