@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.presets import PRESETS
-from rollcorr.diagnostics.advice.candidates import advantages_of, applied_weights
-from rollcorr.diagnostics.null.token_ratios import TokenRatios, k3_of
+from rollcorr.diagnostics.advice.candidates import added, advantages_of, applied_weights
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.rollout_log import RolloutBatch
 
 Sums = NDArray[np.float64]
@@ -85,15 +84,9 @@ class PresetTotals:
     advantages: bool = True
 
     @classmethod
-    def of(cls, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor) -> PresetTotals:
-        """The sums of a batch, in the packed layout: (N,) each."""
-        lengths = batch.lengths
-        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        row = torch.repeat_interleave(torch.arange(len(batch), device="cpu"), lengths).numpy()
-        log_ratio = train.double() - rollout
-        valid = (mask & log_ratio.isfinite()).numpy()
-        k3 = k3_of(np.where(valid, log_ratio.numpy(), 0.0))
-
+    def of(cls, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor, ratios: TokenRatios) -> PresetTotals:
+        """The sums of a batch, in the packed layout: (N,) each; `ratios` are those of its log-probs."""
+        row, valid, k3 = np.repeat(np.arange(len(batch)), ratios.lengths), ratios.valid, ratios.k3
         advantage, known = advantages_of(batch, valid)
         row_tokens = np.bincount(row, valid, len(batch))
         row_k3 = np.bincount(row, k3, len(batch))
@@ -110,7 +103,7 @@ class PresetTotals:
         )
         presets = {}
         for name, config in PRESETS_ONCE.items():
-            weight = np.where(valid, applied_weights(config, train, rollout, mask, cu_seqlens), 0.0)
+            weight = np.where(valid, applied_weights(config, train, rollout, mask, batch.cu_seqlens), 0.0)
             kept = weight > 0
             presets[name] = np.array(
                 [
@@ -128,9 +121,7 @@ class PresetTotals:
 
     def merge(self, later: PresetTotals) -> PresetTotals:
         """The sums of both stretches; `later` comes after."""
-        presets = dict(self.presets)
-        for name, sums in later.presets.items():
-            presets[name] = presets[name] + sums if name in presets else sums
+        presets = added(self.presets, later.presets)
         return PresetTotals(self.log + later.log, presets, self.advantages and later.advantages)
 
     def rows(self) -> tuple[WhatIf, ...]:

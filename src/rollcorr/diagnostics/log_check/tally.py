@@ -308,7 +308,7 @@ class Measurement:
             origin=Origin.of(batch),
             versions=_versions(batch, ratios),
             routing=routing,
-            presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
+            presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
             candidates=candidates,
             worst=WorstTokens.of(ratios),
         )
