@@ -59,24 +59,24 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 807,
+    "cli": 809,
     "config": 1689,
     "confirm": 246,
     "conformance": 350,
-    "core": 1634,
+    "core": 1641,
     "correction": 1298,
     "demo": 171,
-    "diagnostics": 8111,
+    "diagnostics": 8121,
     "diffusion": 491,
     "engines": 2304,
     "integrations": 1848,
     "kernels": 3559,
     "layouts": 137,
-    "monitor": 1345,
+    "monitor": 1346,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3572,
+    "train": 3583,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

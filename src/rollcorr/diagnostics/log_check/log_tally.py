@@ -268,9 +268,8 @@ def _id_share(ids: TokenSums) -> dict[str, float]:
 
 
 def _ages(tally: Tally) -> dict[int, dict[str, float]]:
-    """Step → the mean age of the weights behind its tokens, where steps and versions are counted alike."""
-    ages = {step: {AGE: age} for step, _, age in tally.versions.by_step()}
-    return ages if all(age[AGE] >= 0 for age in ages.values()) else {}
+    """Step → the mean age in versions of the weights behind its tokens; 0 for fresh ones."""
+    return {step: {AGE: age} for step, _, age in tally.versions.by_step()}
 
 
 def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:

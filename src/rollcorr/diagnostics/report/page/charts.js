@@ -110,7 +110,7 @@ rc.draw = (chart) => {
   const positive = sizes.length && data.slice(1).flat().every((v) => v === null || v === undefined || v > 0);
   const options = {
     width: box.clientWidth || 400,
-    height: 220,
+    height: +box.dataset.height || 220,
     plugins: [rc.panning],
     hooks: {
       draw: [rc.guides(spec.guides)],
