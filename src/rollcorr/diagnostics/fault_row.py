@@ -7,10 +7,10 @@ weights starts right. So the course of the mismatch over the steps refutes cause
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.evidence import Evidence
@@ -188,3 +188,31 @@ class Fault:
             metric=metric,
             severity="note" if nothing_wrong else "warning",
         )
+
+    def broken(
+        self,
+        evidence: Evidence,
+        metric: str,
+        breaks: Callable[[float], bool],
+        /,
+        *,
+        value: float | None = None,
+        **words: Any,  # noqa: ANN401
+    ) -> Finding | None:
+        """Return the finding of a rule about a metric, if the rule is broken now.
+
+        Args:
+            evidence: the numbers, and the history that tells when it was broken.
+            metric: that the rule is about.
+            breaks: whether a value breaks the rule; it is False for NaN.
+            value: what is judged; defaults to the metric's current value.
+            words: other fields of the finding.
+        """
+        judged = evidence.get(metric) if value is None else value
+        if not breaks(judged):
+            return None
+        return replace(self.finding, metric=metric, value=judged, **words, **evidence.when(metric, breaks))
+
+    def above(self, evidence: Evidence, metric: str, bound: float, /, **words: Any) -> Finding | None:  # noqa: ANN401
+        """Return the finding of a limit that the metric must not exceed; other arguments as in `broken`."""
+        return self.broken(evidence, metric, lambda value: value > bound, **words)

@@ -6,9 +6,7 @@ which. A code without a row raises. CONTRIBUTING.md shows how to add a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
 
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.fault_row import (
@@ -22,7 +20,6 @@ from rollcorr.diagnostics.fault_row import (
     present_from_start,
     resets_with_sync,
 )
-from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.symptoms import CHECKSUM, SYMPTOMS, SYNC
 
 _FILLED = ("placeholder", "foreign_tokens")
@@ -441,37 +438,6 @@ def fault(code: str) -> Fault:
     if row is None:
         raise LookupError(f"the code {code!r} is not declared; add a row to rollcorr/diagnostics/faults.py")
     return row
-
-
-def broken(
-    evidence: Evidence,
-    code: str,
-    metric: str,
-    breaks: Callable[[float], bool],
-    /,
-    *,
-    value: float | None = None,
-    **words: Any,  # noqa: ANN401
-) -> Finding | None:
-    """Return the finding of a rule about a metric, in the words of its row, if the rule is broken now.
-
-    Args:
-        evidence: the numbers, and the history that tells when it was broken.
-        code: of the row.
-        metric: that the rule is about.
-        breaks: whether a value breaks the rule; it is False for NaN.
-        value: what is judged; defaults to the metric's current value.
-        words: other fields of the finding.
-    """
-    judged = evidence.get(metric) if value is None else value
-    if not breaks(judged):
-        return None
-    return replace(fault(code).finding, metric=metric, value=judged, **words, **evidence.when(metric, breaks))
-
-
-def above(evidence: Evidence, code: str, metric: str, bound: float, /, **words: Any) -> Finding | None:  # noqa: ANN401
-    """Return the finding of a limit that the metric must not exceed; other arguments as in `broken`."""
-    return broken(evidence, code, metric, lambda value: value > bound, **words)
 
 
 def refutation(code: str, case: Case) -> Refutation | None:

@@ -14,7 +14,7 @@ from statistics import median
 
 from rollcorr.config.finding import Finding
 from rollcorr.core.health_ranges import HealthyRange
-from rollcorr.diagnostics.faults import above, fault
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.noise import RANGE_Z
 from rollcorr.diagnostics.health.trend import Change
@@ -126,7 +126,7 @@ def step_divergence(evidence: Evidence) -> Finding | None:
     # −J is noisy around the KL. k3 of J is never negative, so both must say it.
     if name == "kl_joint" and not evidence.get("k3_kl_joint") > KL_WARNS:
         return None
-    return above(evidence, "step_divergence", name, KL_WARNS, severity="note")
+    return fault("step_divergence").above(evidence, name, KL_WARNS, severity="note")
 
 
 def densities_contradict_means(evidence: Evidence) -> Finding | None:
@@ -164,9 +164,8 @@ def one_sided_gradients(evidence: Evidence) -> Finding | None:
     name, side = (NEGATIVE, "negative") if negative > positive else (POSITIVE, "positive")
     if not gap > ONE_SIDED:
         return None
-    return above(
+    return fault("one_sided_gradients").above(
         evidence,
-        "one_sided_gradients",
         name,
         ONE_SIDED,
         title=f"most gradients of {side} advantages are zeroed",

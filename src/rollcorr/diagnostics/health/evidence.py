@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 from rollcorr.config import Level, RolloutCorrectionConfig
 from rollcorr.config.finding import Severity
@@ -31,13 +31,6 @@ LEAST_K3 = 1e-9
 Metrics = Mapping[str, Any]
 
 _PREFIXES = ("actor/rollout_corr/", "rollout_corr/", "mismatch/mismatch_", "mismatch/")
-
-
-class When(TypedDict):
-    """The fields of a finding that tell when it showed."""
-
-    first_step: int | None
-    steps: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +154,8 @@ class Evidence:
         recent_steps = self.history[-RECENT_STEPS:] or [(0, self.current)]
         return [metrics[name] for _, metrics in recent_steps if name in metrics]
 
-    def when(self, name: str, breaks: Callable[[float], bool]) -> When:
-        """When the metric first broke a rule, and in how many steps."""
+    def when(self, name: str, breaks: Callable[[float], bool]) -> dict[str, Any]:
+        """When the metric first broke a rule, and in how many steps: fields of a finding."""
         if not self.history:
             return {"first_step": None, "steps": None}
         broken = [step for step, value in self.series(name) if breaks(value)]
@@ -171,11 +164,11 @@ class Evidence:
 
 def bare_metrics(metrics: Metrics) -> dict[str, float]:
     """Metrics by bare name: prefixes cut, NaN and what is not a number left out."""
-    bare = {}
-    for key, value in metrics.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-            bare[_bare_name(key)] = float(value)
-    return bare
+    return {
+        _bare_name(key): float(value)
+        for key, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    }
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import median
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.faults import above, broken, fault
+from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.weight_sync_rules import (
     above_null,
@@ -74,9 +74,8 @@ def identical_policies(evidence: Evidence) -> Finding | None:
         reason = f"{evidence.noise.source} shows two computations that differ, so one side is a copy of the other here"
     elif earlier:
         reason = "they differed in earlier steps: unless the weights arrive at once since then, one side is now a copy"
-    return broken(
+    return fault("identical_policies").broken(
         evidence,
-        "identical_policies",
         names[0],
         lambda value: value == 0,
         value=0.0,
@@ -92,9 +91,8 @@ def horizon(evidence: Evidence) -> Finding | None:
     viable = evidence.get("max_viable_length")
     longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
     unused = "" if evidence.sequences_in_force else NOT_IN_USE
-    return broken(
+    return fault("horizon").broken(
         evidence,
-        "horizon",
         "t_times_kl",
         lambda value: value >= bound,
         limit=f"below {bound:g}, the safety bound",
@@ -111,9 +109,8 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
     saturated = evidence.get("saturated_low_fraction") + evidence.get("saturated_high_fraction")
     if not saturated > MOSTLY_SATURATED:
         return None
-    return above(
+    return fault("deceptive_effective_sample_size").above(
         evidence,
-        "deceptive_effective_sample_size",
         "rollout_is_eff_sample_size",
         ESS_NEAR_ONE,
         limit=f"near 1 only with at most {MOSTLY_SATURATED:.0%} saturated; {saturated:.0%} are",
@@ -124,9 +121,8 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
 def saturation(evidence: Evidence) -> Finding | None:
     """Weights at the safety bound are not weights any more."""
     low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
-    return above(
+    return fault("saturation").above(
         evidence,
-        "saturation",
         "saturated_high_fraction" if high > low else "saturated_low_fraction",
         SATURATED,
         value=low + high,
@@ -140,6 +136,7 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     name = "rollout_rs_seq_masked_fraction"
     last = [value for _, value in evidence.series(name)[-SUSTAINED_STEPS:]]
     lowest = min(last, default=0.0)
+
     # A veto that is only measured is no band to widen.
     if len(last) < SUSTAINED_STEPS or (evidence.diffusion and not evidence.rejection_in_force):
         return None
@@ -152,9 +149,8 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
         limit = SUSTAINED_REJECTION
         reason = "the band rejects ordinary samples; where they stay in the denominator, the gradient shrinks"
         fix = "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps"
-    return above(
+    return fault("sustained_rejection").above(
         evidence,
-        "sustained_rejection",
         name,
         limit,
         value=lowest,
@@ -176,9 +172,8 @@ def gap_at_start(evidence: Evidence) -> Finding | None:
     if measured and measured[0] <= FIRST_STEPS_LOG_PPL_GAP:
         return None
     closed_since = len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
-    return above(
+    return fault("gap_at_start").above(
         evidence,
-        "gap_at_start",
         name,
         FIRST_STEPS_LOG_PPL_GAP,
         value=value,
@@ -203,9 +198,8 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
     first = _first_steps(evidence, name)
     if of_tokens or not first or sum(value >= threshold for value in first) < PINNED_SHARE * len(first):
         return None
-    return broken(
+    return fault("pinned_at_threshold").broken(
         evidence,
-        "pinned_at_threshold",
         name,
         lambda value: value >= threshold,
         value=max(first),
@@ -220,7 +214,7 @@ def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
     """A geometric band (seq_mean_k1) tighter than the mean |log-ratio|: nearly every sequence falls outside."""
     width = min(_band_widths(evidence, "seq_mean"), default=math.inf)
     limit = f"at most {width:.4g} nats, the half-width of the seq_mean_k1 band"
-    return above(evidence, "band_narrower_than_mismatch", "log_ppl_abs_diff", width, limit=limit)
+    return fault("band_narrower_than_mismatch").above(evidence, "log_ppl_abs_diff", width, limit=limit)
 
 
 def length_dependence(evidence: Evidence) -> Finding | None:
@@ -235,17 +229,16 @@ def length_dependence(evidence: Evidence) -> Finding | None:
         return None
     width = min(widths, default=math.inf)
     limit = f"at most {width:.4g} nats, the log of the bound"
-    return broken(
-        evidence, "length_dependence", "t_times_kl", lambda value: abs(value) > width, limit=limit, severity="note"
+    return fault("length_dependence").broken(
+        evidence, "t_times_kl", lambda value: abs(value) > width, limit=limit, severity="note"
     )
 
 
 def low_weights(evidence: Evidence) -> Finding | None:
     """Most sequences weigh less than 1/C: a few carry the update."""
     applied = evidence.sequences_in_force
-    return above(
+    return fault("low_weights").above(
         evidence,
-        "low_weights",
         "rollout_is_low_weight_fraction",
         LOW_WEIGHT,
         limit=f"at most {LOW_WEIGHT:g}",
@@ -258,7 +251,7 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
     """The trainer skipped updates: the loss or a gradient was not finite, or nothing was kept."""
     name = "actor/skipped_steps"
     skipped = max((value for _, value in evidence.series(name)), default=evidence.get(name))
-    finding = above(evidence, "skipped_updates", name, 0, value=skipped, limit="0")
+    finding = fault("skipped_updates").above(evidence, name, 0, value=skipped, limit="0")
 
     # The trainer counts them over the whole run.
     return finding and replace(finding, steps=int(skipped) if evidence.history else None)
@@ -266,7 +259,7 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
 
 def contradicted_zeros(evidence: Evidence) -> Finding | None:
     """One side says probability 1 (exactly 0.0) where the other is far from it: filled in, not computed."""
-    return above(evidence, "contradicted_zeros", "log/contradicted_zero_count", 0, limit="0")
+    return fault("contradicted_zeros").above(evidence, "log/contradicted_zero_count", 0, limit="0")
 
 
 def surprise_jumped(evidence: Evidence) -> Finding | None:

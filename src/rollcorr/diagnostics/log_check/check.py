@@ -19,15 +19,18 @@ from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.log_check.log_metrics import (
+from rollcorr.diagnostics.log_check.log_null import picture_null
+from rollcorr.diagnostics.log_check.log_tally import (
+    LogTally,
     log_findings,
     log_metrics,
     log_remarks,
     mixed_settings,
+    one_thread,
     partial_sentence,
+    read_log,
 )
-from rollcorr.diagnostics.log_check.log_null import picture_null
-from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
+from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
 from rollcorr.diagnostics.log_check.log_weights import (
     RestVerdict,
     in_excess,
@@ -36,15 +39,11 @@ from rollcorr.diagnostics.log_check.log_weights import (
     noise_of_log,
     ordinary,
 )
-from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
-from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, PictureNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
 from rollcorr.diagnostics.null.picture_clip import clip_advice
 from rollcorr.diagnostics.null.picture_judgment import judge_pictures
-from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
 from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
@@ -200,7 +199,12 @@ def check_logs(
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
     """
-    _check_null(null, null_steps)
+    if null is not None and not isinstance(null, MismatchNull | PictureNull):
+        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
+    if null is not None and null_steps is not None:
+        raise BadInputError(
+            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
+        )
     files, given = log_files(paths), path_texts(paths)
     if null is None and null_steps is None and len(given) == 1:
         null = null_beside(given[0]) or picture_null_beside(given[0])
@@ -372,21 +376,6 @@ def _judge_pictures(
     # With a fault, or without a null, nobody knows whether the log-ratios are noise that a clip should let through.
     advice = clip_advice(rows) if judged.judged_against and not in_excess(judged) else ""
     return replace(judged, remarks=(*remarks, advice) if advice else remarks)
-
-
-def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
-    """Check that there is one null at most, and that it is one.
-
-    Raises:
-        BadInputError: a null and steps of the log are given.
-        TypeError: the null is not one that was read.
-    """
-    if null is not None and not isinstance(null, MismatchNull | PictureNull):
-        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
-    if isinstance(null, MismatchNull | PictureNull) and null_steps is not None:
-        raise BadInputError(
-            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
-        )
 
 
 def _verdict(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -24,10 +25,8 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
-from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
-from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
+from rollcorr.diagnostics.null import MismatchProfile, Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
@@ -39,7 +38,9 @@ from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shar
 from rollcorr.rollout_log.schema import ragged
 from rollcorr.rollout_log.validate import validate_batch
 
-Key, Sums = TypeVar("Key"), TypeVar("Sums")
+Counts = NDArray[np.int64]
+Key = TypeVar("Key")
+Sums = TypeVar("Sums")
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
@@ -250,28 +251,39 @@ class Measurement:
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         if self.denoising:
-            rollout, train = (_without_sentinels(x) for x in (rollout, train))
+            rollout, train = (without_sentinels(x) for x in (rollout, train))
             parts = dict(self._parts(batch, train, rollout, mask, None))
             findings = merge_findings(validate_batch(batch))
             kl = exact_kl(batch) if self.with_exact_kl else None
             pictures = PictureRows.of(batch, rollout, train, kl, first=first)
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch), pictures=pictures)
 
-        ids = _ids(batch)
+        # Ids of some rows only tell nothing of the others.
+        recorded = batch.has("response_ids") and not batch.records.column("response_ids").null_count
+        ids = batch.packed("response_ids") if recorded else None
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
         prompts = _prompts(batch)
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
-            columns = (train, rollout, mask, batch.lengths)
-            recorded = partial(PairSample.of, response_ids=ids, steps=steps, prompts=prompts)
-            return recorded(*columns, first=first, stride=stride, wanted=wanted)
+            return PairSample.of(
+                train,
+                rollout,
+                mask,
+                batch.lengths,
+                response_ids=ids,
+                steps=steps,
+                prompts=prompts,
+                first=first,
+                stride=stride,
+                wanted=wanted,
+            )
 
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
-        rollout, train = (_without_sentinels(x) for x in (rollout, train))
+        rollout, train = (without_sentinels(x) for x in (rollout, train))
         ratios = TokenRatios.of(
             *(x.numpy() for x in (train, rollout, mask, batch.lengths)),
             index=np.arange(first, first + len(batch)),
@@ -296,7 +308,7 @@ class Measurement:
             origin=Origin.of(batch),
             versions=_versions(batch, ratios),
             routing=routing,
-            presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
+            presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
             candidates=candidates,
             worst=WorstTokens.of(ratios),
         )
@@ -327,7 +339,11 @@ class Measurement:
     ) -> Iterator[tuple[int | None, Part]]:
         """What was seen of each step; without `ratios` the tokens are denoising steps."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
-        for step, rows in _by_step(batch):
+        of_steps: list[tuple[int | None, Tensor]] = [(None, torch.ones(len(batch), dtype=torch.bool, device="cpu"))]
+        if batch.has("step"):
+            steps = batch.values("step")
+            of_steps = [(step, steps == step) for step in steps.unique().tolist()]
+        for step, rows in of_steps:
             if ratios is None:
                 of_shapes = denoising_statistics(
                     batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
@@ -383,7 +399,7 @@ def part_of(
     return Part(statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
 
 
-def _without_sentinels(log_prob: Tensor) -> Tensor:
+def without_sentinels(log_prob: Tensor) -> Tensor:
     """Log-probs with NaN in place of −9999, in the same memory."""
     sentinels = log_prob == JSON_MINUS_INFINITY
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
@@ -391,33 +407,26 @@ def _without_sentinels(log_prob: Tensor) -> Tensor:
 
 def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
     """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
+    spans = version_spans(batch)
+    if spans is None:
+        return VersionCells()
+    step, version, length = spans
+    return VersionCells.of(step, version, slice_sums(ratios.k3, length), slice_sums(ratios.valid, length))
+
+
+def version_spans(batch: RolloutBatch) -> tuple[Counts, Counts, Counts] | None:
+    """Return the step, the version of the weights and the tokens of each span, (spans,).
+
+    None unless every row records both, and its spans tile its tokens.
+    """
     if not (batch.has("policy_versions") and batch.has("step")):
-        return VersionCells()
-    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
-    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
-    length = length.astype(np.int64)
-    row = np.repeat(np.arange(len(batch)), sizes)
-    if (length < 0).any() or (np.bincount(row, length, len(batch)) != batch.lengths.numpy()).any():
-        return VersionCells()
-    k3, tokens = slice_sums(ratios.k3, length), slice_sums(ratios.valid, length)
-    return VersionCells.of(batch.values("step").numpy()[row], version.astype(np.int64), k3, tokens)
-
-
-def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
-    """Each step of a batch, None when none is recorded, with a mask of its rows."""
-    if not batch.has("step"):
-        yield None, torch.ones(len(batch), dtype=torch.bool, device="cpu")
-        return
-    steps = batch.values("step")
-    for step in steps.unique().tolist():
-        yield step, steps == step
-
-
-def _ids(batch: RolloutBatch) -> Tensor | None:
-    """The response ids, packed, where every row of the batch records them."""
-    if not batch.has("response_ids") or batch.records.column("response_ids").null_count:
         return None
-    return batch.packed("response_ids")
+    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
+    columns = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "length"))
+    version, length = (column.astype(np.int64) for column in columns)
+    row = np.repeat(np.arange(len(batch)), sizes)
+    tiled = (length >= 0).all() and (np.bincount(row, length, len(batch)) == batch.lengths.numpy()).all()
+    return (batch.values("step").numpy()[row], version, length) if tiled else None
 
 
 def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.health.weight_sync_rules import step_gaps
-from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
+from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
 from rollcorr.diagnostics.numbers import LAG_HEADLINES, format_number, shown_metrics, text_table
 from rollcorr.diagnostics.report.verdict_content import (
     CONSEQUENCES,
