@@ -198,6 +198,18 @@ def _described(
     }
 
 
+def null_of_pictures(batches: Sequence[RolloutBatch], *, name: str, quantized: bool = False) -> PictureNull:
+    """Return the null of pictures in memory, such as those of `rollcorr.train.fresh_pictures`.
+
+    Raises:
+        BadInputError: as `picture_null`.
+    """
+    measured = Measurement(
+        config=MEASUREMENT, train_column="old_log_prob", batch_size=256, denoising=True, with_exact_kl=True
+    )
+    return picture_null(measured.of_batches(batches), None, name=name, quantized=quantized)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
     """The steps of a log that are to be its null.
