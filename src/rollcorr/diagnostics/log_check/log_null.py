@@ -204,10 +204,10 @@ def null_of_pictures(batches: Sequence[RolloutBatch], *, name: str, quantized: b
     Raises:
         BadInputError: as `picture_null`.
     """
-    measured = Measurement(
+    tally = Measurement(
         config=MEASUREMENT, train_column="old_log_prob", batch_size=256, denoising=True, with_exact_kl=True
-    )
-    return picture_null(measured.of_batches(batches), None, name=name, quantized=quantized)
+    ).of_batches(batches)
+    return picture_null(tally, None, name=name, quantized=quantized)
 
 
 @dataclass(frozen=True, kw_only=True)
