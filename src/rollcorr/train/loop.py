@@ -52,7 +52,7 @@ from rollcorr.train.steps import SamplingCopy
 from rollcorr.train.stop_requests import StopNow, StopRequests
 
 if TYPE_CHECKING:
-    from rollcorr.diagnostics import MismatchNull
+    from rollcorr.diagnostics import MismatchNull, PictureNull
 
 Evaluation = Mapping[str, float]
 
@@ -63,7 +63,8 @@ ENGINE_OPTIONS = ("rollout.engine", "rollout.dtype")
 """Options under which stored weights of an engine cannot be taken over, once they change."""
 
 NULL_OPTIONS = (
-    "actor", "device", "log.null", "rollout.dtype", "rollout.engine", "rollout.max_new_tokens", "rollout.sampling"
+    "actor", "device", "log.null", "rollout.dtype", "rollout.engine", "rollout.guidance_scale",
+    "rollout.max_new_tokens", "rollout.noise_level", "rollout.num_steps", "rollout.sampling"
 )  # fmt: skip
 """Options of which a null is one; it is measured anew once they change."""
 
@@ -133,7 +134,7 @@ class Recipe(Protocol):
         """
         return None
 
-    def measure_null(self) -> MismatchNull | None:
+    def measure_null(self) -> MismatchNull | PictureNull | None:
         """Measure the mismatch of sampler and trainer while both have the weights of `build`.
 
         Optional: returns None if not measured. A request to stop interrupts this method at once. The
@@ -365,8 +366,7 @@ class _Run:
         except BadInputError as error:
             self.say(f"{self.directory.null.name} was not measured: {error}")
         else:
-            tokens, k3 = null.profile.tokens, null.profile.k3
-            self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
+            self.say(f"{self.directory.null.name}: {null.in_words}")
 
     def _measure_initial_quality(self) -> None:
         """Measure the quality before the first step; the checkpoints store it."""

@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from rollcorr.config.sampling_spec import Actor
 from rollcorr.correction import correct
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.async_correction import AsyncCorrection
+from rollcorr.integrations.trl.fresh_null import add_fresh_null, check_null_every
 from rollcorr.integrations.trl.generation_batch import (
     Trainer,
     group_of_all_ranks,
@@ -164,6 +166,7 @@ def attach(
     disable_trl_correction: bool | None = None,
     sampling: SamplingSpec | None = None,
     keep_rollouts: str | os.PathLike[str] | RolloutCapture | None = None,
+    null_every: int | None = None,
 ) -> Trainer:
     """Correct the batches of an existing trainer. Call it before `trainer.train()`.
 
@@ -191,6 +194,9 @@ def attach(
         keep_rollouts: a folder, or a `rollcorr.monitor.capture.RolloutCapture` with limits of its own. The last 20
             generation batches stay there as a rollout log, at most 2 GiB, with token ids of prompts and responses.
             Never raises or blocks.
+        null_every: steps between measurements of the Monitor's null: the engine samples 8 prompts again right after a
+            weight sync, and the trainer scores them. They do not change the training. Defaults to the earlier call's
+            value, then to 0, none.
 
     Returns:
         The trainer.
@@ -198,7 +204,8 @@ def attach(
     Raises:
         TypeError: the trainer has no `_generate_and_score_completions`, so it is not one of TRL's online trainers.
         ValueError: TRL's loss does not support the configuration, the engine cannot sample for this trainer, or the
-            Monitor was made with a different configuration, or for different ranks. Training raises it before the
+            Monitor was made with a different configuration, or for different ranks; or `null_every` lacks an engine,
+            a Monitor, or a distribution without truncation. Training raises it before the
             first update if the loss of a subclass ignores the correction.
     """
     is_async = loss_type_of(trainer) == "async_grpo"
@@ -215,6 +222,9 @@ def attach(
     if sampling is not None and monitor is None and getattr(trainer, "_monitored_steps", None) is None:
         raise ValueError(f"a Monitor records {sampling}: give attach(monitor=…) too, or leave sampling out")
     _set_up_trainer(trainer, config, engine, actor, monitor, disable_trl_correction, sampling)
+    every = getattr(trainer, "_null_every", 0) if null_every is None else null_every
+    check_null_every(trainer, every)
+    trainer._null_every, trainer._next_null = every, 0
     if keep_rollouts is not None:
         trainer._rollout_capture = make_capture(trainer, keep_rollouts)
     if not isinstance(trainer, LoggedCorrection):
@@ -329,6 +339,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     old, rollout = subtract_kept_mass(getattr(trainer, "vllm_generation", None), old, rollout)
     if train_or_eval(trainer) == "train":
         keep_batch(trainer, batch, old, rollout, mask)
+        add_fresh_null(trainer, batch, partial(_old_log_prob, trainer))
     # Fill with 1: TRL's own ratio is 1 outside the mask, and VESPO reads its log there.
     if steps is not None and train_or_eval(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)
