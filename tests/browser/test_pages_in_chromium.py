@@ -83,7 +83,7 @@ def test_the_verdict_leads_to_both_tokens(page):
     """Two clicks reach each of them: the link in the verdict, then the row of the list."""
     note = page.inner_text("#heavy")
     assert note.startswith("2 of 56,000 tokens carry ")
-    assert note.count("of step 7, position 140") == 2
+    assert note.count("of step 7, position 140: log μ -0.2000, log π -17.50") == 2
     page.select_option("select[title='Which tokens']", "masked")
     page.click("#heavy a")
     assert "log π -17.50" in facts(page)
