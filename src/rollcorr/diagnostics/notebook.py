@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
+from rollcorr.diagnostics.log_check.log_totals import HeavyToken
 from rollcorr.diagnostics.report.verdict_content import EXPECTED, verdict_content
 
 COLORS = {"healthy": "#15803d", "unhealthy": "#c02626", "not judged": "#5b6470"}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HEADLINES: Mapping[str, str] = {
     "rollout_is_mean": "mean weight",
@@ -97,6 +101,23 @@ def shown_metrics(values: Mapping[str, float], *, diffusion: bool) -> dict[str, 
     named = {_STEP_COUNTS.get(name, name): value for name, value in values.items()}
     kept = (*_STEP_METRICS, *_STEP_COUNTS.values())
     return {name: value for name, value in named.items() if name in kept or name.startswith(_STEP_PREFIXES)}
+
+
+def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, left: int = 0, right: int = 2) -> Table:
+    """Return rows of texts as a table for a terminal, without lines.
+
+    Args:
+        rows: texts of each row, with the markup of rich.
+        headings: of the columns; none for a table without them.
+        left: spaces before each column.
+        right: spaces after it.
+    """
+    from rich.table import Table
+
+    table = Table(*headings, box=None, show_header=bool(headings), padding=(0, right, 0, left), header_style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def format_number(value: float) -> str:

@@ -19,11 +19,11 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, exact_kl, has_exact_kl
+from rollcorr.diagnostics.log_check.tally import version_spans
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.report.curves import pack
 from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
 from rollcorr.rollout_log.reader import Paths
-from rollcorr.rollout_log.schema import ragged
 
 MOST_SEQUENCES, MOST_TOKENS = 10_000, 1_250_000
 """Sequences and tokens of a page."""
@@ -236,7 +236,7 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         "length": np.repeat(lengths, lengths),
         "probability": np.exp(np.minimum(tokens["mu"], 0)),
         "turn": _turns(tokens["state"] != MASKED, starts),
-        "version lag": _lags(batch, lengths),
+        "version lag": _lags(batch),
     }
     for name, value in values.items():
         if value is None:
@@ -254,16 +254,13 @@ def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.
     return begins - begins[starts]
 
 
-def _lags(batch: RolloutBatch, lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
+def _lags(batch: RolloutBatch) -> NDArray[np.float64] | None:
     """Return the training step minus the version of the weights, for each token; None where they are not recorded."""
-    if not (batch.has("policy_versions") and batch.has("step")):
+    spans = version_spans(batch)
+    if spans is None:
         return None
-    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
-    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
-    row = np.repeat(np.arange(len(batch)), sizes)
-    if (np.bincount(row, length, len(batch)) != lengths).any():
-        return None
-    return np.repeat(batch.values("step").numpy()[row] - version, length.astype(np.int64)).astype(np.float64)
+    step, version, length = spans
+    return np.repeat(step - version, length).astype(np.float64)
 
 
 def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | None = None) -> dict[str, Any]:
