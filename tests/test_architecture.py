@@ -69,7 +69,7 @@ BUDGETS = {
     "diffusion": 491,
     "engines": 2304,
     "integrations": 1848,
-    "kernels": 3559,
+    "kernels": 3622,
     "layouts": 137,
     "monitor": 1345,
     "rollout_log": 2155,
