@@ -147,10 +147,9 @@ class Monitor:
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
         given, noise = None, None
         if self.directory.null.exists():
-            from rollcorr.diagnostics.null.run_null import noise_of, null_beside  # it needs Arrow
+            from rollcorr.diagnostics.null.run_null import noise_beside, null_beside  # it needs Arrow
 
-            given = null_beside(self.directory.path)
-            noise = None if given is None else noise_of(given)
+            given, noise = null_beside(self.directory.path), noise_beside(self.directory.path)
         self._null = OwnNull(
             None if self.directory.null.exists() else self.directory.null, given, from_first_steps=null_steps == "auto"
         )

@@ -110,6 +110,12 @@ class HealthReport(HasFindings):
     expected_from: str = ""
     diffusion: bool = False
 
+    def _repr_html_(self) -> str:
+        """Return the verdict for a notebook."""
+        from rollcorr.diagnostics.notebook import verdict_html
+
+        return verdict_html(self)
+
     @property
     def causes(self) -> tuple[Folded, ...]:
         """The findings with what follows from them folded under them, warnings first."""
@@ -315,13 +321,11 @@ def ages_in_words(ages: Iterable[float]) -> str:
 
 def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
     """What the headline numbers would be from noise alone, the ranges of signed ones, and what noise that is."""
-    if evidence.diffusion:
-        exact = evidence.get("exact_kl_mean")
-        if math.isnan(exact):
-            return {}, {}, ""
+    exact = evidence.get("exact_kl_mean")
+    if evidence.diffusion and not math.isnan(exact):
         words = f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
         return expected_at(exact), range_at(exact, evidence.get("token_count")), words
-    noise = evidence.noise or _own_noise(evidence)
+    noise = None if evidence.diffusion else evidence.noise or _own_noise(evidence)
     if noise is None:
         return {}, {}, ""
     words = f"noise of {format_number(noise.sigma)} nats per token, {noise.source}"
@@ -331,19 +335,17 @@ def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[flo
 
 def _own_noise(evidence: Evidence) -> Noise | None:
     """The noise of a token as the first steps measured it, or this batch."""
-    first = [spread for _, metrics in evidence.history[:FIRST_STEPS] if (spread := _spread_of(metrics)) is not None]
+    first = _spreads([metrics for _, metrics in evidence.history[:FIRST_STEPS]])
     if len(evidence.history) >= 2 * FIRST_STEPS and first:
         return Noise(sigma=median(first), source="as in the first steps of this run, which were not judged")
-    spread = _spread_of(evidence.current)
-    return None if spread is None else Noise(sigma=spread, source="as observed here; the noise itself was not judged")
+    now = _spreads([evidence.current])
+    return Noise(sigma=now[0], source="as observed here; the noise itself was not judged") if now else None
 
 
-def _spread_of(metrics: Mapping[str, float]) -> float | None:
-    """σ of a token, from the spread of the log-ratio or from k3 = σ²/2."""
-    if "log_ratio_std" in metrics:
-        return metrics["log_ratio_std"]
-    k3 = metrics.get("k3_kl", 0.0)
-    return math.sqrt(2 * k3) if k3 > 0 else None
+def _spreads(steps: Iterable[Mapping[str, float]]) -> list[float]:
+    """σ of a token in each step that measured it, from the spread of the log-ratio or from k3 = σ²/2."""
+    found = (step.get("log_ratio_std", math.sqrt(2 * max(step.get("k3_kl", 0.0), 0.0)) or math.nan) for step in steps)
+    return [spread for spread in found if not math.isnan(spread)]
 
 
 @lru_cache(maxsize=1024)
@@ -429,9 +431,8 @@ def _in_force(name: str, evidence: Evidence) -> bool:
 
 
 def _where(limits: HealthyRange, value: float) -> str:
-    if limits.absolute:
-        return "too far from 0"
-    return "too low" if limits.warn_below is not None and value < limits.warn_below else "too high"
+    low = limits.warn_below is not None and value < limits.warn_below
+    return "too far from 0" if limits.absolute else f"too {'low' if low else 'high'}"
 
 
 def _breached(limits: HealthyRange, value: float) -> float | None:
