@@ -61,7 +61,7 @@ def is_method_call(node: ast.AST) -> bool:
 BUDGETS = {
     "cli": 825,
     "config": 1689,
-    "confirm": 258,
+    "confirm": 257,
     "conformance": 350,
     "core": 1641,
     "correction": 1310,
@@ -70,7 +70,7 @@ BUDGETS = {
     "diffusion": 491,
     "engines": 2304,
     "integrations": 1889,
-    "kernels": 3559,
+    "kernels": 3622,
     "layouts": 137,
     "monitor": 1346,
     "rollout_log": 2155,
