@@ -66,7 +66,7 @@ BUDGETS = {
     "core": 1641,
     "correction": 1298,
     "demo": 171,
-    "diagnostics": 8121,
+    "diagnostics": 8114,
     "diffusion": 491,
     "engines": 2304,
     "integrations": 1848,
