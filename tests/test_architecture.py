@@ -59,14 +59,14 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 809,
+    "cli": 825,
     "config": 1689,
-    "confirm": 246,
+    "confirm": 258,
     "conformance": 350,
     "core": 1641,
-    "correction": 1298,
-    "demo": 171,
-    "diagnostics": 8114,
+    "correction": 1310,
+    "demo": 163,
+    "diagnostics": 8163,
     "diffusion": 491,
     "engines": 2304,
     "integrations": 1848,
@@ -76,7 +76,7 @@ BUDGETS = {
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3583,
+    "train": 3628,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

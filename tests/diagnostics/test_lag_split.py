@@ -174,6 +174,8 @@ def test_monitor_report_and_watch_agree_with_check(tmp_path):
     assert data.metrics["k3_kl_lag0"] == metrics["rollout_corr/k3_kl_lag0"]
     panels = panels_of(series_by_name(data.series), diffusion=False)
     assert [panel.name for panel in panels][-2:] == ["lags", "reward"]
+    fresh = panels_of({"k3_kl_lag0": (), "k3_kl_staleness": ()}, diffusion=False)
+    assert "lags" not in {panel.name for panel in fresh}, "a panel of zeros in every run"
 
 
 def test_other_forms_of_versions_are_left_out():

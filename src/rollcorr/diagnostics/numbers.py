@@ -75,6 +75,11 @@ LABELS: Mapping[str, str] = {
 """What the metrics with a healthy range are called in a sentence."""
 
 
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 30
+"""Points of a sparkline."""
+
+
 def label(name: str) -> str:
     """A metric in words: its label, or its name without underscores."""
     return LABELS.get(name, name.replace("_", " "))
@@ -148,3 +153,11 @@ def format_range(low: float, high: float) -> str:
         return f"{format_number(low)} to {format_number(high)}"
     digits = 1 - math.floor(math.log10(width / 2))
     return f"{format_number(round(low, digits))} to {format_number(round(high, digits))}"
+
+
+def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
+    """Return a curve in block characters between two limits, thinned to `COLUMNS` points."""
+    stride = max(1, -(-len(values) // COLUMNS))
+    span = max(high - low, 1e-12)
+    heights = [(value - low) / span * (len(BLOCKS) - 1) for value in values[::stride]]
+    return "".join(BLOCKS[min(max(round(height), 0), len(BLOCKS) - 1)] for height in heights)

@@ -256,7 +256,7 @@ def alarm_text(step: int, finding: Finding) -> str:
     """
     numbers = [] if finding.value is None else [f"{finding.value:.4g}"]
     if finding.limit:
-        numbers.append(f"healthy: {finding.limit}")
+        numbers.append(f"limit {finding.limit}")
     shown = f" ({', '.join(numbers)})" if numbers else ""
     reason = f". Cause: {finding.reason}" if finding.reason else ""
     fix = f". Fix: {finding.fix}" if finding.fix else ""

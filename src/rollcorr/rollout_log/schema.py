@@ -90,6 +90,13 @@ _COLUMNS = (
     Column("sigma_next", "list<float32>", "noise level", "token", "σ after the step"),
     Column("step_std", "list<float32>", "latent", "token", "s of the step, the same for both policies"),
     Column("exact_kl", "list<float32>", "nats", "token", "‖m_old − m_rollout‖² / 2s² over all D"),
+    Column(
+        "predictions",
+        "string",
+        "JPEG, base64",
+        "sequence",
+        "decoded x̂₀, a column for each step: the sampler's in the upper row, the trainer's in the lower one",
+    ),
     Column("mean_distance", "list<float32>", "latent²", "token", "‖m_old − m_rollout‖², in place of exact_kl"),
 )
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}

@@ -110,6 +110,12 @@ class HealthReport(HasFindings):
     expected_from: str = ""
     diffusion: bool = False
 
+    def _repr_html_(self) -> str:
+        """Return the verdict for a notebook."""
+        from rollcorr.diagnostics.notebook import verdict_html
+
+        return verdict_html(self)
+
     @property
     def causes(self) -> tuple[Folded, ...]:
         """The findings with what follows from them folded under them, warnings first."""

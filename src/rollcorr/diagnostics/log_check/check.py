@@ -133,6 +133,12 @@ class CheckResult:
     worst_tokens: tuple[HeavyToken, ...] = ()
     lags: tuple[LagRow, ...] = ()
 
+    def _repr_html_(self) -> str:
+        """Return the verdict for a notebook, with the few tokens that carry most of k3."""
+        from rollcorr.diagnostics.notebook import verdict_html
+
+        return verdict_html(self.health, self.worst_tokens)
+
     @property
     def causes(self) -> tuple[Finding, ...]:
         """The causes that no test refuted, most likely first."""

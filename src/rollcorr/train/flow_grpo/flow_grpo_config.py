@@ -197,7 +197,8 @@ class DiffusionLogConfig(LogConfig):
 
     Attributes:
         evaluate: pictures drawn before and after the training, without noise; 0 disables it.
-        images: number of pictures in the report.
+        images: number of pictures in the report. Above 0, the rollout log shows what both policies predicted at each
+            step of the four pictures with the largest exact KL.
         rollouts: write a rollout log (Parquet) for each step, without latents. In bypass mode it has
             the pictures of the first mini-batch, with log π_θ before the update.
     """

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rollcorr.diffusion.step_correction import step_kl
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
 from rollcorr.train.checkpoint import Checkpoint
@@ -23,9 +25,10 @@ from rollcorr.train.flow_grpo.flow_grpo_trainer import (
     PictureStepResult,
 )
 from rollcorr.train.flow_grpo.fresh_pictures import denoising_batch
-from rollcorr.train.flow_grpo.images import save_grid
+from rollcorr.train.flow_grpo.images import save_grid, strip
 from rollcorr.train.flow_grpo.prompts import read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
+from rollcorr.train.flow_grpo.schedule import Schedule
 from rollcorr.train.flow_grpo.shapes import (
     HELD_OUT_PROMPTS,
     SHAPES,
@@ -38,6 +41,9 @@ from rollcorr.train.flow_grpo.shapes import (
 from rollcorr.train.loop import Evaluation, Recipe
 from rollcorr.train.reference_policy import reference_model
 from rollcorr.train.steps import HELD_OUT
+
+DECODED = 4
+"""Pictures of a step whose predictions are decoded for the rollout log."""
 
 
 class FlowGrpoRecipe(Recipe):
@@ -115,7 +121,8 @@ class FlowGrpoRecipe(Recipe):
         """Write the rollout log of the step."""
         newest, config = self.newest, self.trainer.config
         if config.log.rollouts and newest is not None and (newest.first or not self.trainer.actor.bypass_mode):
-            write_denoising_log(self.directory.rollout_log(step), step, newest.batch, config, newest.first)
+            policy = self.trainer.policy if config.log.images else None
+            write_denoising_log(self.directory.rollout_log(step), step, newest.batch, config, newest.first, policy)
 
     def save_policy(self, directory: Path) -> None:
         """Write the trained parts and the paths of the frozen ones."""
@@ -209,8 +216,42 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     return policy
 
 
+@torch.no_grad()
+def decoded_predictions(
+    policy: DiffusionPolicy, schedule: Schedule, data: dict[str, torch.Tensor], steps: torch.Tensor
+) -> list[str | None]:
+    """Decode what both policies predicted at each step of the pictures with the largest exact KL.
+
+    Args:
+        policy: decodes.
+        schedule: of the steps.
+        data: `latents`, `prev_sample_mean`, `old_prev_sample_mean` and `std` of B pictures.
+        steps: step numbers, (B, W).
+
+    Returns:
+        For each picture the column `predictions` of the log, or None if its KL is smaller.
+    """
+    x, means = data["latents"], (data["prev_sample_mean"], data["old_prev_sample_mean"])
+    exact = step_kl(means[1], means[0], data["std"])
+    assert exact is not None, "both means are there"
+    kl = exact.nan_to_num().sum(1)
+
+    # Decode a picture at a time: a batch of them may not fit beside the training.
+    found: list[str | None] = [None] * len(kl)
+    for row in kl.topk(min(DECODED, len(kl))).indices.tolist():
+        clean = [schedule.predicted_clean(mean[row], x[row, : steps.shape[1]], steps[row]) for mean in means]
+        pictures = [policy.decode(latents[None])[0] for latents in torch.cat(clean).nan_to_num()]
+        found[row] = strip(torch.stack(pictures).unflatten(0, (2, -1)))
+    return found
+
+
 def write_denoising_log(
-    path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig, first: FirstScores | None = None
+    path: Path,
+    step: int,
+    batch: PictureBatch,
+    config: FlowGrpoConfig,
+    first: FirstScores | None = None,
+    policy: DiffusionPolicy | None = None,
 ) -> None:
     """Write one step's pictures: one row for each, one token for each denoising step of its window.
 
@@ -220,6 +261,7 @@ def write_denoising_log(
         batch: with log π_old, unless `first` is given.
         config: of the run.
         first: of bypass mode, which computes no log π_old: log π_θ of the first mini-batch. Only its rows are written.
+        policy: decodes predictions; optional.
     """
     from rollcorr.rollout_log import RolloutLogWriter
 
@@ -231,7 +273,9 @@ def write_denoising_log(
         data = {name: tensor[rows] for name, tensor in data.items()}
         data |= {name: tensor[order] for name, tensor in first.data.items()}
 
-    trajectories = batch.trajectories
+    trajectories, columns = batch.trajectories, dict[str, Any]()
+    if policy is not None:
+        columns["predictions"] = decoded_predictions(policy, trajectories.schedule, data, trajectories.steps[rows])
     log = denoising_batch(
         data,
         step=step,
@@ -245,6 +289,7 @@ def write_denoising_log(
         model=config.model.path,
         prompt=[batch.texts[row] for row in rows.tolist()],
         **trajectories.schedule.logged(trajectories.steps[rows]),
+        **columns,
     )
     with RolloutLogWriter(path, overwrite=True) as writer:
         writer.write(log)
