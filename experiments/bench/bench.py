@@ -9,7 +9,8 @@
 A cell is one training as in the trained study (experiments/mismatch_in_practice), which reads the cells here. All
 cells of a seed start from one warm-up policy. Ctrl-C keeps every finished cell, and the same command goes on. Stage 1
 trains the corrections that decide between weights of tokens and of sequences, stage 2 also those that reject, stage 3
-also rivals of horizon weights (rivals.py).
+also rivals of horizon weights (rivals.py). Then first_rollouts.py asks `advise` for each sampler and seed, and the page
+compares its choice with the best.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ sys.path.insert(0, str(HERE.parent / "mismatch_in_practice"))
 from advice_evidence import write_evidence  # noqa: E402
 from bench_page import write_page  # noqa: E402
 from cell_runner import STOPPED, make_parser, pick_cells, train_cells  # noqa: E402
+from first_rollouts import measure_left  # noqa: E402
 from intervals import interval, prediction_half  # noqa: E402
 from rivals import trained_by  # noqa: E402
 from trained_cell import Cell, read_cells, run_cell  # noqa: E402
@@ -97,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     code = train_cells(chosen, done, options, Path(__file__).resolve())
     if code or options.list or options.no_page:
+        return code
+    if not options.page and not options.names and (code := measure_left(SAMPLERS, Console())):
         return code
     write_page(cells(options.stage), read_cells(cells(options.stage), *done))
     write_evidence()
