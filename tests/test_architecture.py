@@ -61,22 +61,22 @@ def is_method_call(node: ast.AST) -> bool:
 BUDGETS = {
     "cli": 825,
     "config": 1689,
-    "confirm": 258,
+    "confirm": 257,
     "conformance": 350,
     "core": 1641,
     "correction": 1310,
     "demo": 163,
-    "diagnostics": 8171,
+    "diagnostics": 8204,
     "diffusion": 491,
     "engines": 2304,
-    "integrations": 1848,
-    "kernels": 3559,
+    "integrations": 1889,
+    "kernels": 3622,
     "layouts": 137,
     "monitor": 1346,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3628,
+    "train": 3662,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

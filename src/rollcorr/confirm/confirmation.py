@@ -185,12 +185,11 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
             if share >= REMOVED:
                 causes.append(f"{side}: {name}")
         sides[side] = SideResult(gaps, removed)
-    cause = ", ".join(causes) if causes and len(causes) == len(faulty) else None
 
     # What both sides do explains no difference between them.
     shared = {named.partition(": ")[2] for named in causes} if len(causes) == len(SIDES) else set()
-    if len(shared) == 1:
-        cause = None
+    explains = bool(causes) and len(causes) == len(faulty) and len(shared) != 1
+    cause = ", ".join(causes) if explains else None
     verdict = _sentence(total, noise, cause, causes, faulty)
     if len(shared) == 1 and total > NOISE * noise:
         verdict = f"unknown: both sides use {shared.pop()}, a setting of the run; log `sampling`, and confirm again"

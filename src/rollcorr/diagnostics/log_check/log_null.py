@@ -192,6 +192,18 @@ def _described(
     }
 
 
+def null_of_pictures(batches: Sequence[RolloutBatch], *, name: str, quantized: bool = False) -> PictureNull:
+    """Return the null of pictures in memory, such as those of `rollcorr.train.fresh_pictures`.
+
+    Raises:
+        BadInputError: as `picture_null`.
+    """
+    tally = Measurement(
+        config=MEASUREMENT, train_column="old_log_prob", batch_size=256, denoising=True, with_exact_kl=True
+    ).of_batches(batches)
+    return picture_null(tally, None, name=name, quantized=quantized)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
     """The steps of a log that are to be its null.

@@ -112,7 +112,7 @@ def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
     """
     pictures = picture_null_beside(run)
     if pictures is not None:
-        why = "judges only logged pictures (log.rollouts)"
-        return Noise(sigma=math.nan, k3=math.nan, source=pictures.name, unusable=why)
+        unusable = "judges only logged pictures (log.rollouts)"
+        return Noise(sigma=math.nan, k3=math.nan, source=pictures.name, unusable=unusable)
     null = null_beside(run)
     return None if null is None else noise_of(null)
