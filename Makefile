@@ -244,9 +244,11 @@ gpu: ## Prove and measure the GPU path: one GPU, no network, under 9 minutes; to
 gpu-dry: $(STAMP) ## Run the same script on the CPU, on small sizes; it fails after 2 minutes (half a minute of CPU)
 	$(BIN)/python tools/gpu.py --device cpu --quick --minutes 2 --results runs/gpu-dry
 
-laboratory: $(STAMP) ## Measure every correction where the exact gradient is known, then write the page (under 10 minutes)
+laboratory: $(STAMP) ## Measure every correction where the exact gradient is known, then write the pages (under 20 minutes)
 	rm -rf experiments/laboratory/cells
 	OMP_NUM_THREADS=1 $(BIN)/rollcorr simulate --output experiments/laboratory
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/laboratory/reward_shapes.py
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/laboratory/table_training.py
 	$(BIN)/python tools/generate_docs.py
 
 diagnosis: $(STAMP) ## Make logs with known faults and without, and score `rollcorr check` on them (half an hour on one core)

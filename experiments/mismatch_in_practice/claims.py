@@ -7,6 +7,7 @@ from typing import NamedTuple
 import laboratory_claims as laboratory
 import measured_claims as measured
 import measured_weight_claims as weights
+import table_claims as tables
 import trained_claims as trained
 from claims_verdicts import CANNOT, PARTLY, REPEATS, Evidence, Judge, Verdict
 
@@ -281,25 +282,25 @@ CLAIMS = (
         "5.1",
         'Seq-TIS is "consistently the worst", in the long-horizon, high-mismatch regime: its variance costs more than '
         "its smaller bias gains. (The document's own limit of this claim is in section 7.)",
-        {"trained": trained.sequence_is_worst},
+        {"trained": trained.sequence_is_worst, "laboratory": tables.worst_far_away},
         "3, 4, 5.2, 7; figure 1",
     ),
     Claim(
         "5.1",
         "At temperature 0.4 the order is the same: Token-TIS and no correction end at about 1.9 (of 2), Seq-TIS at "
         "1.4.",
-        {"measured": weights.nothing_to_order},
+        {"measured": weights.nothing_to_order, "laboratory": tables.cold_order},
         "figure 1a",
     ),
     Claim(
         "5.1",
         "Training at temperature 0.4 degrades no more than at 1.0.",
-        {"measured": weights.nothing_to_order},
+        {"measured": weights.nothing_to_order, "laboratory": tables.cold_degrades_no_more},
     ),
     Claim(
         "5.2",
         "χ²_seq of Seq-TIS routinely exceeds 10³, with spikes of 10⁵ to 10⁶: a few outliers decide.",
-        {"measured": weights.chi2_exceeds, "trained": trained.chi2_exceeds},
+        {"measured": weights.chi2_exceeds, "trained": trained.chi2_exceeds, "laboratory": tables.chi2_exceeds},
         "figure 2b",
     ),
     Claim(
@@ -344,7 +345,7 @@ CLAIMS = (
         "5.4",
         "With temperature 0.7, top-p 0.8 and top-k 20 training fails under all three corrections: deployment decoding "
         "can be very brittle.",
-        {"trained": trained.all_fail},
+        {"trained": trained.all_fail, "laboratory": tables.cut_fails},
         "figure 4a",
     ),
     Claim(
@@ -377,7 +378,7 @@ CLAIMS = (
     Claim(
         "5.4",
         "The response length plateaus at about 600 tokens, which is 20 / KL.",
-        cannot("the length of a right answer is fixed by the task, and no reward asks for more"),
+        cannot("the length of a right answer is fixed by the task, that of tables by T, and no reward asks for more"),
         "figure 5b",
     ),
     Claim(

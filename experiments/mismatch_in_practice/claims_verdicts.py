@@ -58,6 +58,7 @@ class Evidence:
     threshold: Rows = ()
     growth: Rows = ()
     clamp: Rows = ()
+    table_training: Rows = ()
 
 
 Judge = Callable[[Evidence], Verdict | None]
@@ -68,7 +69,7 @@ def committed_evidence() -> Evidence:
     """The tables and cells that lie in the repository."""
     paths = {path.stem: path for folder in CELLS for path in folder.glob("*.json")}
     cells = [json.loads(paths[name].read_text(encoding="utf-8")) for name in sorted(paths)]
-    names = ("orders", "regimes", "threshold", "growth", "clamp")
+    names = ("orders", "regimes", "threshold", "growth", "clamp", "table_training")
     tables: dict[str, Rows] = {name: _laboratory_table(name) for name in names}
 
     # The two tables share a few cases; each counts once.

@@ -36,8 +36,8 @@ from trained_page import (
 )
 
 MISMATCHED = "stale_quantized"
-WHOLE = ("clean", MISMATCHED)
-"""Columns that sample the whole distribution at temperature 1."""
+WHOLE = (MISMATCHED, "stale")
+"""Columns with a mismatch that sample the whole distribution at temperature 1; the clean one has nothing to correct."""
 
 CUT = "truncated"
 SIZE = "Answers have 271 tokens here, and 10,000 there."
@@ -97,7 +97,7 @@ def token_outperforms(evidence: Evidence) -> Verdict | None:
     ahead = [title for title, lead in found.items() if lead.sign == 1]
     signs = [lead.sign for lead in found.values()]
     if ahead and len(ahead) < len(signs) and -1 not in signs:
-        return Verdict(PARTLY, seen, f"where the sampler is {' and '.join(ahead)}; elsewhere no difference was found")
+        return Verdict(PARTLY, seen, f"where the sampler is {' and '.join(ahead)}; elsewhere {_why(found.values())}")
     return by_direction(min(signs), seen, why=_why(found.values()))
 
 

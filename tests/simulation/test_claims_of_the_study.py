@@ -17,6 +17,7 @@ import intervals  # noqa: E402
 import laboratory_claims  # noqa: E402
 import measured_claims  # noqa: E402
 import measured_weight_claims  # noqa: E402
+import table_claims  # noqa: E402
 import trained_claims  # noqa: E402
 import trained_page  # noqa: E402
 from claims_verdicts import (  # noqa: E402
@@ -311,7 +312,7 @@ def test_holm_multiplies_and_never_decreases():
 
 
 def test_fewer_than_eight_seeds_decide_nothing():
-    ends = {"clean": 0.7, "stale_quantized": 0.2}
+    ends = {"stale": 0.7, "stale_quantized": 0.2}
     none, better = both_columns("none", ends, range(7)), both_columns("token_tis", dict.fromkeys(ends, 0.9), range(7))
     verdict = judged(trained_claims.token_outperforms, cells=none + better)
     assert (verdict.word, verdict.why) == (UNDECIDED, "7 of 8 pairs of seeds are trained")
@@ -342,10 +343,10 @@ def test_each_comparison_is_corrected_once():
 
 
 def test_token_tis_outperforms_only_where_its_lead_counts():
-    none = both_columns("none", {"clean": 0.7, "stale_quantized": 0.2})
-    better = both_columns("token_tis", {"clean": 0.7, "stale_quantized": 0.5})
-    equal = both_columns("token_tis", {"clean": 0.7, "stale_quantized": 0.2})
-    worse = both_columns("token_tis", {"clean": 0.7, "stale_quantized": 0.05})
+    none = both_columns("none", {"stale": 0.7, "stale_quantized": 0.2})
+    better = both_columns("token_tis", {"stale": 0.7, "stale_quantized": 0.5})
+    equal = both_columns("token_tis", {"stale": 0.7, "stale_quantized": 0.2})
+    worse = both_columns("token_tis", {"stale": 0.7, "stale_quantized": 0.05})
     assert word(trained_claims.token_outperforms, cells=none + better) == PARTLY
     assert word(trained_claims.token_outperforms, cells=none + equal) == UNDECIDED
     assert word(trained_claims.token_outperforms, cells=none + worse) == FAILS
@@ -358,6 +359,57 @@ def test_seq_tis_is_the_worst_only_if_both_others_are_ahead():
         assert word(trained_claims.sequence_is_worst, cells=others + sequence) == expected
         limit = word(trained_claims.sequence_may_win, cells=others + sequence)
         assert limit == (UNDECIDED if end == 0.55 else FAILS)
+
+
+def tables(column, start=0.2, **ends):
+    """Trainings of table policies over eight seeds, by correction."""
+    return [
+        {
+            "column": column,
+            "correction": correction,
+            "seed": seed,
+            "start": start,
+            "final": end + 0.01 * (seed % 3) * (correction == "token_tis"),
+            "t_times_kl": 25.0,
+            "chi2_above_1000": 0.02,
+            "chi2_largest": 2e3,
+        }
+        for correction, end in ends.items()
+        for seed in SEEDS
+    ]
+
+
+def table_word(judge, *rows):
+    return judge(Evidence(table_training=[row for group in rows for row in group])).word
+
+
+def test_cold_order_repeats_where_only_seq_tis_is_behind():
+    for end, expected in ((0.3, REPEATS), (1.79, UNDECIDED), (1.95, FAILS)):
+        rows = tables("cold", none=1.79, token_tis=1.78, seq_tis=end)
+        assert table_word(table_claims.cold_order, rows) == expected
+    assert table_word(table_claims.cold_order, tables("cold", none=1.5, token_tis=1.7, seq_tis=0.3)) == PARTLY
+
+
+def test_seq_tis_far_away_is_judged_against_both():
+    for end, expected in ((0.3, REPEATS), (1.79, UNDECIDED), (1.95, FAILS)):
+        rows = tables("warm", none=1.79, token_tis=1.78, seq_tis=end)
+        assert table_word(table_claims.worst_far_away, rows) == expected
+
+
+def test_degradation_that_never_happens_is_not_seen():
+    def judge(warm, cold):
+        ends = [tables(column, none=end) for column, end in (("warm", warm), ("cold", cold))]
+        return table_word(table_claims.cold_degrades_no_more, *ends)
+
+    assert (judge(0.5, 0.4), judge(0.1, 0.15), judge(0.15, 0.1)) == (NOT_SEEN, REPEATS, FAILS)
+
+
+def test_cut_sampling_fails_by_the_gain_of_each_correction():
+    for end, expected in ((0.1, REPEATS), (0.9, PARTLY)):
+        rows = tables("cut", none=end, token_tis=end, seq_tis=0.1)
+        assert table_word(table_claims.cut_fails, rows) == expected
+    assert table_word(table_claims.cut_fails, tables("cut", none=0.9, token_tis=0.9, seq_tis=0.9)) == FAILS
+    assert table_word(table_claims.chi2_exceeds, tables("warm", seq_tis=0.9)) == CANNOT
 
 
 def cut_cells(distance, end, **metrics):
