@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.fault_row import Case, in_excess_at_start
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.null.excess_tokens import ExcessTokens
 from rollcorr.diagnostics.null.fading import other_context
 from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-from rollcorr.diagnostics.refuting_tests import Case, in_excess_at_start
 
 ROWS, LENGTH, KINDS, STEPS, NOISE = 300, 20, 6, 12, 1e-4
 GRID = np.arange(ROWS * LENGTH)

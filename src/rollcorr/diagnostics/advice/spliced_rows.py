@@ -135,9 +135,10 @@ class RowLevels(NamedTuple):
     between: Floats
     noise: Floats
 
-    def drawn(self, tokens: Floats, sums: Floats, random: np.random.Generator) -> Floats:
+    def drawn(self, rows: UnitRows, random: np.random.Generator) -> Floats:
         """Levels of rows, given what was measured: (2, r). Normal levels and normal noise are assumed."""
-        measured, scale = _measured_levels(tokens, sums)
+        largest = np.maximum(np.abs(rows.lowest), np.abs(rows.highest))
+        measured, scale = _measured_levels(rows.tokens, rows.sums, largest)
         noise = self.noise[:, None] * scale
         reliable = self.between[:, None] / (self.between[:, None] + noise + 1e-300)
         center = measured.mean(1, keepdims=True)
@@ -159,8 +160,8 @@ def halves_of(sample: Sequence[Floats]) -> Floats:
     for side in (0, 1):
         parts = [pair[side] for pair in halves]
         tokens = np.array([len(d) for d in parts], dtype=np.float64)
-        sums = np.array([[d.sum(), (d * d).sum() / 2] for d in parts]).reshape(-1, 2)
-        sides.append(_measured_levels(tokens, sums.T))
+        sums = np.array([[d.sum(), (d * d).sum() / 2, np.abs(d).max()] for d in parts]).reshape(-1, 3).T
+        sides.append(_measured_levels(tokens, sums[:2], sums[2]))
     (one, scale_one), (other, scale_other) = sides
     return np.stack([one, other, scale_one, scale_other])
 
@@ -174,16 +175,29 @@ def row_levels(halves: Floats) -> RowLevels:
     one, other, scale_one, scale_other = halves
     if one.shape[1] < FEWEST:
         return RowLevels(np.zeros(2), np.zeros(2))
-    products = (one - one.mean(1, keepdims=True)) * (other - other.mean(1, keepdims=True))
-    covariance, error = products.mean(1), products.std(1) / math.sqrt(one.shape[1])
+    # A row counts by what it tells: the mean of a noisy row tells little of what persists in it.
+    weight = 1 / np.sqrt(scale_one * scale_other)
+    weight /= weight.mean(1, keepdims=True)
+    products = (one - (weight * one).mean(1, keepdims=True)) * (other - (weight * other).mean(1, keepdims=True))
+    covariance = (weight * products).mean(1)
+    error = (weight * (products - covariance[:, None])).std(1) / math.sqrt(one.shape[1])
     noise = ((one - other) ** 2).mean(1) / (scale_one + scale_other).mean(1)
     return RowLevels(np.where(covariance > 2 * error, covariance, 0.0), noise)
 
 
-def _measured_levels(tokens: Floats, sums: Floats) -> tuple[Floats, Floats]:
-    """The measured levels of rows, and what the variance of their noise is proportional to: (2, r) each."""
+def _measured_levels(tokens: Floats, sums: Floats, largest: Floats) -> tuple[Floats, Floats]:
+    """The measured levels of rows, and what the variance of their noise is proportional to: (2, r) each.
+
+    Args:
+        tokens: of each row, (r,).
+        sums: Σ d and Σ d²/2 of each row; more rows are not read. (2, r).
+        largest: largest |d| of each row, (r,).
+    """
     mean, k2 = sums[0] / tokens, np.maximum(sums[1] / tokens, 1e-30)
-    return np.stack([np.log(k2), mean + k2]), np.stack([1 / tokens, 2 * k2 / tokens])
+
+    # One outlier would raise the level of its row. The outliers then meet in few splices, and the others lack them.
+    others = np.maximum(sums[1] - largest**2 / 2, k2) / np.maximum(tokens - 1, 1)
+    return np.stack([np.log(others), mean + k2]), np.stack([1 / tokens, 2 * k2 / tokens])
 
 
 def splices(rows: UnitRows, length: int, count: int, random: np.random.Generator, levels: RowLevels) -> Floats:
@@ -212,7 +226,7 @@ def splices(rows: UnitRows, length: int, count: int, random: np.random.Generator
     found = []
     for _ in range(math.ceil(count / sequences)):
         # Rows without a level of their own are all at 0: their order is random.
-        level, shift = levels.drawn(rows.tokens, rows.sums, random)
+        level, shift = levels.drawn(rows, random)
         order = np.lexsort([random.random(len(rows)), level])
         total = rows.tokens[order].cumsum()
         own = ((total - rows.tokens[order] / 2) / length).astype(np.int64)
