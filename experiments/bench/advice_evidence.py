@@ -23,6 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "advice_evidence.csv"
 DEMO_LOG = HERE / "demo_log.json"
+FIRST_ROLLOUTS = HERE / "first_rollouts.csv"
 FOLDERS = {"study": HERE.parent / "mismatch_in_practice" / "trained" / "cells", "bench": HERE / "cells"}
 FIRST_STEPS = 16
 """Steps of 64 responses whose mean ESS and kept share a row has: what a log of the start would show."""
@@ -34,8 +35,8 @@ Row = dict[str, Any]
 
 
 def evidence_rows(folders: Mapping[str, Path] = FOLDERS) -> list[Row]:
-    """Return a row for the demo's log, and for each cell: its first steps, its start and its final accuracy."""
-    rows: list[Row] = [json.loads(DEMO_LOG.read_text(encoding="utf-8"))]
+    """Return a row for each log without correction, and for each cell: its first steps, its start and its end."""
+    rows: list[Row] = [json.loads(DEMO_LOG.read_text(encoding="utf-8")), *log_rows()]
     for source, folder in folders.items():
         for path in sorted(folder.glob("*.json")):
             cell = json.loads(path.read_text(encoding="utf-8"))
@@ -57,12 +58,34 @@ def evidence_rows(folders: Mapping[str, Path] = FOLDERS) -> list[Row]:
     return rows
 
 
+def log_rows() -> list[Row]:
+    """Return what Seq-TIS 4 would do to each log of first_rollouts.py."""
+    with FIRST_ROLLOUTS.open(encoding="utf-8", newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["name"] == "Seq-TIS 4"]
+    return [
+        {
+            "source": "log",
+            "sampler": row["sampler"],
+            "correction": "none",
+            "seed": row["seed"],
+            "ess": f"{float(row['sequence_ess']):.4f}",
+            "mean_weight": f"{float(row['mean_weight']):.4f}",
+            "kept": f"{float(row['kept']):.4f}",
+            "t_times_kl": f"{float(row['t_times_kl']):.4f}",
+            "start": "",
+            "final": "",
+        }
+        for row in found
+    ]
+
+
 def limits(rows: Sequence[Row]) -> dict[str, float]:
     """Return the limits of the rule.
 
     Returns:
         NEGLIGIBLE_ESS: lowest ESS of sequence weights on the clean sampler. LOWEST_ESS and LOWEST_MEAN: lowest ESS and
-        mean of those that ended ahead of token weights of their seed, and of the demo's log, which has their sampler.
+        mean of those that ended ahead of token weights of their seed, in training and on the log without correction
+        from which that training would have begun.
         FEWEST_KEPT: largest kept share of the trainings with rejection that ended behind sequence weights of their
         seed, or of all seeds if theirs is missing. All are rounded to the safe side.
     """
@@ -71,7 +94,9 @@ def limits(rows: Sequence[Row]) -> dict[str, float]:
     ahead = [row for row in rows if row["source"] == "demo"]
     for row in sequence:
         token = final.get(_key(row, TOKEN), math.inf)
-        ahead += [row] if row["sampler"] != CLEAN and final[_key(row)] > token else []
+        if row["sampler"] != CLEAN and final[_key(row)] > token:
+            logs = [log for log in rows if log["source"] == "log" and _key(log)[1:] == _key(row, NONE)[1:]]
+            ahead += [row, *logs]
     behind = []
     for row in rows:
         rivals = [other for other in sequence if other["sampler"] == row["sampler"]]

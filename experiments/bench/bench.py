@@ -8,7 +8,9 @@
 
 A cell is one training as in the trained study (experiments/mismatch_in_practice), which reads the cells here. All
 cells of a seed start from one warm-up policy. Ctrl-C keeps every finished cell, and the same command goes on. Stage 1
-trains the corrections that decide between weights of tokens and of sequences, stage 2 also those that reject.
+trains the corrections that decide between weights of tokens and of sequences, stage 2 also those that reject, stage 3
+also rivals of horizon weights (rivals.py). Then first_rollouts.py asks `advise` for each sampler and seed, and the page
+compares its choice with the best.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ sys.path.insert(0, str(HERE.parent / "mismatch_in_practice"))
 from advice_evidence import write_evidence  # noqa: E402
 from bench_page import write_page  # noqa: E402
 from cell_runner import STOPPED, make_parser, pick_cells, train_cells  # noqa: E402
+from first_rollouts import measure_left  # noqa: E402
 from intervals import interval, prediction_half  # noqa: E402
+from rivals import trained_by  # noqa: E402
 from trained_cell import Cell, read_cells, run_cell  # noqa: E402
 from trained_page import select  # noqa: E402
 
@@ -39,6 +43,7 @@ SAMPLERS = ("stale_quantized", "stale", "quantized", "clean", "truncated")
 STAGES = {
     1: ("none", "token_tis", "token_tis_20", "seq_tis", "horizon"),
     2: ("seq_mis", "geo_rs", "geo_rs_token_tis"),
+    3: ("prefix", "min_prefix", "ess_cap"),
 }
 """Corrections that each stage adds."""
 
@@ -66,7 +71,8 @@ def train_again(cell: Cell, found: Sequence[dict[str, Any]], console: Console) -
         return 2
     run_dir = Path("runs") / "bench_quick" / cell.name
     shutil.rmtree(run_dir, ignore_errors=True)
-    result = run_cell(cell, console, f"run_dir={run_dir}")
+    with trained_by(cell.correction):
+        result = run_cell(cell, console, f"run_dir={run_dir}")
     if result is None:
         return STOPPED
 
@@ -80,6 +86,7 @@ def train_again(cell: Cell, found: Sequence[dict[str, Any]], console: Console) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the cells that the arguments name, and write the page."""
     parser = make_parser(__doc__, CELLS)
+    parser.set_defaults(around=lambda cell: trained_by(cell.correction))
     parser.add_argument("--stage", type=int, choices=STAGES, default=1, help="stages up to this one; defaults to 1")
     parser.add_argument("--quick", action="store_true", help="train one finished cell again, and compare")
     options = parser.parse_args(arguments)
@@ -92,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     code = train_cells(chosen, done, options, Path(__file__).resolve())
     if code or options.list or options.no_page:
+        return code
+    if not options.page and not options.names and (code := measure_left(SAMPLERS, Console())):
         return code
     write_page(cells(options.stage), read_cells(cells(options.stage), *done))
     write_evidence()

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from advice_evidence import FIRST_STEPS
+from first_rollouts import read_rows
 from intervals import LEVEL, Interval, holm, interval
+from regret import choice_rows, regimes, regret_rows, regret_text
 from trained_cell import HELD_OUT_PROBLEMS, Cell
 from trained_page import (
     COLUMN_TITLES,
@@ -94,7 +97,7 @@ def page_text(cells: Sequence[Cell], found: Sequence[Row]) -> str:
     }
     missing = {title: count for title, count in missing.items() if count}
     unfinished = "; ".join(f"{title} lacks {count} cells" for title, count in missing.items())
-    contrasts = contrast_rows(cells, found)
+    contrasts, followed = contrast_rows(cells, found), regimes(found, read_rows())
     parts = {
         "done": str(len(found)),
         "all": str(len(cells)),
@@ -102,15 +105,20 @@ def page_text(cells: Sequence[Cell], found: Sequence[Row]) -> str:
         "problems": str(HELD_OUT_PROBLEMS),
         "results": _results(result_rows(cells, found)),
         "contrasts": _contrasts(contrasts) if contrasts else "No sampler has all its cells yet.",
+        "steps": str(FIRST_STEPS),
+        "regret": regret_text(regret_rows(followed), choice_rows(followed)),
     }
     return re.sub(r"<<(\w+)>>", lambda place: parts[place[1]], FRAME.read_text(encoding="utf-8"))
 
 
 def write_page(cells: Sequence[Cell], found: Sequence[Row], folder: Path = HERE) -> None:
-    """Write results.md, results.csv and contrasts.csv."""
+    """Write results.md and its tables."""
+    followed = regimes(found, read_rows())
     (folder / "results.md").write_text(page_text(cells, found), encoding="utf-8")
     write_table(folder / "results.csv", result_rows(cells, found))
     write_table(folder / "contrasts.csv", contrast_rows(cells, found))
+    write_table(folder / "regret.csv", regret_rows(followed))
+    write_table(folder / "choices.csv", choice_rows(followed))
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollcorr import correct
-from rollcorr.config import SamplingSpec
+from rollcorr.config import Finding, SamplingSpec
 from rollcorr.config.conversion import resolve
 from rollcorr.config.documents import load_yaml
 from rollcorr.diagnostics import advise, check_logs, null_of_logs
@@ -71,6 +71,17 @@ def test_a_fault_is_repaired_and_not_corrected(folder, null):
     assert advice.repairs[0].code == "weights_differ"
     assert advice.reasons[0].startswith("do not correct; repair this first: the weights of the sampler")
     assert advice.repairs[0].fix
+
+
+@pytest.mark.parametrize(("share", "decision"), [(0.004, "correct"), (0.02, "repair"), (None, "repair")])
+def test_faults_of_few_rows_stop_no_intended_advice(tmp_path, monkeypatch, share, decision):
+    """They become a caveat; without `intended`, and with more rows, they are repaired first."""
+    fault = Finding(code="other_request", severity="warning", title="rows of another request", row_share=share)
+    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result: (fault,))
+    result = noisy_log(tmp_path / "log.parquet", 0.1)
+    advice = advise(result, intended=True)
+    assert (advise(result).decision, advice.decision) == ("repair", decision)
+    assert decision == "repair" or "rows of another request: 0.40% of the rows" in advice.caveats[0]
 
 
 def test_a_wrong_temperature_is_repaired_and_not_corrected(folder, null):

@@ -127,7 +127,7 @@ def test_committed_tables_are_those_of_committed_cells(bench, page, tmp_path):
     cells = bench.cells(1)
     found = bench.read_cells(cells, bench.CELLS)
     page.write_page(cells, found, tmp_path)
-    for name in ("results.md", "results.csv", "contrasts.csv"):
+    for name in ("results.md", "results.csv", "contrasts.csv", "regret.csv", "choices.csv"):
         assert (tmp_path / name).read_bytes() == (BENCH / name).read_bytes()
     with (BENCH / "results.csv").open(encoding="utf-8", newline="") as file:
         assert sum(int(row["seeds"]) for row in csv.DictReader(file)) == len(found)
@@ -136,3 +136,71 @@ def test_committed_tables_are_those_of_committed_cells(bench, page, tmp_path):
     for one in found:
         assert (one["steps"], one["responses"]) == (config.steps, config.steps * config.rollout.rows)
         assert [point["step"] for point in one["held_out"]] == [0, 10, 20, 30, 40]
+
+
+def log_rows(sampler, seed, ess, *, decision="correct"):
+    """What first_rollouts.csv has of a log: Seq-TIS with an ESS, and a token weight."""
+    row = {
+        "sampler": sampler,
+        "seed": str(seed),
+        "decision": decision,
+        "printed": "repair the reader",
+        "t_times_kl": "5",
+    }
+    numbers = {"kept": "1", "mean_weight": "0.5", "token_ess": "1", "signal": "", "noise": "", "bias": ""}
+    return [{**row, **numbers, "name": name, "sequence_ess": str(ess)} for name in ("Token-TIS 2", "Seq-TIS 4")]
+
+
+def test_regret_by_hand(bench, page):
+    """Seq-TIS ends 0.2 above the rest; one log of eight is advised token weights: an eighth of the room of 0.21."""
+    import regret
+
+    cells = [cell for cell in bench.cells(1) if cell.column == "stale"]
+    found = [result(cell, ends_of(cell)) for cell in cells]
+    first = [row for seed in range(8) for row in log_rows("stale", seed, 0.01 if seed == 3 else 0.5)]
+    regimes = regret.regimes(found, first)
+    (row,) = regret.regret_rows(regimes)
+    assert row["regret"] == row["regret_leave_one_out"] == pytest.approx(0.2 / 8 / (0.2 + 0.07 / 8))
+    (choice,) = regret.choice_rows(regimes)
+    assert (choice["seed"], choice["advised"], choice["best"]) == (3, "Token-TIS 2.0", "Seq-TIS 4.0")
+    assert choice["difference"] == pytest.approx(-0.2)
+    assert "below" in choice["reason"]
+
+
+def test_logs_without_advice_train_without_correction(bench, page):
+    import regret
+
+    cells = [cell for cell in bench.cells(1) if cell.column == "stale"]
+    found = [result(cell, ends_of(cell)) for cell in cells]
+    first = [row for seed in range(8) for row in log_rows("stale", seed, 0.5, decision="repair" if seed else "correct")]
+    choices = regret.choice_rows(regret.regimes(found, first))
+    assert [choice["seed"] for choice in choices] == list(range(1, 8))
+    assert {(choice["advised"], choice["reason"]) for choice in choices} == {("no correction", "repair the reader")}
+    advised = [one for one in found if (one["correction"], one["seed"]) != ("seq_tis", 0)]
+    assert regret.regimes(found, first[:-2]) == regret.regimes(advised, first) == {}
+
+
+def test_candidates_and_cells_have_equal_configurations(bench):
+    """The advised configuration needs no training of its own: the bench has its cells."""
+    import regret
+
+    from rollcorr.diagnostics.advice.candidates import CANDIDATES
+
+    assert regret.CORRECTION_OF.keys() == CANDIDATES.keys() - {"k3 + token"}
+    for name, correction in regret.CORRECTION_OF.items():
+        trained, advised = bench.Cell("stale", correction, 0).config().algorithm.correction, CANDIDATES[name].config
+        # Weights that are only measured change no loss.
+        changes_nothing = not any(one.weights_reach_loss or one.rollout_rs for one in (trained, advised))
+        assert trained == advised or (name == "none" and changes_nothing), name
+
+
+def test_measured_logs_are_those_of_the_cells_without_correction(bench):
+    """T × KL of each log is that of the first steps of the trained cell."""
+    import first_rollouts
+
+    logs = {(row["sampler"], int(row["seed"])): float(row["t_times_kl"]) for row in first_rollouts.read_rows()}
+    assert len(logs) >= 8
+    for (sampler, seed), measured in logs.items():
+        (cell,) = bench.read_cells([bench.Cell(sampler, "none", seed)], bench.CELLS)
+        steps = cell["metrics"]["t_times_kl"][: first_rollouts.FIRST_STEPS]
+        assert measured == pytest.approx(sum(steps) / len(steps), rel=0.01, abs=0.01), (sampler, seed)

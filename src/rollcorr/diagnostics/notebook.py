@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.log_check.log_totals import HeavyToken
 from rollcorr.diagnostics.report.verdict_content import EXPECTED, verdict_content
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics.health.health_check import HealthReport
+    from rollcorr.diagnostics.log_check.log_totals import HeavyToken
 
 COLORS = {"healthy": "#15803d", "unhealthy": "#c02626", "not judged": "#5b6470"}
 

@@ -18,8 +18,11 @@ from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.stored_run import BadInputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rollcorr.diagnostics.log_check.check import CheckResult
 
+REWARD = "reward/mean"
 MOST_BYTES = 1 << 28
 """Size of the rollouts that a verdict reads besides the metrics; `rollcorr check` reads any size."""
 
@@ -87,12 +90,6 @@ def _checked(path: Path) -> CheckResult | None:
         return check_logs([path], keep_going=True)
     except BadInputError:
         return None
-
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-REWARD = "reward/mean"
 
 
 @dataclass(frozen=True, kw_only=True)

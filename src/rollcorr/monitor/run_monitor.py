@@ -154,7 +154,7 @@ class Monitor:
             None if self.directory.null.exists() else self.directory.null, given, from_first_steps=null_steps == "auto"
         )
 
-        # One rank analyzes rows, which must be whole: slices of a context group are not joined for that.
+        # One rank analyzes rows. It needs complete rows, so there is no analysis with a context group's slices.
         self._analyzes = self._writes and self._exchange.context_ranks == 1 and find_spec("pyarrow") is not None
         self._unexplained: list[Finding] = []
         self.sampling = sampling

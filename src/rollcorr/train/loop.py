@@ -112,8 +112,8 @@ class Recipe(Protocol):
         interrupts this method at once, like a killed process. So it must not write into the run's directory.
 
         Args:
-            config: of the run.
-            directory: of the run.
+            config: the run's configuration.
+            directory: the run's directory.
             checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
 
@@ -213,8 +213,8 @@ def run_recipe(
         EngineError: the engine failed before the first step, or after the last.
         OSError: the directory cannot be written.
     """
-    # Each process of a launcher would train the same run, and write over the others' record.
-    # Without SLURM_PROCID, a shell of SLURM counts tasks that are not started.
+    # Every process of a launcher would train the same run, and overwrite its files.
+    # In an interactive SLURM shell the number of tasks is set, but no task is started: then SLURM_PROCID is missing.
     slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if "SLURM_PROCID" in os.environ else ()
     launched = next((name for name in ("WORLD_SIZE", *slurm) if name in os.environ), "")
     world = os.environ.get(launched, "1")

@@ -44,7 +44,7 @@ def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator
     """Return a CPU generator seeded by `derived_seed`.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         purpose: name of the random stream; each purpose gets different numbers.
         step: number of the step.
     """
@@ -194,9 +194,9 @@ def fit(
         model: the trained model; in evaluation mode afterwards.
         loss_of_step: callback that returns the loss of step 0, 1, …
         steps: number of AdamW steps at most.
-        learning_rate: its peak, which the cosine keeps slightly below this.
+        learning_rate: the first factor. The peak of the product is slightly lower, because of the cosine.
         rise: steps of the linear rise, at least 1.
-        betas: of AdamW.
+        betas: the betas of AdamW.
         after_step: callback with the number of steps done and the loss; true ends the training.
 
     Returns:

@@ -335,17 +335,19 @@ def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[flo
 
 def _own_noise(evidence: Evidence) -> Noise | None:
     """The noise of a token as the first steps measured it, or this batch."""
-    first = _spreads([metrics for _, metrics in evidence.history[:FIRST_STEPS]])
+    first = [spread for _, metrics in evidence.history[:FIRST_STEPS] if (spread := _spread_of(metrics)) is not None]
     if len(evidence.history) >= 2 * FIRST_STEPS and first:
         return Noise(sigma=median(first), source="as in the first steps of this run, which were not judged")
-    now = _spreads([evidence.current])
-    return Noise(sigma=now[0], source="as observed here; the noise itself was not judged") if now else None
+    spread = _spread_of(evidence.current)
+    return None if spread is None else Noise(sigma=spread, source="as observed here; the noise itself was not judged")
 
 
-def _spreads(steps: Iterable[Mapping[str, float]]) -> list[float]:
-    """σ of a token in each step that measured it, from the spread of the log-ratio or from k3 = σ²/2."""
-    found = (step.get("log_ratio_std", math.sqrt(2 * max(step.get("k3_kl", 0.0), 0.0)) or math.nan) for step in steps)
-    return [spread for spread in found if not math.isnan(spread)]
+def _spread_of(metrics: Mapping[str, float]) -> float | None:
+    """σ of a token, from the spread of the log-ratio or from k3 = σ²/2."""
+    if "log_ratio_std" in metrics:
+        return metrics["log_ratio_std"]
+    k3 = metrics.get("k3_kl", 0.0)
+    return math.sqrt(2 * k3) if k3 > 0 else None
 
 
 @lru_cache(maxsize=1024)

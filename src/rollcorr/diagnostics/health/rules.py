@@ -225,9 +225,9 @@ def length_dependence(evidence: Evidence) -> Finding | None:
         widths.append(math.log(config.is_upper))
 
     # Past the safety bound `horizon` says more.
-    if horizon(evidence) is not None:
+    if not widths or horizon(evidence) is not None:
         return None
-    width = min(widths, default=math.inf)
+    width = min(widths)
     limit = f"at most {width:.4g} nats, the log of the bound"
     return fault("length_dependence").broken(
         evidence, "t_times_kl", lambda value: abs(value) > width, limit=limit, severity="note"

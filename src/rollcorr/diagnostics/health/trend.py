@@ -24,7 +24,7 @@ age.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -241,7 +241,6 @@ class AgeWatch:
         self._start: float | None = None
         self._latest: deque[tuple[float, float]] = deque(maxlen=FEWEST_STEPS)
         self._first: dict[int, list[float]] = {}
-        self._steps: Counter[int] = Counter()
 
     def add(self, age: float, k3: float) -> None:
         """Take a step in: the mean age of its weights, in updates, and k3 in nats."""
@@ -251,9 +250,8 @@ class AgeWatch:
         self._latest.append((age, k3))
         if round(age) in self._first or len(self._first) < MOST_AGES:
             first = self._first.setdefault(round(age), [])
-            if len(first) < FEWEST_FIRST_STEPS:
+            if len(first) < FEWEST_AT_AGE:
                 first.append(k3)
-            self._steps[round(age)] += 1
 
     @property
     def explains(self) -> float | None:
@@ -265,9 +263,9 @@ class AgeWatch:
             return None
 
         # A sampler that keeps its first weights differs more at each step, whatever age it reports.
-        before, now = self._first.get(round(age), []), median(k3 for _, k3 in self._latest)
-        grows_at_this_age = bool(before) and now >= TREND_FACTOR * median(before)
-        return None if self._steps[round(age)] >= FEWEST_AT_AGE and grows_at_this_age else age
+        first, now = self._first.get(round(age), []), median(k3 for _, k3 in self._latest)
+        known = len(first) == FEWEST_AT_AGE
+        return None if known and now >= TREND_FACTOR * median(first[:FEWEST_FIRST_STEPS]) else age
 
 
 class ChangeDetector:
@@ -280,7 +278,6 @@ class ChangeDetector:
         self._differences: deque[float] = deque(maxlen=NOISE_STEPS)
         self._steps = self._well = self._above = self._since_found = 0
         self._sum = self._trend = 0.0
-        self._start_is_remembered = True
 
     def add(self, step: int, value: float, *, age: float | None = None) -> None:
         """Take a step in. A value that is not positive and finite is left out: it has no logarithm.
@@ -295,7 +292,6 @@ class ChangeDetector:
         x = math.log(value)
         if self._values:
             self._differences.append(x - self._values[-1][1])
-        self._start_is_remembered &= len(self._values) < REMEMBERED
         self._values.append((step, x))
         self._steps += 1
 
@@ -374,7 +370,6 @@ class ChangeDetector:
             ended = steps[-self._well]
             change = replace(change, ended=ended, well=self._well, lasted=ended - change.onset)
             self._sum, self._values = 0.0, deque(list(self._values)[-self._well :], maxlen=REMEMBERED)
-            self._start_is_remembered = False
         self.changes[-1] = change
 
     def _located(self, *, found: int, level: float) -> Change:
@@ -383,11 +378,13 @@ class ChangeDetector:
         values = [value for _, value in self._values]
         place, shape = onset_of(values)
         latest = median(values[-FEWEST_STEPS:])
+
+        # The start of the run is known as long as no step was forgotten.
         return Change(
             onset=steps[place],
             found=found,
             shape=shape,
-            from_start=self._start_is_remembered and place < AT_START,
+            from_start=self._steps == len(steps) and place < AT_START,
             baseline=math.exp(level),
             value=math.exp(latest),
             z=(latest - level) / self._error(),

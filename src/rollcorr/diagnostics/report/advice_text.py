@@ -68,8 +68,10 @@ def share_text(share: float) -> str:
 
 def show_advice(console: Console, advice: Advice) -> None:
     """Print the decision, the reasons, and the YAML to paste."""
+    changes = ", ".join(f"{name} {value}" for name, value in advice.thresholds.items())
+    preset = f"{advice.preset} with {changes}" if changes else advice.preset
     headlines = {
-        "correct": f"[bold green]take {advice.candidate}: the preset {advice.preset}{_changes(advice)}[/]",
+        "correct": f"[bold green]take {advice.candidate}: the preset {preset}[/]",
         "repair": "[bold red]do not correct[/]",
         "not judged": "[bold yellow]not judged[/]",
     }
@@ -87,12 +89,6 @@ def show_advice(console: Console, advice: Advice) -> None:
         console.print(f"[yellow]note: {escape(caveat)}[/]", soft_wrap=True)
     if advice.yaml:
         console.print(f"\n{escape(advice.yaml)}", end="", soft_wrap=True)
-
-
-def _changes(advice: Advice) -> str:
-    """What differs from the preset, in words."""
-    changes = ", ".join(f"{name} {value}" for name, value in advice.thresholds.items())
-    return changes and f" with {changes}"
 
 
 def _show_candidates(console: Console, advice: Advice) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.log_check.log_totals import WhatIf
 from rollcorr.diagnostics.numbers import format_number, format_range, headlines
 from rollcorr.diagnostics.resolver import Folded, standing
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics.health.health_check import HealthReport
+    from rollcorr.diagnostics.log_check.log_totals import WhatIf
 
 CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""

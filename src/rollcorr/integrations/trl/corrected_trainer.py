@@ -81,8 +81,8 @@ class RolloutCorrectionMixin(LoggedCorrection):
         rollout_monitor: counts, logs and judges each step of the trainer; see `attach`.
         disable_trl_correction: disable TRL's own weights, also with a configuration that only measures; see `attach`.
         rollout_actor: how the trainer scores truncated samples; see `attach`.
-        args: TRL's, passed on.
-        kwargs: TRL's, passed on.
+        args: passed on to TRL's method.
+        kwargs: passed on to TRL's method.
 
     Raises:
         ValueError: TRL's loss does not support the configuration, or the engine cannot sample for this trainer.
@@ -116,13 +116,13 @@ class RolloutCorrectionMixin(LoggedCorrection):
         return batch
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's. A replay reads the kept sets of these rows.
+        """Compute TRL's loss. A replay of kept sets uses the sets of these rows.
 
         Args:
-            model: TRL's, passed on.
-            inputs: TRL's, passed on.
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
+            model: passed on to TRL's method.
+            inputs: passed on to TRL's method.
+            args: passed on to TRL's method.
+            kwargs: passed on to TRL's method.
         """
         self._batch_in_loss = inputs
         try:
@@ -132,7 +132,10 @@ class RolloutCorrectionMixin(LoggedCorrection):
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As TRL's, or over kept sets; also keep old log-probs per token, because RLOO's batch contains only sums."""
+        """Return log-probs and entropies as TRL does, or over kept sets in a replay.
+
+        Also keep the old log-probs of each token, because RLOO's batch contains only their sums.
+        """
         trainer: Trainer = self
         generation: Any = getattr(trainer, "vllm_generation", None)
         if getattr(generation, "kept_sets", None) is None:

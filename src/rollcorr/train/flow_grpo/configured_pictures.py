@@ -26,7 +26,7 @@ def configured_pictures(
     """Sample and score the pictures of a `flow_grpo` configuration at its start; yield batches of a rollout log.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         make_engine: returns the engine that samples, from the trainer, which has `schedule` and `policy`; defaults to
             the configuration's rollout copy. The engine must have the weights of the start.
         pictures: how many.

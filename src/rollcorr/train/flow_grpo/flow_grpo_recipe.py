@@ -97,8 +97,8 @@ class FlowGrpoRecipe(Recipe):
         """Load the policy and make the copy that samples.
 
         Args:
-            config: of the run.
-            directory: of the run.
+            config: the run's configuration.
+            directory: the run's directory.
             checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
@@ -295,7 +295,7 @@ def write_denoising_log(
         path: the Parquet file; replaced.
         step: the training step.
         batch: with log π_old, unless `first` is given.
-        config: of the run.
+        config: the run's configuration.
         first: of bypass mode, which computes no log π_old: log π_θ of the first mini-batch. Only its rows are written.
         policy: decodes predictions; optional.
     """

@@ -87,6 +87,21 @@ rc.largest = (indices, key, most) => {
   return Array.from(indices).sort((a, b) => key(b) - key(a) || a - b);
 };
 
+/* In the verdict: the few tokens that carry half of k3, which a cause of all rows would not explain; else the worst. */
+rc.showHeavy = (run, first, label, show) => {
+  document.getElementById("heavy")?.remove();
+  let count = 0, share = 0;
+  for (; count < Math.min(10, first.length) && share < 0.5; count++) share += run.share[first[count]];
+  const few = share >= 0.5, [what, unit] = run.diffusion ? ["denoising step", "exact KL"] : ["token", "k3"];
+  const box = document.querySelector(few ? "#verdict .verdict, #verdict h2" : "#verdict .unhealthy");
+  if (!box || !(share > 0)) return;
+  if (!few) [count, share] = [1, run.share[first[0]]];
+  const whole = few ? `${count} of ${run.count.toLocaleString("en")} ${what}s ${count > 1 ? "carry" : "carries"}` : `the worst of ${run.count.toLocaleString("en")} ${what}s carries`;
+  const places = first.slice(0, count).map((i) => `${run.diffusion ? "" : "token "}${label(i)} in row ${run.row[run.rowOf[i]]} of step ${run.step[run.rowOf[i]]}, position ${i - run.starts[run.rowOf[i]]}: log μ ${rc.number(run.mu[i])}, log π ${rc.number(run.mu[i] + run.d[i])}`);
+  const link = rc.el("a", { href: "#tokens", onclick: show }, `${whole} ${rc.percent(share)} of ${unit}${few ? `: look at ${count > 1 ? "them" : "it"} first` : ""}`);
+  box.append(rc.el("p", { id: "heavy" }, link, ` (${places.join("; ")})`));
+};
+
 rc.viewer = async (box) => {
   const runs = rc.data.tokens, view = { mode: "tokens", color: "d", sort: "share", filter: "all", least: 0, search: "" };
   let run = await rc.openRun(runs[0]);
@@ -237,10 +252,12 @@ rc.viewer = async (box) => {
   const search = rc.el("input", { type: "search", placeholder: `search ${run.diffusion ? "prompts" : "text, id, prompt"}  (/)`, oninput: () => update({ search: search.value.trim() }) });
   const least = rc.el("input", { type: "number", min: 0, step: 0.1, placeholder: "0", onchange: () => update({ least: +least.value }) });
   const states = choice(`Which ${word("tokens")}`, ["all", "kept", "truncated", "rejected", "masked"], (filter) => update({ filter }));
+  const heavy = () => rc.showHeavy(run, rc.largest(Array.from(run.share.keys()), tokenKeys.share, 10), label, () => update({ mode: "tokens", search: "", filter: "all", least: 0 }));
   const picker = runs.length > 1 ? choice("Run", runs.map((one) => one.run), async (name) => {
     run = await rc.openRun(runs.find((one) => one.run === name));
     rc.showBreakdowns(run);
     update({});
+    heavy();
   }) : null;
   const tools = rc.el("div", { className: "tools" }, picker, rc.el("span", { className: "buttons" }, ...modes), rc.el("label", {}, "color ", colors), rc.el("label", {}, "show ", states), rc.el("label", {}, runs.some((one) => one.diffusion) ? "|J| ≥ " : "|d| ≥ ", least), search, count, rc.el("span", { className: "soft" }, `j k: next, previous · ← →: along the ${word("sequence")} · s: ${word("tokens")}, ${word("sequences")}`));
   box.append(tools, rc.el("div", { className: "panes" }, list.node, detail));
@@ -264,6 +281,7 @@ rc.viewer = async (box) => {
   });
   rc.redraw.push(() => current && show(...current));
   update({});
+  heavy();
   rc.showBreakdowns(run);
 };
 
