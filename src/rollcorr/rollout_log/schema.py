@@ -213,12 +213,10 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
 
 
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
-    """Convert the columns of a foreign file to the types of the schema; drop columns that it does not contain.
+    """Convert the columns of a foreign file to the types of the schema, and drop columns that the schema lacks.
 
-    The user's own columns are unchanged.
-
-    float64 and float16 become float32, large or fixed-size lists become lists, integers become text in identifiers and
-    flags in masks, and null inside a list of floats becomes NaN.
+    The user's own columns (`x_…`) stay unchanged. float64 and float16 become float32; large or fixed-size lists become
+    lists; integers become text (identifier columns) or booleans (mask columns); null in a list of floats becomes NaN.
 
     Raises:
         RolloutLogError: a column cannot be converted, or has null inside a list of integers, flags or spans.
