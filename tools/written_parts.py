@@ -74,7 +74,12 @@ def _summary(folder: Path) -> str:
 def _layers() -> str:
     lines = []
     for names in reversed(LAYERS):
-        apart = sorted({name for pair in APART if set(pair) <= names for name in pair})
-        note = f"({' and '.join(apart)} never import each other)" if apart else ""
-        lines.append(f"{' · '.join(sorted(names)):<40}{note}".rstrip())
+        lines.append(" · ".join(sorted(names)))
+
+        # A pair that is listed in both directions is written once.
+        for one, other in APART:
+            if {one, other} <= names and (other, one) not in APART:
+                lines.append(f"    {one} never imports {other}")
+            elif {one, other} <= names and one < other:
+                lines.append(f"    {one} and {other} never import each other")
     return "\n".join(lines) + "\n"

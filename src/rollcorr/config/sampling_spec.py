@@ -204,7 +204,7 @@ class SamplingSpec:
         return ENGINES.get(self.engine or "", _DEFAULT)
 
     def for_actor(self, actor: Actor, *, temperature: float | None = None) -> SamplingSpec:
-        """Return the spec of a trainer's log-probs of these tokens, for a way to process the actor's logits.
+        """Return the spec of the log-probs that a trainer computes of tokens sampled with this one.
 
         Args:
             actor: "full": divide by the temperature, full vocabulary (also for a reference policy);

@@ -227,7 +227,8 @@ def configuration_of(
         TypeError, ValueError: the configuration is invalid, or options would have no effect.
     """
     if config is None:
-        # A given `rollout_is` requests weights in the loss; `measure` keeps its weights out of the loss.
+        # A given `rollout_is` requests weights in the loss, and `measure` would keep them out. The preset "disabled" is
+        # an empty configuration, to which the options are added below.
         config = "disabled" if "rollout_is" in options else "measure"
     resolved = resolve(config)
     if not options:

@@ -245,12 +245,13 @@ def _skyrl_state(content: object) -> tuple[dict[str, Any], object]:
 
 
 def _skyrl_tensor(value: object, name: str, *, file: Path, limits: FileLimits) -> np.ndarray | None:
+    """Return a tensor of SkyRL's batch as an array; None for a missing one."""
     match value:
         case None:
             return None
         case bytes(stored) | {"format": "torch", "data": bytes(stored)}:
-            # Types that numpy lacks, and every tensor before release 0.3, are nested files of torch.save. The size of
-            # the enclosing pickle bounds the tensor of a batch.
+            # Types that numpy lacks, and every tensor before release 0.3, are nested files of torch.save. They have the
+            # tokens of a whole batch, so the limit of the enclosing pickle applies, not that of a row.
             whole = FileLimits(row_tokens=limits.pickle_bytes, pickle_bytes=limits.pickle_bytes)
             archive = TorchArchive(BytesIO(stored), name=file, limits=whole)
             return archive.array(archive.content)

@@ -249,6 +249,8 @@ def _set_up_trainer(
     earlier = getattr(trainer, "_monitored_steps", None)
     if monitor is None and earlier is not None:
         monitor = earlier.monitor
+
+    # None means "not given" here, so a Monitor without a correction asks for the empty one.
     of_monitor: Asked = None
     if monitor is not None and monitor.config_was_given:
         of_monitor = "disabled" if monitor.config is None else monitor.config

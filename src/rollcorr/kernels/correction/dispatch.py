@@ -192,7 +192,8 @@ def _choose(batch: Batch, config: RolloutCorrectionConfig) -> Implementation:
             f"the environment variable {VARIABLE} must be one of {', '.join(_IMPLEMENTATION_NAMES)}, got {named!r}"
         )
 
-    # A process may correct log files on the CPU and steps on a GPU: one name cannot support both.
+    # A process may correct log files on the CPU and steps on a GPU, and no name fits both. So a batch that the named
+    # implementation cannot take runs elsewhere, with a warning.
     refusals = {"cpu": why_not, "triton": triton.why_not}
     reason = refusals[named](batch, config) if named in refusals else None
     if reason is None:

@@ -99,7 +99,7 @@ class Family(abc.ABC):
         Raises:
             ValueError: the network cannot compute this size.
         """
-        self.sequence_length(config, height, width)
+        self.sequence_length(config, height, width)  # raises if the network cannot compute this size
         return config["in_channels"], height, width
 
     def sequence_length(self, config: Mapping[str, Any], height: int, width: int) -> int:

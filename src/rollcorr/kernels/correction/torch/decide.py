@@ -226,6 +226,8 @@ def _sequence_divergence(tally: _Tally, criterion: Criterion) -> Tensor:
         value = -table["log_ratio"] if criterion.kind == "k1" else table[criterion.kind]
         if criterion.scope != "seq_sum":
             value = value / sequences.counted.clamp(min=1)
+
+    # Some token has probability 0 in the trainer.
     return value.masked_fill(sequences.has_zero, torch.inf)
 
 
