@@ -170,10 +170,11 @@ test-compile: $(STAMP) ## Compile the correction and the losses with torch.compi
 calibration: $(STAMP) ## Hold calibrated thresholds against disjoint pools, and repeat their intervals 100 times (10 minutes)
 	ROLLCORR_CALIBRATION=full $(BIN)/python -m pytest tests/diagnostics/test_calibration.py -s -k "disjoint or cover or effects"
 
-test-browser: $(STAMP) ## Drive the pages in headless Chromium (installs the distribution's package chromium, and playwright)
+test-browser: $(STAMP) ## Drive the pages and the site in headless Chromium (installs the distribution's package chromium, and playwright)
 	@command -v chromium > /dev/null || apt-get install --yes --no-install-recommends chromium > /dev/null || \
 		{ echo "make test-browser needs the package chromium: apt-get install chromium" >&2; exit 1; }
 	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50'
+	test -e site/index.html || $(MAKE) docs-site
 	$(BIN)/python -m pytest tests/browser
 
 test-ray: $(STAMP) ## Test `rollcorr check --ray` on a Ray cluster of this machine (installs Ray)

@@ -5,6 +5,7 @@
     python benchmarks/big_log.py --workers 1 2 --ray local      # and a Ray cluster on this machine
     python benchmarks/big_log.py --ids                          # with token ids, prompts and versions of the weights
     python benchmarks/big_log.py --source ../other/src          # the check of another checkout, on the same log
+    python benchmarks/big_log.py --source ../other/src --pairs 20   # in turn, 20 times: the median ratio of CPU time
     python benchmarks/big_log.py --save                         # also writes benchmarks/results/
 
 Each reader runs as `rollcorr check LOG --json`. "Largest" is the peak resident set of the largest process, from
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,9 @@ def main() -> None:
         readers = [("--workers", str(workers)) for workers in arguments.workers]
         readers += [("--ray", arguments.ray)] if arguments.ray else []
         sources = [HERE.parent / "src", *map(Path, arguments.source)]
+        if arguments.pairs:
+            compare(log, readers[0], sources, arguments.pairs)
+            return
         results = [
             {"reader": " ".join(reader), **({"source": str(source)} if number else {}), **check(log, reader, source)}
             for number, source in enumerate(sources)
@@ -62,6 +67,17 @@ def main() -> None:
         save(arguments, size, results, same=same)
 
 
+def compare(log: Path, reader: tuple[str, str], sources: list[Path], pairs: int) -> None:
+    """Check the log with both checkouts in turn, and print the median ratio of their CPU time."""
+    ratios = []
+    for pair in range(pairs):
+        own, other = (check(log, reader, source)["cpu"] for source in sources)
+        ratios.append(own / other)
+        print(f"pair {pair + 1}: {own:.2f} s and {other:.2f} s of CPU, ratio {own / other:.3f}", flush=True)
+    lowest, highest = min(ratios), max(ratios)
+    print(f"median ratio of {pairs} pairs: {statistics.median(ratios):.3f} ({lowest:.3f} to {highest:.3f})")
+
+
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,9 +88,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", help="where to put the log meanwhile (default: the temporary directory)")
     parser.add_argument("--ids", action="store_true", help="also write token ids, prompts and versions")
     parser.add_argument("--source", nargs="*", default=[], help="src folders of other checkouts, to compare with")
+    parser.add_argument("--pairs", type=int, help="check with this checkout and --source in turn, this often")
     parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     parser.add_argument("--write", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.pairs and len(arguments.source) != 1:
+        parser.error("--pairs compares with one checkout: name its folder with --source")
+    return arguments
 
 
 def write(path: Path, arguments: argparse.Namespace) -> None:

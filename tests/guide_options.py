@@ -184,9 +184,6 @@ OMNI_OVERRIDES = (
     f"{R}rollout_rs_threshold=0.5_2.0", "actor_rollout_ref.rollout.algo.sde_window_size=2", LOG_PROBS,
 )  # fmt: skip
 
-EVIDENCE = "a claim about training runs; measured by the bench that predicts training"
-LANE = "make test-verl SOURCES=DIR runs its 21 tests, where DIR holds sources of verl-omni"
-ENGINE = "needs an engine for pictures outside this process"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ELSEWHERE = [
     *[Item("002", f"preset {name}", lambda name=name: parts(name), expected) for name, expected in PRESETS.items()],
@@ -215,39 +212,11 @@ ELSEWHERE = [
         "reinforce requires bypass",
         lambda: raises(lambda: Config(loss_type="reinforce"), "needs bypass_mode"),
     ),
-    *[Item("003", f"figure {figure}", reason=EVIDENCE) for figure in ("1a", "1b", "2b", "4a", "5b")],
-    Item("003:129-135", "table of corrections", reason=EVIDENCE),
-    Item(
-        "004",
-        "rollout log in bypass mode",
-        reason="belongs to causes where the run happens: no log of pictures in bypass mode",
-    ),
-    Item("004", "verl-omni as host", reason=LANE),
     Item(
         "004",
         "run_qwen_image_ocr_lora_rollout_corr.sh",
         lambda: quiet(lambda: load_config(EXAMPLES / "train" / "qwen_image_ocr.yaml").algorithm.correction.rollout_rs),
         "seq_mean_k1",
-    ),
-    Item("004", "vllm-omni and SGLang-Diffusion as engines", reason=ENGINE),
-    Item(
-        "004",
-        "float16 rollouts",
-        lambda: load_config(None, ["recipe=flow_grpo", "rollout.dtype=float16"]).rollout.dtype,
-        "float16",
-    ),
-    Item(
-        "000:104",
-        "DAPO example",
-        lambda: load_config(EXAMPLES / "train" / "dapo.yaml").algorithm.loss.clip_ratio_high,
-        0.28,
-    ),
-    Item(
-        "001:13-17",
-        "replay buffer, behavior cloning, filtered data",
-        lambda: all(
-            (EXAMPLES / f"{name}.py").exists() for name in ("replay_buffer", "behavior_cloning", "filtered_data")
-        ),
     ),
     Item("000:716-720", "share of a step: at most 3 % of compute, 1 % of memory", lambda: share_is_small()),
     *[
@@ -282,7 +251,9 @@ OPEN = (
     "vllm-omni and SGLang-Diffusion as engines",
     "float16 rollouts",
     "DAPO example",
-    "replay buffer, behavior cloning, filtered data",
+    "replay buffer",
+    "behavior cloning",
+    "filtered data",
     "bypass recommended for most users",
     "combined estimator",
     "k2 clips log rho to 20",
@@ -291,5 +262,4 @@ OPEN = (
 PARTIAL = {
     "seq_mean at unequal lengths",
     "masked fraction under rollout_corr/",
-    "vllm-omni and SGLang-Diffusion as engines",
 }

@@ -47,7 +47,6 @@ class Takes:
         largest_log_ratio: log-ratios beyond count as that.
         adds_in_float32: sums over some tokens are in float32 before they are merged in float64.
         every_weight_bound: a floor of weights, and bands without an upper end.
-        horizon: level "horizon".
     """
 
     dtypes: tuple[torch.dtype, ...] = EVERY_DTYPE
@@ -55,16 +54,13 @@ class Takes:
     largest_log_ratio: float = float("inf")
     adds_in_float32: bool = False
     every_weight_bound: bool = True
-    horizon: bool = True
 
 
 TAKES = {
     "reference": Takes(),
     "torch": Takes(),
     "cpu": Takes(dtypes=(torch.float32, torch.bfloat16), largest_bound=40.0, adds_in_float32=True),
-    "triton": Takes(
-        largest_bound=40.0, largest_log_ratio=1e16, adds_in_float32=True, every_weight_bound=False, horizon=False
-    ),
+    "triton": Takes(largest_bound=40.0, largest_log_ratio=1e16, adds_in_float32=True, every_weight_bound=False),
 }
 
 

@@ -115,7 +115,7 @@ def draw_config(rng: random.Random, takes: Takes) -> RolloutCorrectionConfig:
         warnings.simplefilter("ignore", InertOptionWarning)
         threshold, floor = rng.choice(WEIGHT_BOUNDS + (MORE_WEIGHT_BOUNDS if takes.every_weight_bound else []))
         return RolloutCorrectionConfig(
-            rollout_is=rng.choice(LEVELS + ["horizon"] * takes.horizon),
+            rollout_is=rng.choice([*LEVELS, "horizon"]),
             rollout_is_horizon=rng.choice([0.0, 0.3, 0.9, 0.999, 1.0]),
             rollout_is_threshold=threshold,
             rollout_is_floor=floor,

@@ -59,29 +59,29 @@ def is_method_call(node: ast.AST) -> bool:
 
 
 BUDGETS = {
-    "cli": 807,
+    "cli": 825,
     "config": 1689,
-    "confirm": 246,
+    "confirm": 257,
     "conformance": 350,
-    "core": 1634,
-    "correction": 1298,
-    "demo": 171,
+    "core": 1641,
+    "correction": 1310,
+    "demo": 163,
+    "diagnostics": 8204,
     "diffusion": 491,
     "engines": 2304,
-    "integrations": 1848,
-    "kernels": 3559,
+    "integrations": 1889,
+    "kernels": 3622,
     "layouts": 137,
-    "monitor": 1345,
+    "monitor": 1346,
     "rollout_log": 2155,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3572,
+    "train": 3662,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 
 
 def test_packages_stay_within_their_budgets():
-    """`diagnostics` has no budget yet."""
     counts = dict.fromkeys(BUDGETS, 0)
     for path in FILES:
         if unit(path) in BUDGETS:
@@ -89,14 +89,14 @@ def test_packages_stay_within_their_budgets():
             counts[unit(path)] += sum(isinstance(node, ast.stmt) for node in nodes)
     over = {name: (count, BUDGETS[name]) for name, count in counts.items() if count > BUDGETS[name]}
     assert not over, f"statements and budgets: {over}"
-    assert set(BUDGETS) == set().union(*LAYERS) - {"diagnostics"}
+    assert set(BUDGETS) == set().union(*LAYERS)
 
 
 def test_the_page_stays_within_its_budgets():
     """Statements of Python in `report`, and lines of our own JavaScript."""
     report = PACKAGE / "diagnostics" / "report"
     nodes = [node for path in report.glob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    assert sum(isinstance(node, ast.stmt) for node in nodes) <= 722
+    assert sum(isinstance(node, ast.stmt) for node in nodes) <= 697
     own = [path for path in (report / "page").glob("*.js") if not path.name.startswith("uPlot")]
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in own) <= 1200
 

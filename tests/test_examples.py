@@ -37,6 +37,7 @@ SHOWN = {
         "KL is too far from 0",
         "exit code 1",
     ],
+    "diffusion_batch.py": ["bypass: 6 of 16 steps kept", "exact_kl_mean   0.495", "effective sample size 0.558"],
     "convert_old_config.py": [
         "seq_is_rs.yaml: schema 2025-11",
         "rollout_rs: 'sequence' → rollout_rs: seq_sum_k1",

@@ -17,27 +17,28 @@ def lines_page(generated: str) -> str:
 
 {generated}
 
-The lines that put this library's correction into {len(names)} frameworks.
+Add a few lines to put this library's correction into {len(names)} frameworks.
 
-Each was run once in the framework's own code, at the commit named: `experiments/conformance/lines.py` inserts the lines
-into the framework's file, runs its function on a batch with known weights and rejected tokens, and compares. No
-training run was made in these frameworks: their trainers need GPUs or a sampling server. In another version, look for
-the place again. Any [preset or configuration](../guides/choosing.md) can replace the one shown.
+The lines ran once in each framework's own code, at the commit in the heading. `experiments/conformance/lines.py`
+inserts the lines into the framework's file, runs its function on a batch with known weights and rejected tokens, and
+compares the results. No training has run in these frameworks, because their trainers need GPUs or a sampling server. In
+a different version, look for the place again. You can replace the preset by any
+[preset or configuration](../guides/choosing.md).
 
 {"".join(_entry(entry) for entry in entries)}## Unsloth
 
 Unsloth replaces methods of TRL's trainers, so [the adapter for TRL](trl.md) attaches to them:
 
-- Leave `vllm_importance_sampling_correction` off, as Unsloth does. Weights are then in `advantages`, which its loss
-  reads, and rejected tokens in `tool_mask`. With it on, `attach` ends with a `ValueError`: the loss does not read
-  `importance_sampling_ratio`.
-- Prompts of a generation batch need one length in tokens. Otherwise Unsloth's log-probs are wider than the completions,
-  and torch raises an error.
+- Leave `vllm_importance_sampling_correction` off, as Unsloth does. The adapter then writes weights into `advantages`,
+  which Unsloth's loss reads, and rejected tokens into `tool_mask`. If the option is on, `attach` raises a `ValueError`,
+  because the loss does not read `importance_sampling_ratio`.
+- All prompts of a generation batch must have the same length in tokens. Otherwise Unsloth's log-probs are wider than
+  the completions, and torch raises an error.
 
 `experiments/conformance/unsloth_in_trl.py` ran `compute_loss` of unsloth 015bdef0d94a and `grpo_compute_loss` of
 unsloth-zoo ce232d6cef9c in the GRPOTrainer of TRL 1.16.0 on a CPU: loss and gradient of a corrected batch equal TRL's
-to 1e-6, and 20 steps train. Unsloth itself imports on a GPU only; its log-probs in chunks (`grpo_accumulated_loss`)
-were read, not run.
+to 1e-6, and 20 steps train. Unsloth itself can be imported on a GPU only, so its log-probs in chunks
+(`grpo_accumulated_loss`) were read, but not run.
 
 Where to go next: [dumps of these frameworks](../reference/dumps.md), [names side by side](index.md).
 """

@@ -46,7 +46,7 @@ def performance_page(generated: str, table: Table) -> str:
 
 {generated}
 
-The time and memory of a correction, and of log-probs without logits.
+This page shows the time and memory of a correction, and of log-probs without logits.
 
 ```bash
 make bench                               # measure
@@ -58,11 +58,11 @@ make docs                                # write this page from it
 
 {_provenance(result)}
 
-The configuration is token weights truncated at 2 and `seq_mean_k3` at 0.01. Every metric is read on the host unless a
-row says otherwise; verl's helper computes its 43 metrics. Log-probs are float32, the mask is bool. "Padded" responses
-have 1,024 to 8,192 tokens of 8,192, "packed" responses are the same without padding, "dense" ones all have 8,192. M is
-1,048,576. All contenders take turns in one process, {_runs(result["seconds"])} times, so disturbances affect
-all of them.
+The configuration is token weights truncated at 2 and `seq_mean_k3` at 0.01. Every metric is read on the host, except
+where a row states otherwise; verl's function computes its 43 metrics. Log-probs are float32, the mask is bool. "Padded"
+responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" responses are the same without padding, and "dense"
+responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn in one process,
+{_runs(result["seconds"])} times, so disturbances affect all of them.
 
 {_second(result)}
 
@@ -95,11 +95,12 @@ torch's profiler does not count compiled C, which reads 9 bytes per token and wr
 
 ## How it works
 
-*One read.* Tokens are read once, in blocks that stay in cache. Each block gives counts, sums of d (the log-ratio), d²,
-expm1(d) and weights, and the extremes of d. All metrics and the decisions about sequences follow from these numbers.
+*One read.* Tokens are read once, in blocks that stay in cache. From each block the kernel computes counts, sums of d
+(the log-ratio), d², expm1(d) and weights, and the extremes of d. All metrics and the decisions about sequences follow
+from these numbers.
 
-*Lower limit.* The lower limit is a copy of the same bytes: 14 per token for weights and a mask, 9 for metrics only.
-Fresh memory costs several times the arithmetic, so reuse buffers with `out=`.
+*Lower limit.* No implementation can be faster than a copy of the same bytes: 14 per token for weights and a mask, 9 for
+metrics only. To allocate memory costs several times the arithmetic, so reuse buffers with `out=`.
 
 *Compiled C* (`impl="cpu"`, which `"auto"` selects if installation found a C compiler) processes 512 tokens at a time in
 float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if all tokens are
@@ -111,34 +112,36 @@ It has run on x86-64 only; `make test-arm` compiles it for arm64.
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
 blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
 operations and four exponentials, at 0.2 to 0.5 ns per token each. The
-torch times in the first table are of an older path. The path of today takes 3.8 to 4.3 times as long
-at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so
-6 to 9 × verl.
+torch times in the first table are from an older version. The present version takes 3.8 to 4.3 times as long
+at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so it is
+6 to 9 times as fast as verl.
 
 ## On a GPU
 
-`impl="triton"` makes three launches and no wait. `"auto"` selects it after [a
+`impl="triton"` launches three kernels and never waits. `"auto"` selects it after [a
 proof](correction.md#proof-on-a-gpu) on the machine.
 
-The first launch reads the tokens: one warp per program, 512 tokens at a time, added in float64 every 4,096.
+The first launch reads the tokens: one warp per program, 512 tokens at a time, whose sums are added in float64 every
+4,096 tokens.
 A *regular* block has only valid tokens within ±2.75 nats. On sm_90 it costs 53 to 57 instructions per token (63 in
 bfloat16 with an int64 mask), on sm_100 43 to 60. Any other block costs 135 to 170. `tests/kernels/triton_compilation.py
 cuda:90` counts instructions in the machine code.
 
-The second launch decides about sequences. torch would need 104 to 274 launches for these decisions
-(`tests/kernels/test_decision_copies.py`), 0.3 to 1.4 ms at 2.5 to 5 µs each.
+The second launch decides which sequences are kept. torch would need 104 to 274 launches for these decisions
+(`tests/kernels/test_decision_copies.py`): 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch merges the
+statistics, and applies the decisions to the tokens.
 
 {gpu_section(table)}
 
 ```bash
-make gpu-wheels      # where there is a network: the peers' wheels, 7 MB
-make gpu             # on a machine with one GPU, and no network: under 9 minutes; then: make docs
-make gpu-dry         # the same script on the CPU, to see that it runs
+make gpu-wheels      # on a machine with a network: downloads the other libraries' wheels, 7 MB
+make gpu             # on a machine with a GPU, without a network: under 9 minutes; then run make docs
+make gpu-dry         # runs the same script on the CPU
 ```
 
 The script first tests the kernels: recorded cases and 200 random batches against float64, a sequence of more than
-2³¹ tokens, two runs with equal bits, a step of every mode with waits forbidden, and 100 replays of a captured
-graph. Each stage is a separate process, so the others continue after a failure.
+2³¹ tokens, two runs that must be bit-identical, a step of every mode with waits forbidden, and 100 replays of a
+captured graph. Each stage is a separate process, so the other stages continue after a failure.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
 one criterion, 248 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
@@ -169,9 +172,8 @@ def _without_logits(table: Table) -> str:
     return f"""[`linear_log_prob`](../guides/linear_logprob.md) and other implementations, forward and backward:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
-chunked form computes at least four matrix products, which the row "four products" measures. The
-head's gradient needs 134 or 622 MB; "added to a
-gradient" reuses an existing buffer, except in the masked softmax.
+chunked implementation computes at least four matrix products, which the row "four products" measures. The head's
+gradient needs 134 or 622 MB; rows with "added to a gradient" reuse an existing buffer, except in the masked softmax.
 
 {table(("", *header), rows)}
 

@@ -8,8 +8,9 @@
 
 A cell is one training as in the trained study (experiments/mismatch_in_practice), which reads the cells here. All
 cells of a seed start from one warm-up policy. Ctrl-C keeps every finished cell, and the same command goes on. Stage 1
-trains the corrections that decide between weights of tokens and of sequences, stage 2 also those that reject. Then
-first_rollouts.py asks `advise` for each sampler and seed, and the page compares its choice with the best.
+trains the corrections that decide between weights of tokens and of sequences, stage 2 also those that reject, stage 3
+also rivals of horizon weights (rivals.py). Then first_rollouts.py asks `advise` for each sampler and seed, and the page
+compares its choice with the best.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from bench_page import write_page  # noqa: E402
 from cell_runner import STOPPED, make_parser, pick_cells, train_cells  # noqa: E402
 from first_rollouts import measure_left  # noqa: E402
 from intervals import interval, prediction_half  # noqa: E402
+from rivals import trained_by  # noqa: E402
 from trained_cell import Cell, read_cells, run_cell  # noqa: E402
 from trained_page import select  # noqa: E402
 
@@ -41,6 +43,7 @@ SAMPLERS = ("stale_quantized", "stale", "quantized", "clean", "truncated")
 STAGES = {
     1: ("none", "token_tis", "token_tis_20", "seq_tis", "horizon"),
     2: ("seq_mis", "geo_rs", "geo_rs_token_tis"),
+    3: ("prefix", "min_prefix", "ess_cap"),
 }
 """Corrections that each stage adds."""
 
@@ -68,7 +71,8 @@ def train_again(cell: Cell, found: Sequence[dict[str, Any]], console: Console) -
         return 2
     run_dir = Path("runs") / "bench_quick" / cell.name
     shutil.rmtree(run_dir, ignore_errors=True)
-    result = run_cell(cell, console, f"run_dir={run_dir}")
+    with trained_by(cell.correction):
+        result = run_cell(cell, console, f"run_dir={run_dir}")
     if result is None:
         return STOPPED
 
@@ -82,6 +86,7 @@ def train_again(cell: Cell, found: Sequence[dict[str, Any]], console: Console) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the cells that the arguments name, and write the page."""
     parser = make_parser(__doc__, CELLS)
+    parser.set_defaults(around=lambda cell: trained_by(cell.correction))
     parser.add_argument("--stage", type=int, choices=STAGES, default=1, help="stages up to this one; defaults to 1")
     parser.add_argument("--quick", action="store_true", help="train one finished cell again, and compare")
     options = parser.parse_args(arguments)

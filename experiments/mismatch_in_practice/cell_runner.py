@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -44,7 +45,8 @@ def run_here(left: Sequence[Cell], console: Console, options: argparse.Namespace
     for cell in left:
         if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
             break
-        result = run_cell(cell, console)
+        with options.around(cell):
+            result = run_cell(cell, console)
         if result is None:
             console.print(f"stopped: {cell.name}; the same command goes on with it", highlight=False)
             return STOPPED
@@ -102,6 +104,7 @@ def make_parser(description: str | None, folder: Path) -> argparse.ArgumentParse
     parser.add_argument("--page", action="store_true", help="write the page and its figures, and train nothing")
     parser.add_argument("--jobs", type=int, default=1, help="cells that run at a time, each on one core")
     parser.add_argument("--minutes", type=float, help="start no cell after so many minutes")
+    parser.set_defaults(around=nullcontext)  # of a cell: a context to train it in
     parser.add_argument("--cells", dest="folder", type=Path, default=folder, help="folder of the results")
     return parser
 

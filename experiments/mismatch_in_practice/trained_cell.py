@@ -71,9 +71,17 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
         "algorithm.rollout_correction={rollout_is: sequence, rollout_is_threshold: 2.0, rollout_rs: seq_sum_k1, "
         "rollout_rs_threshold: '0.5_2.0'}",
     ),
+    **dict.fromkeys(
+        ("prefix", "min_prefix", "ess_cap"),
+        (
+            "algorithm.rollout_correction={rollout_is: horizon, rollout_is_horizon: 1.0, rollout_is_threshold: 4.0, "
+            "impl: torch}",
+        ),
+    ),
     "replay": ("actor.sampling=replay", "actor.allow_incompatible=false"),
 }
-"""What is done about it, as changes of trained.yaml. `replay` scores the tokens over the sampler's kept sets."""
+"""What is done about it, as changes of trained.yaml. `replay` scores the tokens over the sampler's kept sets. The rules
+of experiments/bench/rivals.py take the place of the horizon's sums, so the bench alone trains them."""
 
 MODEL = {
     "model_type": "llama",

@@ -34,6 +34,9 @@ CORRECTION_TITLES = {
     "geo_rs": "Geo-RS",
     "geo_rs_token_tis": "Geo-RS + Token-TIS",
     "seq_mis": "Seq-MIS",
+    "prefix": "prefix (CTPO)",
+    "min_prefix": "least of the prefix (MinPRO)",
+    "ess_cap": "ceiling from the ESS (P3O)",
     "replay": "replayed kept sets",
 }
 COLORS = {
@@ -45,6 +48,9 @@ COLORS = {
     "geo_rs": "#bcbd22",
     "geo_rs_token_tis": "#2ca02c",
     "seq_mis": "#ff7f0e",
+    "prefix": "#e377c2",
+    "min_prefix": "#7f7f7f",
+    "ess_cap": "#98df8a",
     "replay": "#9467bd",
 }
 LAST = 10

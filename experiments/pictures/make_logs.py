@@ -1,10 +1,12 @@
 """Make logs of pictures with and without faults, and keep what the verdict reads of them.
 
     python experiments/pictures/make_logs.py OUT.npz --seeds 10
+    python experiments/pictures/make_logs.py OTHER.npz --others --seeds 10
 
 Every fault is planted in the program that samples or scores, never in the numbers. D = 768: the small shapes model of
 `rollcorr.train.flow_grpo`. D = 65,536: an analytic denoiser of a Gaussian mixture on latents of 16 × 64 × 64
-(`analytic_denoiser.py`). Weights that were never sent are trained with the recipe's own loss.
+(`analytic_denoiser.py`). Weights that were never sent are trained with the recipe's own loss. `--others`: the models,
+prompts and settings of `other_models.py`.
 """
 
 from __future__ import annotations
@@ -12,23 +14,29 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 from analytic_denoiser import analytic_logs
+from other_models import SETTINGS as OTHERS
+from other_models import make_model
 from torch import Tensor
 
 from rollcorr.core.diffusion import gaussian_log_prob
 from rollcorr.diffusion.step_correction import step_kl
 from rollcorr.train import load_config
-from rollcorr.train.flow_grpo.families import velocity
+from rollcorr.train.flow_grpo.family import predict
 from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig
 from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer, PictureBatch
 from rollcorr.train.flow_grpo.rewards import make_reward
-from rollcorr.train.flow_grpo.sampler import RolloutModel, Schedule
+from rollcorr.train.flow_grpo.sampler import RolloutModel, round_to_e4m3
+from rollcorr.train.flow_grpo.schedule import Schedule
 
 STEPS, NULL_STEPS = 3, 3
 STALE_STEPS = {"1e-5": 24, "5e-5": 10, "4e-4": 10}
@@ -53,9 +61,9 @@ class Laboratory:
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
         self.trainer = FlowGrpoTrainer(config, policy, texts, reward)
 
-    def guide(self, guidance: float) -> DiffusionRolloutConfig:
-        """Set the guidance of sampler and trainer."""
-        rollout = replace(self.trainer.config.rollout, guidance_scale=guidance)
+    def set(self, **options: Any) -> DiffusionRolloutConfig:  # noqa: ANN401
+        """Change options of sampler and trainer."""
+        rollout = replace(self.trainer.config.rollout, **options)
         self.trainer.config = replace(self.trainer.config, rollout=rollout)
         return rollout
 
@@ -66,7 +74,9 @@ class Laboratory:
             trainer.engine = RolloutModel(trainer.model, dtype=dtype)
             trainer.sampler = replace(trainer.sampler, model=trainer.engine)
         trainer.engine.update_weights(trainer.model, version=step - 1)
-        rollout = self.guide(guidance)
+        if dtype == "fp8" and type(trainer.model).__name__ == "UNet2DConditionModel":
+            _round_convolutions(trainer.engine.module)
+        rollout = self.set(guidance_scale=guidance)
         trajectories, texts = trainer.sample(step)
         groups = torch.arange(rollout.prompts_per_step).repeat_interleave(rollout.group_size)
         return PictureBatch(
@@ -84,24 +94,29 @@ class Laboratory:
         batch: PictureBatch,
         *,
         schedule: Schedule | None = None,
+        lag: int = 0,
         guidance: float | None = None,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """log π (B, W) and the exact KL (B, W) of a trainer with another schedule, guidance, or prompts by row."""
+        """log π (B, W) and the exact KL (B, W) of a trainer with another schedule, guidance, or prompts by row.
+
+        A trainer with a lag scores each step with the σ and the timestep of a later one.
+        """
         trainer, given = self.trainer, batch.trajectories.prompts
         prompts = given if rows is None else given.select(rows)
         if guidance is not None:
             names = batch.texts[:: trainer.config.rollout.group_size]
             before = trainer.config
-            rollout = self.guide(guidance)
+            rollout = self.set(guidance_scale=guidance)
             prompts = trainer.prompts(names, copies=rollout.group_size)
             trainer.config = before
         used = schedule or trainer.schedule
         log_pi, means = [], []
         for column in range(batch.trajectories.steps.shape[1]):
             x, after = batch.data["latents"][:, column], batch.data["latents"][:, column + 1]
-            steps = batch.trajectories.steps[:, column]
-            v = velocity(trainer.model, trainer.policy.family, x, used.at(steps)[0], prompts, size=trainer.policy.size)
+            steps = (batch.trajectories.steps[:, column] + lag).clamp(max=used.steps - 1)
+            times = used.timestep(steps)
+            v = predict(trainer.model, trainer.policy.family, x, times, prompts, size=trainer.policy.size)
             mean, std = used.moments(v, x, steps)
             log_pi.append(gaussian_log_prob(after, mean, std))
             means.append(mean)
@@ -121,17 +136,25 @@ class Laboratory:
         trainer._update(batch, step)
 
 
+@torch.no_grad()
+def _round_convolutions(module: torch.nn.Module) -> None:
+    """Round the weights of convolutions like those of linear layers, as an engine that keeps all of a UNet in fp8."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.weight.copy_(round_to_e4m3(layer.weight.float().flatten(1)).view_as(layer.weight))
+
+
 def columns_of(batch: PictureBatch, step: int, log_pi: Tensor, kl: Tensor) -> Log:
     """What a rollout log records of a step, one value for each denoising step, flat."""
     data = batch.data
-    sigma, sigma_next = batch.trajectories.schedule.at(batch.trajectories.steps)
-    width = log_pi.shape[1]
+    width, unknown = log_pi.shape[1], torch.full_like(log_pi, torch.nan)
+    sigmas = batch.trajectories.schedule.logged(batch.trajectories.steps)
     found = {
         "step": torch.full_like(log_pi, step),
         "group": batch.group_ids[:, None].expand(-1, width),
         "timestep": data["timesteps"],
-        "sigma": sigma,
-        "sigma_next": sigma_next,
+        "sigma": sigmas.get("sigma", unknown),
+        "sigma_next": sigmas.get("sigma_next", unknown),
         "std": data["std"],
         "log_mu": data["rollout_log_probs"],
         "log_pi": log_pi,
@@ -149,41 +172,94 @@ def joined(parts: list[Log]) -> Log:
 def shifted(schedule: Schedule, factor: float) -> Schedule:
     """The schedule of a scheduler whose shift is larger by a factor: σ′ = f σ / (1 + (f − 1) σ)."""
     sigmas = schedule.sigmas
-    return replace(schedule, sigmas=factor * sigmas / (1 + (factor - 1) * sigmas))
+    return replace(schedule, sigmas=factor * sigmas / (1 + (factor - 1) * sigmas), values=None)
 
 
-class OffByOne(Schedule):
-    """Scores each step with the σ of the next one."""
+@dataclass(frozen=True)
+class Choices:
+    """Settings of a model's logs.
 
-    def at(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """σ and the next σ of the step behind."""
-        return super().at((steps + 1).clamp(max=self.steps - 1))
+    Attributes:
+        stale_steps: steps with weights that are not sent.
+        guidance: of guided logs.
+        wrong_guidance: of a trainer whose sampler has none.
+        level: a wrong noise level.
+        shift: factor of a wrong scheduler shift; None for a schedule without shift.
+        every: one picture in so many has a different prompt.
+        null_windows: windows of the null's pictures.
+    """
+
+    stale_steps: int
+    guidance: float
+    wrong_guidance: float
+    level: float
+    shift: float | None
+    every: int = 8
+    null_windows: str = "shared"
 
 
 def shapes_logs(seed: int) -> Iterator[tuple[str, Log]]:
     """Every log of one seed at D = 768, with its name: kind, or null of a kind."""
     rate = ("1e-5", "5e-5", "4e-4")[seed % 3]
-    lab = Laboratory(seed, f"optim.lr={rate}")
+    draw = np.random.default_rng(seed)
+    level, shift = float(draw.choice([0.5, 0.6, 0.8, 1.0])), float(draw.choice([1.5, 2.0, 3.0]))
+    choices = Choices(STALE_STEPS[rate], 3.0, float(draw.choice([1.5, 3.0, 4.5])), level, shift)
+    yield from logs_of(Laboratory(seed, f"optim.lr={rate}"), seed, choices)
 
+
+def other_logs(name: str, seed: int, folder: Path) -> Iterator[tuple[str, Log]]:
+    """Every log of one seed of a model of `other_models.py`."""
+    setting, draw = OTHERS[name], np.random.default_rng(1000 + seed)
+    directory = folder / f"{name}-{seed % 2}"
+    if not directory.exists():
+        make_model(name, 50 + seed % 2, directory)
+    rate = tuple(setting.rates)[seed % 3]
+    steps = setting.steps[seed // 3 % 3]
+    lab = Laboratory(
+        seed,
+        f"model.path={directory}",
+        f"model.height={setting.size}",
+        f"prompts.path={directory / 'prompts.txt'}",
+        "reward.name=color",
+        f"optim.lr={rate}",
+        f"rollout.num_steps={steps}",
+        f"rollout.sde_window_range=[0,{steps // 2}]",
+        f"rollout.noise_level={setting.level[0]}",
+    )
+    choices = Choices(
+        stale_steps=setting.rates[rate],
+        guidance=setting.guidance[0],
+        wrong_guidance=float(draw.choice(setting.guidance[1:])),
+        level=float(draw.choice(setting.level[1:])),
+        shift=float(draw.choice([1.5, 2.0, 4.0])) if name == "wan" else None,
+        every=5,
+        null_windows="per_sample",
+    )
+    yield from logs_of(lab, seed, choices)
+
+
+def logs_of(lab: Laboratory, seed: int, choices: Choices) -> Iterator[tuple[str, Log]]:
+    """Every log of a model, with its name: kind, or null of a kind."""
     # Nulls of the start: the same weights on both sides, right settings, other noise than the logs'.
-    for kind, settings in (("bf16", {}), ("fp8", {"dtype": "fp8"}), ("guided", {"guidance": 3.0})):
+    windows = lab.trainer.config.rollout.sde_window
+    lab.set(sde_window=choices.null_windows)
+    for kind, settings in (("bf16", {}), ("fp8", {"dtype": "fp8"}), ("guided", {"guidance": choices.guidance})):
         parts = [lab.sampled(10_000 + step, **settings) for step in range(NULL_STEPS)]
         scores = [lab.scored(part) for part in parts]
         yield f"null {kind}", joined([columns_of(b, i, *s) for i, (b, s) in enumerate(zip(parts, scores, strict=True))])
 
     # Weights that the sampler never gets: it keeps those of step 1.
-    lab.guide(1.0)
+    rollout = lab.set(sde_window=windows, guidance_scale=1.0)
     stale, engine = [], RolloutModel(lab.trainer.model, dtype="bfloat16")
-    for step in range(1, STALE_STEPS[rate] + 1):
+    for step in range(1, choices.stale_steps + 1):
         lab.trainer.engine, lab.trainer.sampler = engine, replace(lab.trainer.sampler, model=engine)
         trajectories, texts = lab.trainer.sample(step)
-        groups = torch.arange(4).repeat_interleave(4)
         lab.newest = PictureBatch(
             trajectories=trajectories,
             texts=texts,
             images=torch.zeros(1),
             rewards=torch.zeros(1),
-            group_ids=groups,
+            group_ids=torch.arange(rollout.prompts_per_step).repeat_interleave(rollout.group_size),
             data=trajectories.data,
         )
         stale.append(columns_of(lab.newest, step, *lab.scored(lab.newest)))
@@ -191,9 +267,6 @@ def shapes_logs(seed: int) -> Iterator[tuple[str, Log]]:
     yield "stale", joined(stale)
 
     # The rest with the weights that were trained: the sampler has them.
-    sharp = np.random.default_rng(seed)
-    level, shift = float(sharp.choice([0.5, 0.6, 0.8, 1.0])), float(sharp.choice([1.5, 2.0, 3.0]))
-    wrong_guidance = float(sharp.choice([1.5, 3.0, 4.5]))
     logs: dict[str, list[Log]] = {}
 
     def add(kind: str, batch: PictureBatch, step: int, **fault: object) -> None:
@@ -202,17 +275,18 @@ def shapes_logs(seed: int) -> Iterator[tuple[str, Log]]:
     for step in range(1, STEPS + 1):
         batch = lab.sampled(step)
         rows = torch.arange(len(batch))
-        other = torch.where(rows % 8 == seed % 8, (rows + 4) % len(rows), rows)
+        chosen = rows % choices.every == seed % choices.every
         schedule = lab.trainer.schedule
         add("healthy bf16", batch, step)
-        add("prompts", batch, step, rows=other)
-        add("noise level", batch, step, schedule=replace(schedule, noise_level=level))
-        add("shift", batch, step, schedule=shifted(schedule, shift))
-        add("schedule", batch, step, schedule=OffByOne(sigmas=schedule.sigmas, noise_level=schedule.noise_level))
-        add("guidance", batch, step, guidance=wrong_guidance)
-        add("guidance lost", lab.sampled(step, guidance=3.0), step, guidance=1.0)
-        add("healthy guided", lab.sampled(step + 100, guidance=3.0), step)
-        lab.guide(1.0)
+        add("prompts", batch, step, rows=torch.where(chosen, (rows + rollout.group_size) % len(rows), rows))
+        add("noise level", batch, step, schedule=replace(schedule, noise_level=choices.level))
+        if choices.shift is not None:
+            add("shift", batch, step, schedule=shifted(schedule, choices.shift))
+        add("schedule", batch, step, lag=1)
+        add("guidance", batch, step, guidance=choices.wrong_guidance)
+        add("guidance lost", lab.sampled(step, guidance=choices.guidance), step, guidance=1.0)
+        add("healthy guided", lab.sampled(step + 100, guidance=choices.guidance), step)
+        lab.set(guidance_scale=1.0)
         add("precision", lab.sampled(step, dtype="fp8"), step)
         add("healthy fp8", lab.sampled(step + 100, dtype="fp8"), step)
         add("healthy bf16 again", lab.sampled(step + 100), step)
@@ -226,22 +300,29 @@ def main() -> None:
     arguments.add_argument("output", type=Path)
     arguments.add_argument("--seeds", type=int, default=10)
     arguments.add_argument("--large-seeds", type=int, default=4)
+    arguments.add_argument("--others", action="store_true", help="the models of other_models.py instead")
     given = arguments.parse_args()
     torch.set_num_threads(1)
 
     found: dict[str, np.ndarray] = {}
-    sources: list[tuple[int, Callable[[int], Iterator[tuple[str, Log]]], int]] = [
-        (65_536, analytic_logs, given.large_seeds),
-        (768, shapes_logs, given.seeds),
-    ]
-    for dimensions, make, seeds in sources:
-        for seed in range(seeds):
-            for kind, log in make(seed):
-                name = f"{dimensions}/{seed}/{kind}"
-                found[name] = np.stack([log[column] for column in COLUMNS]).astype(np.float32)
-                sys.stdout.write(f"{name}: mean KL {log['kl'].mean():.4g}\n")
-                sys.stdout.flush()
-            np.savez_compressed(given.output, **found)
+    with TemporaryDirectory() as folder:
+        sources: list[tuple[int, Callable[[int], Iterator[tuple[str, Log]]], int]] = [
+            (65_536, analytic_logs, given.large_seeds),
+            (768, shapes_logs, given.seeds),
+        ]
+        if given.others:
+            sources = [
+                (3 * OTHERS[name].size ** 2, partial(other_logs, name, folder=Path(folder)), given.seeds)
+                for name in OTHERS
+            ]
+        for seed in range(max(given.seeds, given.large_seeds)):
+            for dimensions, make, seeds in sources:
+                for kind, log in make(seed) if seed < seeds else ():
+                    name = f"{dimensions}/{seed}/{kind}"
+                    found[name] = np.stack([log[column] for column in COLUMNS]).astype(np.float32)
+                    sys.stdout.write(f"{name}: mean KL {log['kl'].mean():.4g}\n")
+                    sys.stdout.flush()
+                np.savez_compressed(given.output, **found)
 
 
 if __name__ == "__main__":

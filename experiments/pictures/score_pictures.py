@@ -52,7 +52,7 @@ def pictures_of(values: np.ndarray, dimensions: int) -> PictureRows:
 
 def null_kind(dimensions: int, kind: str) -> str:
     """The null of the settings that a log should have been made with."""
-    if dimensions > 768:
+    if dimensions == 65_536:
         return {"healthy fp8": "fp8", "healthy bf16": "bf16"}.get(kind, "matched")
     return NULLS.get(kind, "bf16")
 

@@ -1,6 +1,10 @@
-"""The page of `rollcorr view` in headless Chromium. `make test-browser` installs the browser and runs this."""
+"""Pages and the site in headless Chromium. `make test-browser` installs the browser, builds the site, and runs this."""
 
+import functools
+import http.server
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,9 +16,11 @@ from playwright import sync_api
 from run_view import write_run
 
 from rollcorr.cli import app
+from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the package chromium: make test-browser")
+SITE = Path(__file__).parents[2] / "site"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
@@ -73,6 +79,18 @@ def test_both_worst_tokens_come_first(page):
     assert "log π -17.50" in facts(page)
 
 
+def test_the_verdict_leads_to_both_tokens(page):
+    """Two clicks reach each of them: the link in the verdict, then the row of the list."""
+    note = page.inner_text("#heavy")
+    assert note.startswith("2 of 56,000 tokens carry ")
+    assert note.count("of step 7, position 140: log μ -0.2000, log π -17.50") == 2
+    page.select_option("select[title='Which tokens']", "masked")
+    page.click("#heavy a")
+    assert "log π -17.50" in facts(page)
+    page.locator(".rows .row").nth(1).click()
+    assert "log π -17.50" in facts(page)
+
+
 def test_few_nodes_on_load(page):
     assert page.evaluate("document.querySelectorAll('*').length") <= 5000
 
@@ -125,3 +143,78 @@ def test_hostile_text_runs_nothing(page):
     page.wait_for_timeout(200)
     assert page.locator("figcaption b", has_text="onerror").count() == 1
     assert page.locator("img").count() == 0
+
+
+@pytest.fixture(scope="module")
+def flow(tmp_path_factory):
+    """A page of denoising steps, of which one picture has decoded predictions; its prompts are hostile."""
+    picture = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAEBAQ=="
+    steps = {"dimensions": 10, "timestep": [900.0, 500.0], "exact_kl": [0.25, 4.0], "prompt": HOSTILE}
+    rows = [
+        {"step": 1, "rollout_log_prob": [-1.0, -1.0], "old_log_prob": [-0.9, -1.1], "predictions": text, **steps}
+        for text in (picture, HOSTILE)
+    ]
+    folder = tmp_path_factory.mktemp("flow")
+    with RolloutLogWriter(folder / "flow.parquet") as log:
+        log.write(RolloutBatch.from_rows(rows))
+    shown = CliRunner().invoke(app, ["view", str(folder / "flow.parquet"), "-o", str(folder / "view.html")])
+    assert shown.exit_code == 0, shown.output
+    return folder / "view.html"
+
+
+def test_the_step_viewer_draws_predictions_worst_first(browser, flow):
+    page = browser.new_page()
+    page.goto(flow.as_uri())
+    page.wait_for_selector("html[data-ready]")
+    assert "timestep 500.0" in facts(page)
+    assert page.locator(".tile").count() == 4, "two steps, of the sampler and of the trainer"
+    assert page.locator(".tile").first.evaluate("node => node.style.backgroundImage").startswith('url("data:image/jpeg')
+    assert found(page) == "4 steps"
+    page.keyboard.press("s")
+    assert found(page) == "2 pictures"
+    page.locator(".rows .row").nth(1).click()
+    assert page.locator(".tile").count() == 0, "the text of the other picture is no base64"
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The address of the built site."""
+    if not (SITE / "index.html").is_file():
+        pytest.skip("the site is not built: make docs-site")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=SITE)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_a_search_on_the_site_leads_to_a_page(browser, site):
+    faults = []
+    page = browser.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: request.url.startswith((site, "data:", "blob:")) or faults.append(request.url))
+    page.goto(site)
+    page.keyboard.press("/")
+    page.keyboard.type("importance sampling")
+    result = page.locator(".md-search-result__link").first
+    result.wait_for()
+    page.wait_for_timeout(300)
+    address = page.url
+    result.click()
+    page.wait_for_load_state()
+    assert page.url != address
+    assert "importance" in page.inner_text("main").lower()
+    assert faults == []
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_screen(browser, view, flow, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for path in (view, flow):
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()

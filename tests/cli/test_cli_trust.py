@@ -142,3 +142,15 @@ def test_a_program_trusts_its_own_configuration(tmp_path, stranger):
         train(load_config(ours))
     assert mark.exists()
     assert "their_reward" not in sys.modules
+
+
+def test_null_takes_trust(tmp_path):
+    """Its error names the option, which must exist."""
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("recipe: flow_grpo\nmodel: {family: 'nowhere:Own'}\n")
+    command = ["null", "--config", str(theirs), "--output", str(tmp_path / "null.json")]
+    refused = CliRunner().invoke(app, command)
+    assert (refused.exit_code, "may run code" in refused.output) == (2, True)
+    trusted = CliRunner().invoke(app, [*command, "--trust"])
+    assert (trusted.exit_code, "may run code" in trusted.output) == (2, False)
+    assert "nowhere" in trusted.output

@@ -206,3 +206,21 @@ def test_check_takes_no_null_where_another_one_counts(tmp_path):
     (run / "null.json").unlink()
     (run / "null.json").symlink_to(tmp_path / "given.json")
     assert judged_against(run) == ""
+
+
+def test_watch_draws_recent_steps(tmp_path):
+    """Of k3 the logarithm; a value that is missing adds no point."""
+    k3 = [1e-6, 1e-5, None, 1e-4, 2e-4]
+    values = [
+        {"step": i + 1, "reward/mean": i / 7} | ({"rollout_corr/k3_kl": x} if x else {}) for i, x in enumerate(k3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in values))
+    lines = invoke("watch", tmp_path, "--once").stdout.splitlines()
+    assert lines[0].split("  ")[0] == "step 1"
+    assert "▁" not in lines[0]
+    assert [line.split("  reward ")[1] for line in lines[1:5]] == [
+        "▁█  k3 ▁█",
+        "▁▅█  k3 ▁█",
+        "▁▃▆█  k3 ▁▅█",
+        "▁▃▅▆█  k3 ▁▄▇█",
+    ]

@@ -211,3 +211,29 @@ def test_the_command_names_the_fault(tmp_path):
     unknown = CliRunner().invoke(app, ["confirm", str(tmp_path / "no"), "--model", str(tmp_path / "model")])
     assert unknown.exit_code == 2
     assert "confirm run/rollouts --model" in CliRunner().invoke(app, ["confirm", "--help"]).output
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_temperature_of_both_sides_is_no_cause(tmp_path, recorded):
+    """The sampler's noise exceeds that of bfloat16, so the mismatch asks for a cause."""
+    model = make_model()
+    rows = rows_of(model, TemperatureLogitsWarper(0.7))
+    for row in rows:
+        row["old_log_prob"] = [x + 0.12 * (-1) ** i for i, x in enumerate(row["rollout_log_prob"])]
+        if recorded:
+            row["sampling"] = {"temperature": 0.7, "logprobs": "processed"}
+    result = confirm(write(tmp_path, rows), model)
+    assert result.mismatch > 3 * result.noise
+    assert result.cause is None
+    assert ("log `sampling`" in result.verdict) is not recorded
+
+
+def test_variants_start_from_the_recorded_temperature(tmp_path):
+    model = make_model()
+    rows = [
+        {**row, "sampling": {"temperature": 0.7, "logprobs": "processed"}}
+        for row in rows_of(model, TemperatureLogitsWarper(0.7))
+    ]
+    result = confirm(write(tmp_path, rows), model)
+    assert result.cause == "trainer: temperature 1"
+    assert result.sides["sampler"].removed == {}

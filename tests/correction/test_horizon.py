@@ -16,7 +16,6 @@ from rollcorr.kernels.correction.call import Batch
 
 DECAYS = (0.0, 1e-90, 0.02, 0.5, 0.95, 0.9999, 1.0)
 SHAPES = ((1, 1), (4, CHUNK), (3, CHUNK + 1), (2, 5 * CHUNK - 5), (200, 3))
-WITH_HORIZON = [name for name in IMPLEMENTATIONS if TAKES[name].horizon]
 
 
 def batch(B, T, scale=0.3, seed=0, dtype=torch.float64):
@@ -56,18 +55,20 @@ def test_log_weights_equal_a_double_loop(shape, decay, packed):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("decay", "level"), [(0.0, "token"), (1.0, "sequence")])
 @pytest.mark.parametrize("bounds", [{}, {"rollout_is_threshold": "0.5_2.0"}, {"rollout_is_floor": 0.7}])
 def test_the_ends_are_token_and_sequence_weights(impl, decay, level, bounds):
     tensors = batch(4, 3 * CHUNK, scale=0.1, dtype=TAKES[impl].dtypes[0])
     tensors[0][1, 0], tensors[1][2, 0] = -math.inf, math.nan
     found = correct(*tensors, rollout_is="horizon", rollout_is_horizon=decay, impl=impl, **bounds)
-    expected = correct(*tensors, rollout_is=level, impl=impl, **bounds)
+    # Triton's scan hands over to torch; its own token weights are float32, and have no floor.
+    same = "torch" if impl == "triton" else impl
+    expected = correct(*tensors, rollout_is=level, impl=same, **bounds)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-6 if level == "sequence" else 0, atol=0)
 
 
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_weights_by_hand(impl):
     """d = 0.4, hole, −0.2, 0.1; λ = 1/2: ℓ = 0.4 − 0.1 + 0.025, 0.2 − 0.2 + 0.05, 0.1 − 0.1 + 0.1."""
     rollout = torch.full((1, 4), -1.0)
@@ -83,7 +84,7 @@ def test_weights_by_hand(impl):
     torch.testing.assert_close(with_missing, expected)
 
 
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_probability_zero_zeroes_the_whole_sequence(impl):
     train, rollout, _ = batch(2, 2000, dtype=torch.float32)
     train[0, 0] = -math.inf
@@ -94,7 +95,7 @@ def test_probability_zero_zeroes_the_whole_sequence(impl):
     assert (weights[1] > 0).all()
 
 
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_sequences_do_not_reach_each_other(impl):
     """Not even log-ratios that leave float64 no digits."""
     train, rollout, mask = batch(3, 70, dtype=torch.float32)
@@ -108,7 +109,7 @@ def test_sequences_do_not_reach_each_other(impl):
     assert torch.equal(before[outside], after[outside])
 
 
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_no_gradient_flows_through_the_weights(impl):
     """The gradient is that of a loss with constant weights: −w A / n at the sampling policy."""
     train, rollout, mask = batch(3, 8, dtype=TAKES[impl].dtypes[0])
@@ -145,14 +146,8 @@ def test_the_variance_formula_holds_for_independent_tokens():
         assert log_weight.var().item() == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="Triton runs on a GPU, or in make test-triton")
-def test_triton_says_that_it_lacks_the_level():
-    with pytest.raises(ValueError, match="rollout_is is 'horizon'"):
-        correct(*batch(1, 4, dtype=torch.float32), rollout_is="horizon", rollout_is_horizon=0.5, impl="triton")
-
-
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("decay", [0.02, 0.9, 0.98, 0.999, 1.0])
 @pytest.mark.parametrize("scale", [0.01, 0.2])
 @pytest.mark.parametrize("holes", [False, True])
@@ -190,8 +185,9 @@ def test_chosen_lambda_by_hand():
     assert chosen_decay(0.0, B) == 1.0
 
 
-@pytest.mark.parametrize("impl", WITH_HORIZON)
+@pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name != "triton"])
 def test_auto_chooses_lambda_from_the_batch(impl):
+    """No kernel chooses λ, and Triton's interpreter takes a minute for a thousand sequences."""
     train, rollout, mask = batch(1024, 40, scale=0.2, dtype=torch.float32)
     options = {"rollout_is": "horizon", "rollout_is_threshold": None, "impl": impl}
     correction = correct(train, rollout, mask, rollout_is_horizon="auto", **options)

@@ -85,3 +85,10 @@ def test_no_metric_of_a_measured_batch_is_infinite():
     metrics = corrected(0.1).metrics(prefix="")
     assert metrics["kl"] < 0
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_notebook_shows_the_verdict_in_color():
+    good, bad = corrected(0.01)._repr_html_(), corrected(1.5)._repr_html_()
+    assert '\n  <b style="color: #15803d">within limits</b>: k3_kl' in good
+    assert '\n  <b style="color: #c02626">unhealthy</b>: k3_kl' in bad
+    assert good.startswith("<pre>Correction(")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from rollcorr.cli import app
 from rollcorr.demo import demo_screen
 from rollcorr.demo.stories import fault_story, healthy_story, stale_story
+from rollcorr.diagnostics.numbers import sparkline
 
 
 def test_the_healthy_run_has_no_warning():
@@ -44,6 +45,6 @@ def test_the_command_prints_all_three_on_a_narrow_terminal(monkeypatch):
 
 
 def test_a_curve_is_drawn_between_its_limits():
-    assert demo_screen.sparkline([0, 1], low=0, high=1) == "▁█"
-    assert len(demo_screen.sparkline(list(range(60)), low=0, high=59)) == 30
-    assert demo_screen.sparkline([1, 1], low=1, high=1) == "▁▁"
+    assert sparkline([0, 1], low=0, high=1) == "▁█"
+    assert len(sparkline(list(range(60)), low=0, high=59)) == 30
+    assert sparkline([1, 1], low=1, high=1) == "▁▁"

@@ -98,3 +98,14 @@ def test_a_run_keeps_its_color_where_another_lacks_the_metric(tmp_path):
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert data["runs"] == ["a", "b"]
     assert all([curve["label"] for curve in chart["curves"]] == ["a", "b"] for chart in data["charts"])
+
+
+def test_a_corrected_run_says_why_it_is_unhealthy(runs, tmp_path):
+    """The reason is in the cell of the verdict."""
+    mended = tmp_path / "mended"
+    make_run(mended, k3=0.05, reward=0.9)
+    (mended / "config.yaml").write_text("rollout_correction: {rollout_is: sequence}\n", encoding="utf-8")
+    page = write_comparison(comparison_report([*runs, read_run(mended)]), tmp_path / "page").read_text(encoding="utf-8")
+    cells = re.findall(r"<td>(.*?)</td>", re.search(r"<tr><td>verdict</td>(.*?)</tr>", page)[1])
+    assert [cell.count("which makes up for the mismatch but does not remove it") for cell in cells] == [0, 0, 1]
+    assert all("unhealthy" in cell for cell in cells[1:])

@@ -9,10 +9,10 @@ import torch
 from null_logs import rollouts, write_rows
 
 from rollcorr.diagnostics import check_logs, estimate_provenance, null_of_logs
+from rollcorr.diagnostics.fault_row import Case
 from rollcorr.diagnostics.faults import fault, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.refuting_tests import Case
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 ROWS, LENGTH = 64, 400

@@ -110,6 +110,13 @@ def test_versions_that_never_rise_are_old_weights():
     assert [next(iter(lags)) for lags in cells.by_lag().values()] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("steps", range(2, 30))
+def test_filling_queue_is_no_slow_counter(steps):
+    """Versions stay at 0 while a queue of eight steps fills."""
+    cells = {(step, max(step - 8, 0)): (100.0, 1.0) for step in range(steps)}
+    assert [next(iter(lags)) for lags in VersionCells(cells).by_lag().values()] == [min(s, 8) for s in range(steps)]
+
+
 @pytest.mark.parametrize("steps", range(2, 14))
 def test_rare_syncs_are_no_slow_counter(steps):
     """New weights before every fourth step, with versions that count steps."""
@@ -167,6 +174,8 @@ def test_monitor_report_and_watch_agree_with_check(tmp_path):
     assert data.metrics["k3_kl_lag0"] == metrics["rollout_corr/k3_kl_lag0"]
     panels = panels_of(series_by_name(data.series), diffusion=False)
     assert [panel.name for panel in panels][-2:] == ["lags", "reward"]
+    fresh = panels_of({"k3_kl_lag0": (), "k3_kl_staleness": ()}, diffusion=False)
+    assert "lags" not in {panel.name for panel in fresh}, "a panel of zeros in every run"
 
 
 def test_other_forms_of_versions_are_left_out():

@@ -11,12 +11,11 @@ from null_logs import rollouts, write_rows
 
 from rollcorr.config import Finding
 from rollcorr.diagnostics import check_logs
-from rollcorr.diagnostics.fault_row import CAUSES
+from rollcorr.diagnostics.fault_row import CAUSES, Case
 from rollcorr.diagnostics.faults import FAULTS, fault, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import evidence_of
 from rollcorr.diagnostics.health.trend import AGE
-from rollcorr.diagnostics.refuting_tests import Case
 from rollcorr.diagnostics.resolver import resolve_findings, standing
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 

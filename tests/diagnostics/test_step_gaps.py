@@ -13,7 +13,7 @@ from rollcorr.diagnostics import causes
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import health
 from rollcorr.diagnostics.health.rules import surprise_jumped
-from rollcorr.diagnostics.health.step_gaps import loss_pass_differs, step_gaps
+from rollcorr.diagnostics.health.weight_sync_rules import loss_pass_differs, step_gaps
 from rollcorr.diagnostics.report.console import show_health
 
 ROWS, LENGTH, VOCABULARY = 32, 24, 8

@@ -45,7 +45,7 @@ def test_weights_shares_and_states_by_hand(tmp_path):
     assert unpack(shown["d"]).tolist()[:2] == [0.0, 1.0]
     assert unpack(shown["mu"]).tolist() == [-1, -1, -2, -2, -2]
     np.testing.assert_allclose(unpack(shown["weight"]), [1, 2, np.exp(-1), 0, np.exp(0.5)], rtol=1e-3)
-    assert unpack(shown["state"]).tolist() == [1, 1, 1, 0, 1]
+    assert unpack(shown["state"]).tolist() == [1, 3, 1, 0, 1], "kept, truncated, kept, masked, kept"
     k3 = [0, np.e - 2, np.exp(-1), 0, np.exp(0.5) - 1.5]
     np.testing.assert_allclose(shown["kl"], sum(k3), rtol=1e-5)
     np.testing.assert_allclose(unpack(shown["rowKl"]), [sum(k3[:2]), sum(k3[2:])], rtol=1e-5)
@@ -105,6 +105,17 @@ def test_denoising_steps_show_their_exact_kl(tmp_path):
     assert unpack(shown["time"]).tolist() == [900, 500]
     np.testing.assert_allclose(unpack(shown["d"]), [1.0, 0.0], atol=1e-3)
     assert shown["prompts"] == ["a red square"]
+
+
+def test_decoded_predictions_with_the_largest_kl(tmp_path, monkeypatch):
+    """Only base64 passes: the page puts it into an address."""
+    monkeypatch.setattr(token_rows, "MOST_PICTURES", 10)
+    texts = {0.25: "AAAA", 4.0: "BBBB", 2.0: "CC==", 8.0: "DDDD) url(http://x", 0.5: None}
+    steps = {"dimensions": 10, "timestep": [900.0]}
+    rows = [row([-1.0], [0.1], exact_kl=[kl], predictions=text, **steps) for kl, text in texts.items()]
+    log = write(tmp_path / "log.parquet", rows)
+    assert packed_tokens(read_tokens([log], None), "log")["pictures"] == {1: "BBBB", 2: "CC=="}
+    assert packed_tokens(read_tokens([log], None, text=False), "log")["pictures"] == {}
 
 
 def test_a_million_tokens_fit_into_15_mb(tmp_path):

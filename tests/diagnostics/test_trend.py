@@ -8,8 +8,7 @@ from series_of_runs import broken, healthy, metrics_of
 
 from rollcorr.diagnostics.health.evidence import bare_metrics
 from rollcorr.diagnostics.health.health_check import health
-from rollcorr.diagnostics.health.onset import onset_of, without_spikes
-from rollcorr.diagnostics.health.trend import REMEMBERED, ChangeDetector
+from rollcorr.diagnostics.health.trend import REMEMBERED, ChangeDetector, onset_of, without_spikes
 from rollcorr.monitor.running_judge import RunningJudge
 
 KINDS = ("never synced", "break", "jump", "slow growth", "resume")
@@ -84,8 +83,8 @@ def test_a_step_is_compared_with_first_steps_of_its_own_age():
         right.add(step, value, age=age)
         broken_at_40.add(step, value * (1 if step < 40 else 15), age=age)
     assert right.changes == []
-    assert broken_at_40.change.found <= 46
-    assert broken_at_40.change.onset >= 37
+    assert broken_at_40.changes[-1].found <= 46
+    assert broken_at_40.changes[-1].onset >= 37
 
 
 def test_first_steps_of_several_ages_are_no_baseline_of_a_verdict():
@@ -159,7 +158,7 @@ def test_the_share_that_the_token_id_explains_is_watched_too():
 def test_two_spikes_in_a_row_are_no_change_and_three_bad_steps_are():
     quiet = [1e-5 * math.exp(0.05 * (-1) ** step) for step in range(20)]
     assert detected([*quiet, 1e-3, 1e-3, *quiet]).changes == []
-    assert detected([*quiet, *[1e-3] * 3]).change.onset == 21
+    assert detected([*quiet, *[1e-3] * 3]).changes[-1].onset == 21
 
 
 def test_steps_without_a_number_and_exact_zeros_are_no_change():

@@ -208,3 +208,11 @@ def test_no_warning_is_hidden_under_a_note_and_no_finding_is_lost_in_a_circle():
     circle = [finding("a", follows_from="b"), finding("b", follows_from="a"), finding("c", follows_from="nowhere")]
     assert [code for code, _ in shape(folded(circle))] == ["a", "b", "c"]
     assert shape(folded([finding("self", follows_from="self")])) == [("self", [])]
+
+
+def test_a_verdict_in_a_notebook_is_escaped():
+    finding = Finding(code="shifted", title="a <script>", fix="do & this", severity="warning")
+    shown = HealthReport(findings=(finding,), values={"k3_kl": 0.5})._repr_html_()
+    assert "unhealthy: a &lt;script&gt;</b><br>fix: do &amp; this<br>where: everything that was measured" in shown
+    assert "<td>KL (k3), nats per token</td><td>0.5</td>" in shown
+    assert "<script" not in shown

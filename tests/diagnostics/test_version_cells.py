@@ -64,6 +64,14 @@ def test_check_names_a_constant_lag_and_not_a_frozen_sampler(tmp_path):
     assert result.series[20]["engine/staleness"] == 8
 
 
+@pytest.mark.parametrize("first", [0, 1, 100], ids=["policy at step - 1", "policy at step", "another counter"])
+def test_fresh_tokens_have_age_zero(first):
+    """Half of the tokens of step 3 are two versions old; the others of all steps are fresh."""
+    fresh = {(step, step - 1 + first): (10.0, 1.0) for step in range(1, 6)}
+    versions = VersionCells({**fresh, (3, first): (10.0, 1.0)})
+    assert [age for _, _, age in versions.by_step()] == [0, 0, 1, 0, 0]
+
+
 def test_the_same_mismatch_at_every_step_and_age_is_nothing():
     noise = np.random.default_rng(0).uniform(0.8, 1.2, size=100)
     assert codes(cells(lambda step, lag: 0.001 * noise[step], lags=(0, 1, 2))) == []

@@ -9,7 +9,8 @@ import torch
 from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.config.presets import PRESETS
 from rollcorr.diagnostics import check_logs
-from rollcorr.diagnostics.log_check.preset_totals import PRESETS_ONCE, SAME_AS, PresetTotals
+from rollcorr.diagnostics.log_check.log_totals import PRESETS_ONCE, SAME_AS, PresetTotals
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 
@@ -18,8 +19,8 @@ def batch_of(train, rollout, **columns):
 
 
 def totals_of(batch):
-    packed = (batch.packed(name) for name in ("old_log_prob", "rollout_log_prob", "response_mask"))
-    return PresetTotals.of(batch, *packed)
+    packed = [batch.packed(name) for name in ("old_log_prob", "rollout_log_prob", "response_mask")]
+    return PresetTotals.of(batch, *packed, TokenRatios.of(*(x.numpy() for x in (*packed, batch.lengths))))
 
 
 def noisy(rows, length, seed=0, noise=0.3):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rollcorr.cli import app
 from rollcorr.diagnostics import check_logs
-from rollcorr.diagnostics.log_check.worst_tokens import MOST, WorstTokens
+from rollcorr.diagnostics.log_check.log_totals import MOST, WorstTokens
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, k3_of
 from tests.diagnostics.null_logs import rollouts, write_rows
 

@@ -403,3 +403,20 @@ def test_rloo_is_watched_with_what_its_loss_can_do(tmp_path, monitor_in):
     trainer.train(1)
     assert read_run(tmp_path).config.nonfinite == "reject_sequence"
     assert steps_of(tmp_path)[0]["rollout_corr/token_count"] > 0
+
+
+def test_fresh_nulls_need_an_engine_and_a_monitor(monitor_in, tmp_path):
+    with pytest.raises(ValueError, match=r"null_every=2 needs .* attach\(engine=…, monitor=…\)"):
+        attach(StandInTrainer(), null_every=2, monitor=monitor_in(tmp_path))
+
+
+def test_a_null_that_fails_is_logged_only(monitor_in, tmp_path, caplog):
+    from test_trl import FakeEngine
+
+    engine = FakeEngine(temperature=1.0, logprobs="processed")
+    trainer = attach(StandInTrainer(use_vllm=False), engine=engine, monitor=monitor_in(tmp_path), null_every=1)
+    trainer.batch |= {"prompt_mask": trainer.batch["prompt_mask"][:0]}
+    trainer._last_loaded_step = 0
+    trainer.train(2)
+    assert caplog.text.count("the null was not measured again") == 1  # the weights of step 2 were not sent
+    assert trainer._monitored_steps.monitor.steps == 2

@@ -300,6 +300,25 @@ def test_a_monitor_has_for_each_step_what_trl_logs_for_it(make, tmp_path):
     assert {(row["engine"], row["sampling"]["temperature"]) for row in rows} == {("transformers", trainer.temperature)}
 
 
+@pytest.mark.parametrize("make", [grpo_trainer, rloo_trainer])
+def test_fresh_nulls_change_nothing_that_is_trained(make, tmp_path, monkeypatch):
+    weights, asked = [], []
+    for name, every in (("without", 0), ("with", 2)):
+        trainer = make(tmp_path / name, max_steps=5)
+        engine = engine_for(trainer)
+        sample, rows = engine.generate, []
+        monkeypatch.setattr(engine, "generate", lambda p, rows=rows, s=sample, **o: rows.append(len(p)) or s(p, **o))
+        with Monitor(tmp_path / f"{name} run", strict=True) as monitor:
+            attach(trainer, "measure", engine=engine, monitor=monitor, null_every=every).train()
+        weights.append(parameters_to_vector(trainer.model.parameters()).detach().clone())
+        asked.append(len(rows))
+    assert torch.equal(*weights)
+    assert asked == [5, 8]  # again after the syncs of steps 1, 3 and 5
+    last, measured = (read_run(tmp_path / f"{name} run").series[-1] for name in ("without", "with"))
+    assert "monitor/null_k3" not in last
+    assert 0 < measured["monitor/null_k3"] < 0.05
+
+
 @pytest.mark.parametrize("number", ERRORS)
 def test_a_failing_disk_changes_no_weight(tmp_path, number):
     """The disk fails in the second step, and for a while."""

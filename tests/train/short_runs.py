@@ -59,4 +59,5 @@ def short_run(recipe: str, folder: Path) -> list[str]:
     model = folder / "tiny_diffusion_model"
     if not model.is_dir():
         save_small_model(make_small_transformer(seed=3, **TINY_DIFFUSION_MODEL), make_word_table(), model)
-    return ["recipe=flow_grpo", *EVERY_RUN, f"model.path={model}", "reward.name=color", "rollout.num_steps=4"]
+    own = [f"model.path={model}", "reward.name=color", "rollout.num_steps=4", "log.null=4", "log.null_every=3"]
+    return ["recipe=flow_grpo", *EVERY_RUN, *own]

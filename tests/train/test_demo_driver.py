@@ -71,6 +71,11 @@ def test_two_steps_of_every_run_make_the_page(demo, tiny_root, capsys):
         assert [step["step"] for step in metrics] == [1, 2]
     assert "rollout.refresh_every" in text
     assert "Accuracy on held-out problems" in text
+    first_screen = [
+        text.index(part) for part in ('class="summary"', 'id="held_out"', "<h2>The runs", "<h2>In sentences")
+    ]
+    assert first_screen == sorted(first_screen)
+    assert text.count('id="held_out"') == 1
 
 
 def test_a_run_that_is_done_is_not_trained_again(demo, tiny_root):

@@ -41,8 +41,8 @@ def conformance(
         ess, k3      effective sample size as a share, and mean k3;
                      any other number is a statistic, too
 
-    If it has an attribute `merge`, that takes a list of such dictionaries, of micro-batches,
-    and returns the numbers of the whole batch.
+    If the function has an attribute `merge`, it is called with a list of such dictionaries,
+    one per micro-batch, and returns the numbers of the full batch.
 
     A property that needs a missing option or output is not applicable.
     The command imports the module or runs the file, as Python would.

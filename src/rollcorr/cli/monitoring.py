@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ import typer
 import rollcorr.diagnostics.null as nulls
 from rollcorr import diagnostics, run_directory
 from rollcorr.cli.app import exit_on, terminal
+from rollcorr.diagnostics.numbers import COLUMNS, sparkline
 
 if TYPE_CHECKING:
     from rollcorr.monitor.running_judge import RunningJudge
@@ -24,7 +27,7 @@ def watch(
     run: Annotated[Path, typer.Argument(help="The run directory. It must exist; it need not hold metrics.jsonl yet.")],
     once: Annotated[bool, typer.Option("--once", help="Show what is there, and stop.")] = False,
 ) -> None:
-    """Show a live run: a line for each step, and each alarm once, with cause and fix.
+    """Show a live run: a line for each step, with curves of the last 30 steps, and each alarm once, with cause and fix.
 
     Exit codes with --once: 0 healthy, 1 unhealthy (an alarm lasts), 3 not judged. Always: 2 bad input, 130 interrupted.
     """
@@ -35,6 +38,7 @@ def watch(
     from rollcorr.run_directory.tracker_sinks import step_line
 
     metrics, config = GrowingMetrics(RunDirectory(run).metrics), None
+    recent = deque[Mapping[str, float]](maxlen=COLUMNS)
     with exit_on(ValueError):
         check_run_directory(run)
         null = nulls.noise_beside(run) if RunDirectory(run).null.exists() else None  # it needs Arrow
@@ -45,12 +49,14 @@ def watch(
             if metrics.begins_again():
                 typer.echo("the run went on from an earlier step")
                 judge = RunningJudge(null, sampling=judge.sampling)
+                recent.clear()
             for number, step in enumerate(metrics.new_steps()):
                 if number == 0 and config is None:
                     known = run_directory.read_run(run)
                     config, judge.sampling = known.config, known.sampling
                 numbers = {name: value for name, value in step.items() if isinstance(value, (int, float))}
-                typer.echo(step_line(step["step"], numbers))
+                recent.append(numbers)
+                typer.echo("  ".join([step_line(step["step"], numbers), *_curves(recent)]))
                 changes = judge.judge(step["step"], diagnostics.bare_metrics(numbers), config)
                 for finding in changes.began:
                     typer.secho(alarm_text(step["step"], finding), fg="red")
@@ -64,6 +70,20 @@ def watch(
             except KeyboardInterrupt as error:
                 _show_verdict(judge, run)
                 raise typer.Exit(130) from error
+
+
+def _curves(steps: Iterable[Mapping[str, float]]) -> Iterator[str]:
+    """Yield sparklines of the reward and of log k3 over some steps, where at least two have a value."""
+    for label, metric in (("reward", "reward/mean"), ("k3", "rollout_corr/k3_kl")):
+        values = [step[metric] for step in steps if math.isfinite(step.get(metric, math.nan))]
+        if len(values) < 2:
+            continue
+
+        # Noise within a power of ten must not look like a rise.
+        if label == "k3":
+            values = [math.log10(max(value, 1e-12)) for value in values]
+        high = max(*values, min(values) + (label == "k3"))
+        yield f"{label} {sparkline(values, low=min(values), high=high)}"
 
 
 def _show_verdict(judge: RunningJudge, run: Path) -> None:

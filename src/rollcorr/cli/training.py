@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rollcorr import engines
-from rollcorr.cli.app import terminal
+from rollcorr.cli.app import TRUST_OPTION, terminal
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.secrets import redact_text
 
@@ -18,9 +18,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="[CONFIG.yaml] [dotted.name=value]…", help="A YAML file, and changes to its options."),
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run code that the file names, or that lies in the run directory.")
-    ] = False,
+    trust: Annotated[bool, TRUST_OPTION] = False,
 ) -> None:
     """Train a policy with rollout correction.
 

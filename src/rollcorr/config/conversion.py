@@ -107,7 +107,7 @@ def resolve(config: RolloutCorrectionConfig | str | Mapping[str, Any] | None) ->
     """Return a configuration from a configuration, a preset's name, or options of any schema.
 
     Returns:
-        The configuration; None if the options disable the correction.
+        The configuration; None if `config` is None or its options disable the correction.
 
     Raises:
         TypeError: `config` has any other type.

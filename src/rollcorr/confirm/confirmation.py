@@ -185,8 +185,14 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
             if share >= REMOVED:
                 causes.append(f"{side}: {name}")
         sides[side] = SideResult(gaps, removed)
-    cause = ", ".join(causes) if causes and len(causes) == len(faulty) else None
+
+    # What both sides do explains no difference between them.
+    shared = {named.partition(": ")[2] for named in causes} if len(causes) == len(SIDES) else set()
+    explains = bool(causes) and len(causes) == len(faulty) and len(shared) != 1
+    cause = ", ".join(causes) if explains else None
     verdict = _sentence(total, noise, cause, causes, faulty)
+    if len(shared) == 1 and total > NOISE * noise:
+        verdict = f"unknown: both sides use {shared.pop()}, a setting of the run; log `sampling`, and confirm again"
     return Confirmation(len(mismatch), total, noise, sides, cause, verdict, complete)
 
 
@@ -257,7 +263,8 @@ def _worst_rows(
             row.response,
             row.sampled,
             row.log_probs,
-            [other for other in prompts if other != row.prompt][:2],
+            temperature=row.temperature,
+            others=[other for other in prompts if other != row.prompt][:2],
         )
         for _, row in found
     ]
@@ -276,7 +283,10 @@ def _row_of(values: dict[str, Any], train: str) -> LoggedRow:
         )
         for side, column in SIDES.items()
     }
-    return LoggedRow(tuple(values["prompt_ids"]), response, sampled, log_probs)
+    # Raw log-probs are of temperature 1; greedy decoding, 0, has none of its own.
+    spec = values.get("sampling") or {}
+    tempered = spec.get("temperature") if spec.get("logprobs", "raw") != "raw" else None
+    return LoggedRow(tuple(values["prompt_ids"]), response, sampled, log_probs, temperature=tempered or 1.0)
 
 
 def _template_toggle(tokenizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:  # noqa: ANN401

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from rollcorr.core.sampling import Filter, top_k_support, top_p_support, with_sampled
 
-TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0)
+TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0)
 REPETITION_PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 PENALTIES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5)
 TOP_P, TOP_K = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99), (5, 10, 20, 40, 50, 100)
 
 PLAIN = "plain"
-"""The logged context in float32 and evaluation mode, without any change."""
+"""The logged context and temperature in float32 and evaluation mode, without any change."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class LoggedRow:
         sampled: (T,) bool, true on tokens that the policy sampled.
         log_probs: side → (T,) float64 nats: "sampler" is log μ, "trainer" is log π_old or log π_θ.
         others: prompts of other rows.
+        temperature: the recorded temperature of both sides' log-probs, which every variant starts from.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +43,7 @@ class LoggedRow:
     sampled: Tensor
     log_probs: dict[str, Tensor]
     others: Sequence[tuple[int, ...]] = field(default=(), repr=False)
+    temperature: float = 1.0
 
 
 Template = Callable[[tuple[int, ...]], "tuple[int, ...] | None"]
@@ -72,15 +74,17 @@ def score_row(model: Any, row: LoggedRow, template: Template) -> Iterator[Scores
     contexts |= {f"prompt of another row ({n})": other for n, other in enumerate(row.others, 1)}
     for name, prompt in contexts.items():
         if prompt and prompt != row.prompt:
-            yield name, _gathered(_logits(model, prompt, row.response), row.response), None
+            yield name, _gathered(_logits(model, prompt, row.response) / row.temperature, row.response), None
 
 
 def _of_logits(logits: Tensor, row: LoggedRow) -> Iterator[tuple[str, Tensor]]:
     """Yield the variants that follow from the logits (T, V) of the logged context; the plain scores are first."""
+    raw, logits = logits, logits / row.temperature
     yield PLAIN, _gathered(logits, row.response)
-    rounded = logits.to(torch.bfloat16)
-    yield "bfloat16 log-softmax", _gathered(rounded.log_softmax(-1), row.response, normalized=True)
-    yield "bfloat16 logits", _gathered(rounded.float(), row.response)
+    rounded = raw.to(torch.bfloat16)
+    of_rounded = (rounded / row.temperature).log_softmax(-1)
+    yield "bfloat16 log-softmax", _gathered(of_rounded, row.response, normalized=True)
+    yield "bfloat16 logits", _gathered(rounded.float() / row.temperature, row.response)
 
     # Logits of the token itself in place of those of its predecessor; and the log-probs moved by one token. One end of
     # the row has no value then.
@@ -92,13 +96,17 @@ def _of_logits(logits: Tensor, row: LoggedRow) -> Iterator[tuple[str, Tensor]]:
     yield "log-probs one token late", late
 
     for value in TEMPERATURES:
-        yield f"temperature {value:g}", _gathered(logits / value, row.response)
+        if value != row.temperature:
+            yield f"temperature {value:g}", _gathered(raw / value, row.response)
+
+    # Engines apply penalties before the temperature.
     counts = _occurrences(row, logits.shape[-1])
     for value in REPETITION_PENALTIES:
-        yield f"repetition penalty {value:g}", _gathered(_with_repetition(logits, counts(True), value), row.response)
+        penalized = _with_repetition(raw, counts(True), value) / row.temperature
+        yield f"repetition penalty {value:g}", _gathered(penalized, row.response)
     for value in PENALTIES:
-        seen = counts(False)
-        yield f"presence penalty {value:g}", _gathered(logits - value * (seen > 0), row.response)
+        seen = counts(False) / row.temperature
+        yield f"presence penalty {value:g}", _gathered(logits - value / row.temperature * (seen > 0), row.response)
         yield f"frequency penalty {value:g}", _gathered(logits - value * seen, row.response)
     filters: dict[str, Filter] = {f"top-p {p:g}": partial(top_p_support, top_p=p) for p in TOP_P}
     filters |= {f"top-k {k}": partial(top_k_support, top_k=k) for k in TOP_K if k < logits.shape[-1]}

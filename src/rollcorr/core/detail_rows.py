@@ -27,7 +27,7 @@ _MANTISSA_BITS = 5
 _EXPONENT_RANGE = (-24, 20)
 _BINS_PER_OCTAVE = 1 << _MANTISSA_BITS
 _BINS_PER_SIGN = (_EXPONENT_RANGE[1] - _EXPONENT_RANGE[0]) * _BINS_PER_OCTAVE + 1
-# The bin just below the smallest, in units of float32's bits shifted right.
+# Shifted float32 bits of the bin below the smallest one; subtracted, so that bin numbers begin at 1.
 _BITS_BELOW_SMALLEST = (_EXPONENT_RANGE[0] + 127) * _BINS_PER_OCTAVE - 1
 
 BINS = 2 * _BINS_PER_SIGN + 1

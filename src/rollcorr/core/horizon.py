@@ -28,7 +28,7 @@ LARGEST = 1e300
 """Nats: limit of |d|, so that no sum overflows. The safety bound of the weights lies far below."""
 
 EFFECTIVE_SEQUENCES = 256
-"""Number of sequences that weights with a chosen λ should be worth: smaller batches get token weights."""
+"""Effective sample size, in sequences, that a chosen λ keeps: smaller batches get token weights."""
 
 Gather = Callable[[Tensor], tuple[Tensor, int]]
 """Collects a tensor of every slice, in the order of the tokens: returns (slices, ...) and the index of the own slice.
@@ -48,10 +48,10 @@ def horizon_log_weights(
         gather: optional, if this call has a slice of each sequence. Slices contain consecutive tokens.
 
     Returns:
-        ℓ in float64, without gradient, in the inputs' shape; 0 outside the mask. A token of probability zero gives
-        ℓ = −inf: to itself, and for λ > 0 to its whole sequence.
+        ℓ in float64, without gradient, in the inputs' shape; 0 outside the mask. −inf on a token of probability zero,
+        and for λ > 0 on all tokens of its sequence.
 
-    Source: this library; docs/background/correction.md has the derivation.
+    Source: this library.
     """
     zero = mask & (log_ratio == -torch.inf)
     d = log_ratio.detach().double().masked_fill(zero | ~mask, 0.0).clamp(-LARGEST, LARGEST)
@@ -74,7 +74,7 @@ def horizon_log_weights(
     within = _chunk_sums(tokens, owner, decay).flatten()
     log_weight = torch.cat([within, within.new_zeros(1)])[place]
 
-    # Other slices add what they pass on to the first and from the last token of this one.
+    # Add the sums over the tokens of earlier and of later slices; they decay with the distance from this slice's ends.
     if gather is not None:
         last = mask & (rank == expand(counts - 1, mask, cu_seqlens=cu_seqlens))
         ends = [sequence_sum(log_weight, at, cu_seqlens=cu_seqlens) for at in (mask & (rank == 0), last)]
@@ -92,8 +92,8 @@ def horizon_log_weights(
 def chosen_decay(variance: float, sequences: float) -> float:
     """Choose λ = sqrt((V − σ²) / (V + σ²)), with V = log(B / 256); 0 if V ≤ σ².
 
-    ℓ of independent tokens has the variance σ² (1 + λ²) / (1 − λ²), and weights with a normal ℓ of variance V are worth
-    a share exp(−V) of the sample. So this is the longest horizon at which B sequences are worth 256.
+    ℓ of independent tokens has the variance σ² Σ_k λ^(2|k|) = σ² (1 + λ²) / (1 − λ²). Weights whose ℓ is normal with
+    variance V have an effective sample size of B exp(−V). So this is the longest horizon at which it is at least 256.
 
     Args:
         variance: σ² of d, nats².
@@ -102,7 +102,7 @@ def chosen_decay(variance: float, sequences: float) -> float:
     Returns:
         λ, rounded to two digits, so that few different values occur.
 
-    Source: this library; docs/background/correction.md has the derivation.
+    Source: this library.
     """
     affordable = math.log(max(sequences, 1.0) / EFFECTIVE_SEQUENCES)
     if affordable <= variance:
@@ -111,16 +111,17 @@ def chosen_decay(variance: float, sequences: float) -> float:
 
 
 def _chunk_sums(tokens: Tensor, owner: Tensor, decay: float) -> Tensor:
-    """Return ℓ of tokens in chunks: (chunks, size) d and each chunk's sequence, (chunks,) → (chunks, size).
+    """Return ℓ of every token, (chunks, size), from d, (chunks, size), and the sequence of each chunk, (chunks,).
 
-    Only a sequence's last chunk has places without a token, at its end; their d is 0.
+    Only the last chunk of a sequence may have places without a token, at its end. Their d is 0.
     """
     size = tokens.shape[1]
     place = torch.arange(size, dtype=tokens.dtype, device=tokens.device)
     to_end, to_start = decay ** place.flip(0), decay**place
     log_weight = tokens @ decay ** (place.unsqueeze(-1) - place).abs()
 
-    # The sums at a chunk's last place over it and the chunks before, and at its first place over it and those after.
+    # `before` is the sum over all earlier chunks, at the last place of the previous chunk; `after` is the sum over all
+    # later chunks, at the first place of the next chunk.
     before = _previous_sums(tokens @ to_end, owner, decay**size)
     after = _previous_sums((tokens @ to_start).flip(0), owner.flip(0), decay**size).flip(0)
     return log_weight + decay * torch.outer(before, to_start) + decay * torch.outer(after, to_end)
@@ -141,8 +142,8 @@ def _passed_on(parts: Tensor, own: int, decay: float) -> tuple[Tensor, Tensor, T
     """Return the sums before and after the own slice, and the number of tokens of probability zero; (B,) each.
 
     Args:
-        parts: of each slice, in order: response tokens, those of probability zero, and ℓ of the first and of the last
-            token by the slice alone; (slices, 4, B).
+        parts: (slices, 4, B), in the order of the slices: number of response tokens, number of tokens of probability
+            zero, and ℓ of the first and of the last token, computed from the slice only.
         own: index of the own slice.
         decay: λ.
     """

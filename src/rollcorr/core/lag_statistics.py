@@ -14,7 +14,8 @@ from torch import Tensor
 from rollcorr.core.divergence import k3
 from rollcorr.core.host_statistics import HostStatistics
 from rollcorr.core.mergeable_statistics import STATISTICS_DTYPE, Statistics
-from rollcorr.core.metric_registry import finalize
+from rollcorr.core.metric_registry import PREFIX, finalize
+from rollcorr.core.metric_tables import LAG_METRICS
 
 LAG_ROWS: dict[str, tuple[str, ...]] = {
     "sums": ("lag/tokens", "lag/k3", "lag/versions", "lag/fresh_tokens", "lag/fresh_k3"),
@@ -35,8 +36,9 @@ class PolicyClock:
 
     It is step − o with the offset o = min(1, smallest step − version seen): the policy of step s has version s − 1, or
     s where a token of version s was seen. Versions that rise, but always by less than `SLOW` per step or by 1, count
-    weight syncs: then it is the newest version seen. A sampler that gets new weights every k steps jumps by k instead,
-    and a version that never rises counts as old weights. No value is read on the host.
+    weight syncs: then it is the newest version seen. Steps before the first rise do not count, as a queue may fill in
+    them. A sampler that gets new weights every k steps jumps by k instead, and a version that never rises counts as old
+    weights. No value is read on the host.
 
     Attributes:
         newest: the newest version seen, 0-d.
@@ -47,7 +49,8 @@ class PolicyClock:
         self._offset = torch.tensor(1, device="cpu")
         self._slow = torch.tensor(False, device="cpu")
         self._steady = torch.tensor(True, device="cpu")
-        self._seen: list[tuple[int, Tensor]] = []  # the first, the previous and the current step
+        self._first, self._before_rise = self.newest, self._offset  # the first version, and its last step
+        self._seen: list[tuple[int, Tensor]] = []  # the previous and the current step
 
     def see(self, step: int, newest: Tensor) -> None:
         """Add the newest version that sampled in a part of a step, 0-d int64."""
@@ -55,14 +58,17 @@ class PolicyClock:
         self.newest = torch.maximum(self.newest.to(device), newest)
         self._offset = torch.minimum(self._offset.to(device), step - newest)
         if not self._seen or step != self._seen[-1][0]:
-            self._seen = [*self._seen[:1], *self._seen[-1:], (step, self.newest)]
+            self._seen = [*self._seen[-1:], (step, self.newest)]
         self._seen[-1] = (step, self.newest)
 
         # Parts of the first step show no rise yet.
-        (first_step, first), (before_step, before) = self._seen[0], self._seen[-2:][0]
-        rise, jump = self.newest - first.to(device), self.newest - before.to(device)
+        before_step, before = self._seen[0]
+        before = before.to(device)
+        self._first = before if len(self._seen) == 1 else self._first.to(device)
+        self._before_rise = torch.where(before == self._first, before_step, self._before_rise.to(device))
+        rise, jump = self.newest - self._first, self.newest - before
         self._steady = self._steady.to(device) & (jump <= max(1, SLOW * (step - before_step)))
-        self._slow = self._steady & (rise > 0) & (rise < SLOW * (step - first_step))
+        self._slow = self._steady & (rise > 0) & (rise < SLOW * (step - self._before_rise))
 
     def version(self, step: int, newest: Tensor) -> Tensor:
         """Return the policy's version at a step, 0-d, by the newest version seen until then."""
@@ -98,5 +104,7 @@ def lag_sums(tokens: float, k3_sum: float, versions: float, fresh_tokens: float,
 
 
 def known_metrics(statistics: HostStatistics) -> dict[str, float]:
-    """Return the metrics of the sums, prefixed. Without tokens of lag 0 the split is unknown, and left out."""
-    return {name: value for name, value in finalize(statistics).items() if not math.isnan(value)}
+    """Return all metrics, prefixed. Without tokens of lag 0 the split is unknown, and left out."""
+    metrics = finalize(statistics)
+    unknown = {PREFIX + name for name in LAG_METRICS if math.isnan(metrics.get(PREFIX + name, 0.0))}
+    return {name: value for name, value in metrics.items() if name not in unknown}

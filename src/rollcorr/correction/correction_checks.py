@@ -165,7 +165,7 @@ def compare_policies(
     sums = (sequence_sum(policy.double(), measured, cu_seqlens=cu_seqlens) for policy in given)
     found = sum_over(torch.stack([*counts, *sums]), context_group)
 
-    # Sums over different tokens cannot be compared, nor sums of sentinels near the end of the float range.
+    # Compare only sums over the same tokens, and only finite ones: sums of sentinel values may overflow.
     expected = fingerprint.sums[2:]
     comparable = (fingerprint.sums[1] == found[1]) & expected.isfinite().all(0)
     straight = (found[2:] - expected[: len(given)]).abs().where(comparable, 0.0)
@@ -215,7 +215,7 @@ def compare_policies(
 
 
 def _is_swapped(straight: Tensor, swapped: Tensor, narrow: Tensor, wide: Tensor, on_policy: Tensor) -> Tensor:
-    """Return whether the sums fit within a limit if the policies are exchanged, and do not as they are."""
+    """Return whether the sums agree within a limit only if the two policies are exchanged."""
     fits = (swapped <= wide).all() & (straight > wide).any()
     if len(straight) == 2:
         return fits | (swapped <= narrow).all() & (straight > narrow).any()

@@ -12,6 +12,7 @@ weights. `rollcorr.health` has rules over several numbers, judges a run by its s
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +54,16 @@ def short_text(correction: Correction) -> str:
     overview = _select_metrics(metrics)
     numbers = [f"{name} {metrics[name]:.4g}" for name in overview.shown]
     return f"{first}\n  {overview.verdict}: {', '.join([*numbers, overview.kept])}"
+
+
+def html_text(correction: Correction) -> str:
+    """Return `short_text` as HTML, with the verdict in color."""
+    first, _, second = html.escape(short_text(correction)).partition("\n  ")
+    verdict, _, numbers = second.partition(": ")
+    color = {"within limits": "#15803d", "unhealthy": "#c02626"}.get(verdict)
+    if color is not None:
+        second = f'<b style="color: {color}">{verdict}</b>: {numbers}'
+    return f"<pre>{first}\n  {second}</pre>"
 
 
 def summary_text(correction: Correction) -> str:

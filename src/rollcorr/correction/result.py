@@ -20,7 +20,7 @@ from rollcorr.core.mergeable_statistics import Statistics
 from rollcorr.core.weights import normalization_factor
 from rollcorr.correction.correction_checks import Fingerprint
 from rollcorr.correction.denominators import loss_denominators
-from rollcorr.correction.overview import short_text, summary_text
+from rollcorr.correction.overview import html_text, short_text, summary_text
 from rollcorr.correction.process_groups import members
 
 if TYPE_CHECKING:
@@ -232,6 +232,10 @@ class Correction:
     def __repr__(self) -> str:
         """Return two lines: a description and the key metrics, which are omitted on a device to avoid a sync."""
         return short_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, with the verdict in color."""
+        return html_text(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the process groups, which belong to this process."""

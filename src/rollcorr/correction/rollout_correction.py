@@ -192,7 +192,7 @@ def correct(
 
 
 def _check_no_probabilities(inputs: Batch, policy_sums: Tensor) -> None:
-    """Raise for probabilities in place of log-probs, in host memory. Values within 2^-8 of 0 are rounding errors.
+    """Raise if the batch, in host memory, has probabilities in place of log-probs; values up to 2^-8 are rounding.
 
     Args:
         inputs: the batch.

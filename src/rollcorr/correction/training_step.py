@@ -310,7 +310,8 @@ class TrainingStep(SplitGradients):
         if self._mode == "token-sum":
             divisor = original = torch.ones_like(kept)
 
-        # With a known ratio both parts were joined to one, which is divided by the count of KL and entropy.
+        # If the ratio of the two counts was known beforehand, `backward` scaled the policy's gradient by it and added
+        # both parts; the sum is divided by the count of KL and entropy.
         by_kept, by_original = rescaling(1.0, divisor), rescaling(1.0, original)
         if self._ratio is None:
             self._scale_and_reduce([by_kept, by_original])

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rollcorr.core.divergence import k3
 
-# sampled_k3 over synced_k3 from which the weights were stale; repeated_k3 over sampled_k3 from which the trainer draws
-# anew in each pass; k3 in nats that rounding to float32 alone may cause.
+# STALE: from this sampled_k3 / synced_k3 on, the weights were stale. STOCHASTIC: from this repeated_k3 / sampled_k3 on,
+# the trainer is random in each pass (dropout). ROUNDING: the k3, in nats, that float32 rounding may cause.
 STALE, STOCHASTIC, ROUNDING = 3.0, 0.5, 1e-9
 
 

@@ -23,11 +23,9 @@ from rollcorr.demo.stories import (
     healthy_story,
     stale_story,
 )
-from rollcorr.diagnostics.numbers import HEADLINES, format_number
+from rollcorr.diagnostics.numbers import HEADLINES, format_number, sparkline
 from rollcorr.diagnostics.provenance import Provenance
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-COLUMNS = 30
 """Characters of a curve."""
 
 
@@ -65,14 +63,6 @@ def show_stories(console: Console) -> None:
         "  rollcorr presets         lists the corrections\n"
         "  rollcorr.Monitor         measures and corrects in your training loop"
     )
-
-
-def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
-    """Return a curve in block characters between two limits, thinned to `COLUMNS` points."""
-    stride = max(1, -(-len(values) // COLUMNS))
-    span = max(high - low, 1e-12)
-    heights = [(value - low) / span * (len(BLOCKS) - 1) for value in values[::stride]]
-    return "".join(BLOCKS[min(max(round(height), 0), len(BLOCKS) - 1)] for height in heights)
 
 
 def _show_stale(console: Console, curves: Mapping[str, Sequence[float]]) -> None:

@@ -28,7 +28,7 @@ from .report.html_page import write_report as write_report
 from .report.report_data import ReportData as ReportData
 from .report.report_data import check_report as check_report
 from .report.report_data import run_report as run_report
-from .run_comparison import RunComparison as RunComparison
-from .run_comparison import compare_runs as compare_runs
-from .run_comparison import comparison_table as comparison_table
+from .run_verdict import RunComparison as RunComparison
 from .run_verdict import causes as causes
+from .run_verdict import compare_runs as compare_runs
+from .run_verdict import comparison_table as comparison_table

@@ -1,15 +1,134 @@
-"""A row of the table of faults: all that is declared about one code."""
+"""A row of the table of faults: all that is declared about one code, with the tests that refute a cause.
+
+A setting, a template or a random layer acts from the first step on, with the same size. A sampler that keeps its
+weights starts right. So the course of the mismatch over the steps refutes causes that single tokens cannot tell apart.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.refuting_tests import RefutingTest
+from rollcorr.diagnostics.health.evidence import Evidence
+from rollcorr.diagnostics.health.trend import AGE, FEWEST_STEPS, TREND_FACTOR
+from rollcorr.diagnostics.numbers import format_number
+
+GROWS = 30.0
+"""Growth of the mismatch over its start that no constant cause produces. A temperature that stays reaches 6, because it
+shows more as the policy sharpens; a sync that stops reached 5,000 to 6,000 in fifteen steps."""
+SAME_STEP = 3
+"""Steps between the onset of a rise and the first step of a cause, up to which the cause explains the onset."""
+FALLS = 10.0
+"""k3 at the highest recorded age over that at the lowest, which no constant cause produces."""
+FEWEST_AT_AGE = 2
+"""Steps at the lowest and at the highest age that this comparison needs."""
+
+VIOLATIONS, LITTLE_NOISE = 0.1, 0.05
+"""Share of tokens on the wrong side of the exponent of a temperature: up to 0.01 with noise of this size in nats, and
+from 0.17 under other weights. Noise of 0.2 nats puts 0.25 there."""
+
+
+class Refutation(NamedTuple):
+    """Why a cause is refuted.
+
+    Attributes:
+        reason: the evidence, in words.
+        instead: the code that explains the finding instead; empty if none does, and the cause is ruled out.
+    """
+
+    reason: str
+    instead: str = ""
+
+
+class Case(NamedTuple):
+    """A cause with the evidence to test it against.
+
+    Attributes:
+        finding: the cause; None before it is a finding.
+        evidence: the series of steps; None without one.
+        from_null: the findings of the comparison with a null, in their order.
+        by_null: the cause is one of them.
+    """
+
+    finding: Finding | None
+    evidence: Evidence | None
+    from_null: Sequence[Finding] = ()
+    by_null: bool = False
+
+
+RefutingTest = Callable[[Case], Refutation | None]
+
+
+def present_from_start(case: Case) -> Refutation | None:
+    """Refute a constant cause if the mismatch has grown `GROWS` times since its start.
+
+    Rows that show the cause from the step of a sudden rise on are evidence of their own, and are not refuted.
+    """
+    change = None if case.evidence is None else case.evidence.rise
+    if case.evidence is None or change is None or change.is_over or change.factor < GROWS:
+        return None
+
+    # After a sudden rise old weights go on to differ by more, and a setting does not.
+    first = None if case.finding is None else case.finding.first_step
+    since = [k3 for step, k3 in case.evidence.series("k3_kl") if step >= change.onset]
+    grows_on = bool(since) and median(since[-FEWEST_STEPS:]) >= TREND_FACTOR * median(since[:FEWEST_STEPS])
+    if change.shape == "step" and not grows_on and first is not None and abs(first - change.onset) <= SAME_STEP:
+        return None
+    return Refutation(
+        f"it acts from the first step on, and the mismatch was {format_number(change.baseline)} then and has grown "
+        f"{format_number(change.factor)} times since step {change.onset}"
+    )
+
+
+def resets_with_sync(case: Case) -> Refutation | None:
+    """Refute a constant cause if the mismatch falls back whenever the recorded age of the weights does."""
+    history = [] if case.evidence is None else case.evidence.history
+    of_steps = [(round(step[AGE]), step["k3_kl"]) for _, step in history if AGE in step and "k3_kl" in step]
+    if sum(later < earlier for (earlier, _), (later, _) in pairwise(of_steps)) < FEWEST_AT_AGE:
+        return None
+    low, high = min(age for age, _ in of_steps), max(age for age, _ in of_steps)
+    fresh, old = ([k3 for age, k3 in of_steps if age == end] for end in (low, high))
+    if min(len(fresh), len(old)) < FEWEST_AT_AGE or median(old) < FALLS * median(fresh):
+        return None
+    return Refutation(
+        f"it is the same at every step, and the mismatch falls from {format_number(median(old))} to "
+        f"{format_number(median(fresh))} with each sync"
+    )
+
+
+def not_one_exponent(case: Case) -> Refutation | None:
+    """Refute a temperature if more tokens contradict its exponent than so little noise makes."""
+    noise = None if case.evidence is None else case.evidence.noise
+    wrong = 0.0 if case.finding is None else case.finding.evidence.get("violations", 0.0)
+    if noise is None or noise.sigma > LITTLE_NOISE or wrong <= VIOLATIONS:
+        return None
+    return Refutation(f"{wrong:.0%} of the tokens contradict it, with noise of {format_number(noise.sigma)} nats")
+
+
+def in_excess_at_start(case: Case) -> Refutation | None:
+    """Refute a missed sync if the mismatch was in excess of the null before the first update."""
+    evidence = case.evidence
+    if evidence is None or evidence.noise is None or not (evidence.noise.is_null and evidence.starts_in_excess):
+        return None
+    if not (evidence.differs_from_start or evidence.is_fresh_on_record):
+        return None
+    return Refutation("the mismatch was in excess before any update that a sampler could miss", "above_null")
+
+
+def cache_named_first(case: Case) -> Refutation | None:
+    """Refute another prompt, which pairs suspect, if a null shows that a stale prefix cache is more likely."""
+    first = next((finding.code for finding in case.from_null if finding.severity != "note"), None)
+    if case.by_null or first != "stale_prefix_cache":
+        return None
+    return Refutation("the null tells a stale prefix cache from another prompt", "stale_prefix_cache")
+
 
 Kind = Literal["data", "settings", "weights", "noise", "symptom", "course", "no finding"]
-Evidence = Literal["record", "pairs", "null", "routing", "steps", "metrics"]
+Needs = Literal["record", "pairs", "null", "routing", "steps", "metrics"]
 Part = Literal["log", "rows", "positions", "filled", "nothing"]
 
 CAUSES: frozenset[Kind] = frozenset({"data", "settings", "weights", "noise"})
@@ -41,7 +160,7 @@ class Fault:
 
     code: str
     kind: Kind
-    needs: Evidence
+    needs: Needs
     part: Part = "log"
     score: float = 0.0
     refuted_by: tuple[RefutingTest, ...] = ()
@@ -69,3 +188,31 @@ class Fault:
             metric=metric,
             severity="note" if nothing_wrong else "warning",
         )
+
+    def broken(
+        self,
+        evidence: Evidence,
+        metric: str,
+        breaks: Callable[[float], bool],
+        /,
+        *,
+        value: float | None = None,
+        **words: Any,  # noqa: ANN401
+    ) -> Finding | None:
+        """Return the finding of a rule about a metric, if the rule is broken now.
+
+        Args:
+            evidence: the numbers, and the history that tells when it was broken.
+            metric: that the rule is about.
+            breaks: whether a value breaks the rule; it is False for NaN.
+            value: what is judged; defaults to the metric's current value.
+            words: other fields of the finding.
+        """
+        judged = evidence.get(metric) if value is None else value
+        if not breaks(judged):
+            return None
+        return replace(self.finding, metric=metric, value=judged, **words, **evidence.when(metric, breaks))
+
+    def above(self, evidence: Evidence, metric: str, bound: float, /, **words: Any) -> Finding | None:  # noqa: ANN401
+        """Return the finding of a limit that the metric must not exceed; other arguments as in `broken`."""
+        return self.broken(evidence, metric, lambda value: value > bound, **words)

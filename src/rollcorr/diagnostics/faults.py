@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.fault_row import CAUSES, Fault
-from rollcorr.diagnostics.refuting_tests import (
+from rollcorr.diagnostics.fault_row import (
+    CAUSES,
     Case,
+    Fault,
     Refutation,
     cache_named_first,
     in_excess_at_start,

@@ -11,9 +11,9 @@ from importlib import metadata
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 import rollcorr
+from rollcorr.diagnostics.numbers import text_table
 from rollcorr.kernels.correction import implementations
 
 WITHOUT_CPU_KERNEL = (
@@ -87,12 +87,12 @@ def inspect_installation() -> Installation:
 
 def show_installation(console: Console, installation: Installation) -> None:
     """Print it as tables."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, version in installation.versions.items():
-        table.add_row(name, version)
-    table.add_row("machine", f"{installation.machine}, {installation.threads} threads")
-    table.add_row("accelerator", escape(installation.accelerator or "none"))
-    console.print(table)
+    rows = [
+        *installation.versions.items(),
+        ("machine", f"{installation.machine}, {installation.threads} threads"),
+        ("accelerator", escape(installation.accelerator or "none")),
+    ]
+    console.print(text_table(rows))
     _show(console, "correction kernels", [(kernel.name, kernel.usable, kernel.note) for kernel in installation.kernels])
     if not all(kernel.usable for kernel in installation.kernels if kernel.name == "cpu"):
         console.print(WITHOUT_CPU_KERNEL)
@@ -111,9 +111,9 @@ def to_json(installation: Installation) -> str:
 def _show(console: Console, title: str, rows: list[tuple[str, bool, str]]) -> None:
     if not rows:
         return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
-    for name, fine, note in rows:
-        table.add_row(escape(name), "[green]yes[/]" if fine else "[yellow]no[/]", escape(note))
+    marks = {True: "[green]yes[/]", False: "[yellow]no[/]"}
+    table = text_table((escape(name), marks[fine], escape(note)) for name, fine, note in rows)
+    table.title, table.title_justify = title, "left"
     console.print()
     console.print(table)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from rollcorr.config.checks import did_you_mean
 from rollcorr.core.metric_names import OLDER_NAMES
@@ -104,30 +103,25 @@ def explain_metric(name: str) -> dict[str, str]:
             "`rollcorr explain` without a name lists them; docs/reference/metrics.md has those of a trainer, such as "
             "engine/staleness, too"
         ) from None
-    return lines | dict(_lines(found))
+    return lines | _lines(found)
 
 
-def _lines(found: Metric) -> Iterator[tuple[str, str]]:
-    yield "metric", PREFIX + found.name
-    if found.name in LABELS:
-        yield "meaning", LABELS[found.name]
-    if found.name in SYNONYMS:
-        yield "also called", ", ".join(SYNONYMS[found.name])
-    if found.name in NOTES:
-        yield "note", NOTES[found.name]
+def _lines(found: Metric) -> dict[str, str]:
     over = {"tokens": "V, the valid tokens", "sequences": "R, the sequences with a valid token"}
     over |= {"unit": "tokens or sequences, whichever the level of the weights counts", "batch": "the whole batch"}
-    yield "unit", found.unit
-    yield "over", over.get(found.sample, found.sample)
-    yield "formula", found.formula
-
     known = SYMBOLS | dict.fromkeys(CRITERIA, "the statistic of that criterion")
     used = dict.fromkeys(symbol for symbol in _SYMBOL.findall(found.formula) if symbol in known)
-    if used:
-        yield "where", "; ".join(f"{symbol}: {known[symbol]}" for symbol in used)
-
-    if found.name in SCALES:
-        yield "scale", SCALES[found.name]
+    lines = {
+        "metric": PREFIX + found.name,
+        "meaning": LABELS.get(found.name, ""),
+        "also called": ", ".join(SYNONYMS.get(found.name, ())),
+        "note": NOTES.get(found.name, ""),
+        "unit": found.unit,
+        "over": over.get(found.sample, found.sample),
+        "formula": found.formula,
+        "where": "; ".join(f"{symbol}: {known[symbol]}" for symbol in used),
+        "scale": SCALES.get(found.name, ""),
+    }
 
     # A range may only have guide lines, and no limit that warns.
     healthy = found.healthy
@@ -135,9 +129,6 @@ def _lines(found: Metric) -> Iterator[tuple[str, str]]:
         size = f"|{found.name}|" if healthy.absolute else "the value"
         limits = [f"below {healthy.warn_below:g}"] if healthy.warn_below is not None else []
         limits += [f"above {healthy.warn_above:g}"] if healthy.warn_above is not None else []
-        yield "healthy", healthy.ideal
-        if limits:
-            yield "a finding", f"{size} {' or '.join(limits)}"
-        yield "outside", healthy.reason
-        yield "fix", healthy.fix
-    yield "source", found.source
+        finding = f"{size} {' or '.join(limits)}" if limits else ""
+        lines |= {"healthy": healthy.ideal, "a finding": finding, "outside": healthy.reason, "fix": healthy.fix}
+    return {heading: text for heading, text in (lines | {"source": found.source}).items() if text}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HEADLINES: Mapping[str, str] = {
     "rollout_is_mean": "mean weight",
@@ -71,6 +75,11 @@ LABELS: Mapping[str, str] = {
 """What the metrics with a healthy range are called in a sentence."""
 
 
+BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS = 30
+"""Points of a sparkline."""
+
+
 def label(name: str) -> str:
     """A metric in words: its label, or its name without underscores."""
     return LABELS.get(name, name.replace("_", " "))
@@ -92,6 +101,23 @@ def shown_metrics(values: Mapping[str, float], *, diffusion: bool) -> dict[str, 
     named = {_STEP_COUNTS.get(name, name): value for name, value in values.items()}
     kept = (*_STEP_METRICS, *_STEP_COUNTS.values())
     return {name: value for name, value in named.items() if name in kept or name.startswith(_STEP_PREFIXES)}
+
+
+def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, left: int = 0, right: int = 2) -> Table:
+    """Return rows of texts as a table for a terminal, without lines.
+
+    Args:
+        rows: texts of each row, with the markup of rich.
+        headings: of the columns; none for a table without them.
+        left: spaces before each column.
+        right: spaces after it.
+    """
+    from rich.table import Table
+
+    table = Table(*headings, box=None, show_header=bool(headings), padding=(0, right, 0, left), header_style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def format_number(value: float) -> str:
@@ -127,3 +153,11 @@ def format_range(low: float, high: float) -> str:
         return f"{format_number(low)} to {format_number(high)}"
     digits = 1 - math.floor(math.log10(width / 2))
     return f"{format_number(round(low, digits))} to {format_number(round(high, digits))}"
+
+
+def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
+    """Return a curve in block characters between two limits, thinned to `COLUMNS` points."""
+    stride = max(1, -(-len(values) // COLUMNS))
+    span = max(high - low, 1e-12)
+    heights = [(value - low) / span * (len(BLOCKS) - 1) for value in values[::stride]]
+    return "".join(BLOCKS[min(max(round(height), 0), len(BLOCKS) - 1)] for height in heights)

@@ -12,14 +12,13 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.fault_row import Fault
+from rollcorr.diagnostics.fault_row import Case, Fault
 from rollcorr.diagnostics.faults import fault, is_cause, measures, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.refuting_tests import Case
 
 WEAK = 0.5
 """Confidence of a cause without one."""
@@ -198,22 +197,20 @@ def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
     A consequence whose cause is not among the findings stands for itself, and so do those of a circle.
     """
     ordered = sorted(findings, key=lambda finding: finding.severity == "note")
+    by_code = {finding.code: finding for finding in reversed(ordered)}
     below: dict[int, list[Finding]] = {}
-    roots = []
     for finding in ordered:
-        cause = next((one for one in ordered if one.code == finding.follows_from), None)
+        cause = by_code.get(finding.follows_from or "")
 
         # A warning is not hidden under a note.
         hidden = cause is not None and cause.severity == "note" and finding.severity != "note"
-        if cause is None or cause is finding or hidden or _leads_to(finding, cause, ordered):
-            roots.append(finding)
-        else:
-            below.setdefault(id(cause), []).append(finding)
+        stands = cause is None or hidden or _in_circle(finding, cause, by_code)
+        below.setdefault(0 if stands else id(cause), []).append(finding)
 
-    def fold(finding: Finding) -> Folded:
-        return Folded(finding, tuple(fold(consequence) for consequence in below.get(id(finding), ())))
+    def fold(key: int) -> tuple[Folded, ...]:
+        return tuple(Folded(finding, fold(id(finding))) for finding in below.get(key, ()))
 
-    return tuple(fold(root) for root in roots)
+    return fold(0)
 
 
 def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -225,12 +222,10 @@ def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(finding for root in folded(findings) for finding in flat(root))
 
 
-def _leads_to(finding: Finding, cause: Finding, findings: Sequence[Finding]) -> bool:
+def _in_circle(finding: Finding, cause: Finding | None, by_code: Mapping[str, Finding]) -> bool:
     """Return whether the causes of a cause come back to the finding: then neither explains the other."""
-    seen, code = {finding.code}, cause.follows_from
-    while code is not None:
-        if code in seen:
-            return True
-        seen.add(code)
-        code = next((one.follows_from for one in findings if one.code == code), None)
-    return False
+    seen = {finding.code}
+    while cause is not None and cause.code not in seen:
+        seen.add(cause.code)
+        cause = by_code.get(cause.follows_from or "")
+    return cause is not None

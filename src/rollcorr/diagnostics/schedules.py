@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rollcorr.config.documents import load_json
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.log_check.denoising import distinct_values
 from rollcorr.diffusion import check_schedule
 from rollcorr.rollout_log import read_rollout_log
 from rollcorr.run_directory.metrics_file import BadInputError
@@ -24,7 +25,11 @@ def read_schedule(path: Path) -> list[float]:
         RolloutLogError: the log cannot be read.
     """
     if path.is_dir() or path.name.endswith(LOG_SUFFIXES):
-        return _of_log(path)
+        batches = read_rollout_log(path, columns=("sigma", "sigma_next"))
+        sigmas = distinct_values(batches, ("sigma", "sigma_next"))
+        if not sigmas:
+            raise BadInputError(f"{path} records no sigma; `rollcorr train recipe=flow_grpo` writes such logs")
+        return sigmas
     if not path.is_file():
         raise BadInputError(f"{path} does not exist; give a JSON file with a list of sigmas, or a rollout log")
     if path.stat().st_size > MOST_BYTES:
@@ -33,7 +38,7 @@ def read_schedule(path: Path) -> list[float]:
         values = load_json(path.read_bytes())
     except ValueError as error:
         raise BadInputError(f"{path} is no JSON: {error}") from error
-    if not isinstance(values, list) or not values or not all(_is_number(value) for value in values):
+    if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):
         raise BadInputError(f"{path} must hold a list of numbers, such as json.dumps(scheduler.sigmas.tolist())")
     return [float(value) for value in values]
 
@@ -52,19 +57,3 @@ def compare_schedules(rollout: Sequence[float], trainer: Sequence[float], *, tol
         reason, _, fix = str(error).partition("; ")
         return Finding(code="schedule_differs", title="the schedules differ", reason=reason, fix=fix, severity="error")
     return None
-
-
-def _of_log(path: Path) -> list[float]:
-    seen: set[float] = set()
-    for batch in read_rollout_log(path, columns=("sigma", "sigma_next")):
-        for column in ("sigma", "sigma_next"):
-            if batch.has(column):
-                values = batch.packed(column)
-                seen.update(values[values.isfinite()].unique().tolist())
-    if not seen:
-        raise BadInputError(f"{path} records no sigma; `rollcorr train recipe=flow_grpo` writes such logs")
-    return sorted(seen, reverse=True)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

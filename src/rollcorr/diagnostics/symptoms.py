@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollcorr.diagnostics.fault_row import Fault
-from rollcorr.diagnostics.refuting_tests import in_excess_at_start
+from rollcorr.diagnostics.fault_row import Fault, in_excess_at_start
 
 SYNC = (
     "check the weight sync: every parameter (output head, tied and renamed ones, adapters), its version at the time of "

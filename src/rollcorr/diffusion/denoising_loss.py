@@ -197,7 +197,10 @@ def _clipped_advantages(config: DiffusionActorConfig, data: Batch) -> Tensor:
 def _reference_kl(
     config: DiffusionActorConfig, model_output: Batch, data: Batch, whole: Denominators
 ) -> tuple[Tensor | None, Statistics]:
-    """Compute kl_coef · mean over all steps of mean_D (m − m_ref)² / 2s², if the reference's means are in the batch."""
+    """Compute kl_coef · mean over all steps of mean_D (m − m_ref)² / 2s², and statistics of this KL.
+
+    With `kl_coef` 0 the first is None, and the statistics are empty unless the batch has the reference's means.
+    """
     device = model_output["log_probs"].device
     if not config.kl_coef and ("ref_prev_sample_mean" not in data or "prev_sample_mean" not in model_output):
         return None, Statistics.of(device=device)

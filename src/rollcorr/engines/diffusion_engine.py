@@ -125,14 +125,14 @@ def build_rollout(
     """Check the trajectories of an answer and return them.
 
     Args:
-        settings: with the trainer's schedule.
+        settings: settings that contain the trainer's schedule.
         windows: (B, W) step numbers.
         latents: x before each step of a row's window and after its last, (W + 1, …) each.
         log_probs: log μ of the window's steps, averaged over D, (B, W).
-        following: x after each step, (W, …) each; optional, only for windows with holes.
+        following: x after each step, (W, …) each; optional, only for windows that skip steps.
         means: m of the window's steps, (B, W, …); optional.
         final: x at σ = 0, (B, …); optional.
-        version: of the weights.
+        version: version of the weights.
 
     Raises:
         EngineAnswerError: a shape or number is invalid, or log-probs are no averages of the step's log-density.

@@ -18,7 +18,7 @@ def row_seed(seed: int, *names: int | str) -> int:
     """Compute a 63-bit seed from a seed and any names: half of the first 8 bytes of BLAKE2b("seed/name/…").
 
     Args:
-        seed: of the run, or of a step.
+        seed: seed of the run, or of a step.
         names: the index of a row, so that equal prompts get different draws; or a purpose and a step.
     """
     digest = hashlib.blake2b("/".join(map(str, (seed, *names))).encode(), digest_size=8).digest()

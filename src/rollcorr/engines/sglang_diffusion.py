@@ -101,8 +101,8 @@ def read_rollouts(
     Args:
         answers: lists of one response.
         windows: the requested step numbers, (B, W).
-        settings: of the request.
-        version: of the weights.
+        settings: settings of the request.
+        version: version of the weights.
 
     Raises:
         EngineAnswerError: a field is missing, or does not fit the request.

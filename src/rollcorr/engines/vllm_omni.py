@@ -102,8 +102,8 @@ def read_outputs(
         outputs: with `trajectory_latents` (1, W + 1, …), `trajectory_timesteps` and `trajectory_log_probs` (1, W); the
             leading 1 is optional.
         windows: the requested step numbers, (B, W).
-        settings: of the request.
-        version: of the weights.
+        settings: settings of the request.
+        version: version of the weights.
 
     Raises:
         EngineAnswerError: an output is missing or failed, lacks a field, or its timesteps differ from the schedule.
@@ -117,7 +117,7 @@ def read_outputs(
             latents, times = output.trajectory_latents, output.trajectory_timesteps.reshape(-1)
             rows.append((latents[0] if len(latents) == 1 else latents, times.float(), log_probs))
 
-    # Steps between other σ have other densities.
+    # With a different σ, a step would have a different density.
     wanted = 1000 * torch.tensor(settings.sigmas, dtype=torch.float32, device="cpu")[windows]
     if len(rows) != len(windows):
         raise EngineAnswerError(f"{len(rows)} outputs for {len(windows)} prompts")

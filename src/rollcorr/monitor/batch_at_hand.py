@@ -17,7 +17,7 @@ from rollcorr.monitor.rollout_sample import CollectedRollouts, HostRows, Rollout
 if TYPE_CHECKING:
     from rollcorr.diagnostics import MismatchNull
 
-# Rows of a step that are analyzed, and tokens of a micro-batch, padding included; one row at least.
+# Largest number of rows of a step to analyze, and of tokens (with padding) of one micro-batch; one row at least.
 MOST_ROWS, MOST_TOKENS = 256, 1 << 17
 
 

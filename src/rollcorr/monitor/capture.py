@@ -63,7 +63,7 @@ class RolloutCapture:
         self._writer: RunWriter | None = None
         self._has_failed = False
 
-        # Count from here, before any rank writes, so that all ranks count alike.
+        # Read the last step now, before any rank writes, so that all ranks begin with the same number.
         self._first_step = self._ring.last_step() + 1
         self._begin_step()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollcorr.monitor")
 
-# Fresh steps after which the null is made of what there is.
+# Number of fresh steps after which the null is made, even if it has few tokens.
 MOST_STEPS = 20
 
 
@@ -89,7 +89,7 @@ class OwnNull:
             logger.warning("%s are not used as a null: %s", name, problems[0])
             return
 
-        # A measurement may have come first, and it is known to be right.
+        # Keep a null of `add_measurement`, if there is one: its weights are known to be equal.
         if self.null is None:
             self.null, self._is_vetted = null, not (null.unvetted or null.doubted)
             self._publish()
@@ -127,7 +127,7 @@ class OwnNull:
         if null is None:
             return
 
-        # A sync must leave the mismatch of the first steps as it is.
+        # If the weights of the first steps were equal, a sync does not reduce their mismatch much.
         if probe is not None and null.kind == "first steps":
             agrees = null.profile.k3 < STALE * max(probe.synced_k3, ROUNDING)
             self._is_vetted = agrees and (self._is_vetted or probe.cause == "noise")

@@ -147,15 +147,14 @@ class Monitor:
         self._on_alarm = (on_alarm,) if callable(on_alarm) else tuple(on_alarm)
         given, noise = None, None
         if self.directory.null.exists():
-            from rollcorr.diagnostics.null.run_null import noise_of, null_beside  # it needs Arrow
+            from rollcorr.diagnostics.null.run_null import noise_beside, null_beside  # it needs Arrow
 
-            given = null_beside(self.directory.path)
-            noise = None if given is None else noise_of(given)
+            given, noise = null_beside(self.directory.path), noise_beside(self.directory.path)
         self._null = OwnNull(
             None if self.directory.null.exists() else self.directory.null, given, from_first_steps=null_steps == "auto"
         )
 
-        # One rank analyzes rows, which must be whole: slices of a context group are not joined for that.
+        # One rank analyzes rows. It needs complete rows, so there is no analysis with a context group's slices.
         self._analyzes = self._writes and self._exchange.context_ranks == 1 and find_spec("pyarrow") is not None
         self._unexplained: list[Finding] = []
         self.sampling = sampling

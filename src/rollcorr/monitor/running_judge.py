@@ -18,6 +18,7 @@ from typing import NamedTuple
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.finding import Finding
 from rollcorr.correction.correction_checks import MISMATCH
+from rollcorr.diagnostics.health.diffusion_rules import rises_of_pictures
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
 from rollcorr.diagnostics.health.health_check import (
     EXIT_CODES,
@@ -86,7 +87,7 @@ class RunningJudge:
         self._broken: deque[list[str]] = deque(maxlen=RECENT_STEPS)
         self._null = null
         self._watch = SeriesWatch()
-        self._differed = False
+        self._differed = self._diffusion = False
         self._first: list[tuple[int, dict[str, float]]] = []
         self._counted: Counter[str] = Counter()
         self._alarms: dict[AlarmKey, Finding] = {}
@@ -117,6 +118,7 @@ class RunningJudge:
             changes=self._watch.changes,
             noise=self._null,
             sampling=self.sampling,
+            diffusion=self._diffusion,
         )
         return unjudged(evidence, counted=self._counted)[1]
 
@@ -143,6 +145,7 @@ class RunningJudge:
             self._watch.add(step, bare)
             self._null = _own_noise(bare) or self._null
             self._differed = self._differed or any(bare.get(name) for name in COMPARISON)
+            self._diffusion = self._diffusion or "kl_joint" in bare
             if len(self._first) < 2 * FIRST_STEPS:
                 self._first.append((step, bare))
             self._counted.update({name: bare[name] for name in COUNTS if name in bare})
@@ -159,12 +162,13 @@ class RunningJudge:
         warnings = _foreign_rows(bare)
         if "token_count" in bare:
             self.remember(step, bare)
-            history = list(self._history)
+            history, changes = list(self._history), self._watch.changes
             evidence = Evidence(
                 current=RecentMedians(history),
                 history=history,
                 config=config,
-                changes=self._watch.changes,
+                changes=rises_of_pictures(history, changes) if self._diffusion else changes,
+                diffusion=self._diffusion,
                 noise=self._null,
                 differed=self._differed,
                 first=self._first[0] if self._first else None,
@@ -252,7 +256,7 @@ def alarm_text(step: int, finding: Finding) -> str:
     """
     numbers = [] if finding.value is None else [f"{finding.value:.4g}"]
     if finding.limit:
-        numbers.append(f"healthy: {finding.limit}")
+        numbers.append(f"limit {finding.limit}")
     shown = f" ({', '.join(numbers)})" if numbers else ""
     reason = f". Cause: {finding.reason}" if finding.reason else ""
     fix = f". Fix: {finding.fix}" if finding.fix else ""

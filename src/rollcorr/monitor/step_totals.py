@@ -45,7 +45,7 @@ from rollcorr.correction.process_groups import (
     reads_host_memory,
 )
 from rollcorr.diagnostics.health.evidence import bare_metrics
-from rollcorr.diagnostics.health.step_gaps import FIRST
+from rollcorr.diagnostics.health.weight_sync_rules import FIRST
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -56,7 +56,7 @@ class JsonlSource(LogSource):
         Raises:
             RolloutLogError: the object contradicts the layout of its framework.
         """
-        # This library's version is text. Only rows without one can come from a different framework.
+        # In this library's logs the schema version is a string. Any other row may come from a framework.
         version = value.get(VERSION_FIELD)
         known = None if isinstance(version, str) else recognize(value, form="JSONL")
         if known is None and not self.names:

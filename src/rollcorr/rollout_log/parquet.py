@@ -21,13 +21,13 @@ from rollcorr.rollout_log.source import BatchLimits, LogSource, Shard
 
 # Bytes that a column reads ahead. Without it, or with Arrow's pre-buffering, a complete row group is in memory.
 _READ_BUFFER_BYTES = 1 << 16
-# Ids of kept sets with about the memory of one token and its log-probs, when both are read.
+# This many ids of kept sets need about as much memory as one token with its log-probs.
 _KEPT_IDS_PER_TOKEN = 8
 # Values of all columns together that are read at once. Arrow needs up to 14 bytes for each while it decodes.
 _MAX_BATCH_VALUES = 1 << 24
 # Bytes of text that the rows read at once may have, if each repeats the largest page of texts.
 _MAX_BATCH_TEXT_BYTES = 1 << 26
-# Most leaf columns of the file that the columns of the schema may consist of. This library's files have 39.
+# Largest number of leaf columns of a file that belong to the schema's columns. This library's files have 39.
 _MAX_LEAVES = 256
 _MAX_VALUE_BYTES = 16
 _Leaves = list[tuple[int, Any, str]]

@@ -90,6 +90,13 @@ _COLUMNS = (
     Column("sigma_next", "list<float32>", "noise level", "token", "σ after the step"),
     Column("step_std", "list<float32>", "latent", "token", "s of the step, the same for both policies"),
     Column("exact_kl", "list<float32>", "nats", "token", "‖m_old − m_rollout‖² / 2s² over all D"),
+    Column(
+        "predictions",
+        "string",
+        "JPEG, base64",
+        "sequence",
+        "decoded x̂₀, a column for each step: the sampler's in the upper row, the trainer's in the lower one",
+    ),
     Column("mean_distance", "list<float32>", "latent²", "token", "‖m_old − m_rollout‖², in place of exact_kl"),
 )
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
@@ -206,12 +213,10 @@ def check_version(version: object, *, file: str, row: int | None = None) -> None
 
 
 def conform(records: pa.RecordBatch, *, file: str | None = None, first_row: int = 0) -> pa.RecordBatch:
-    """Convert the columns of a foreign file to the types of the schema; drop columns that it does not contain.
+    """Convert the columns of a foreign file to the types of the schema, and drop columns that the schema lacks.
 
-    The user's own columns are unchanged.
-
-    float64 and float16 become float32, large or fixed-size lists become lists, integers become text in identifiers and
-    flags in masks, and null inside a list of floats becomes NaN.
+    The user's own columns (`x_…`) stay unchanged. float64 and float16 become float32; large or fixed-size lists become
+    lists; integers become text (identifier columns) or booleans (mask columns); null in a list of floats becomes NaN.
 
     Raises:
         RolloutLogError: a column cannot be converted, or has null inside a list of integers, flags or spans.

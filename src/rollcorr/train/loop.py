@@ -52,7 +52,7 @@ from rollcorr.train.steps import SamplingCopy
 from rollcorr.train.stop_requests import StopNow, StopRequests
 
 if TYPE_CHECKING:
-    from rollcorr.diagnostics import MismatchNull
+    from rollcorr.diagnostics import MismatchNull, PictureNull
 
 Evaluation = Mapping[str, float]
 
@@ -63,7 +63,8 @@ ENGINE_OPTIONS = ("rollout.engine", "rollout.dtype")
 """Options under which stored weights of an engine cannot be taken over, once they change."""
 
 NULL_OPTIONS = (
-    "actor", "device", "log.null", "rollout.dtype", "rollout.engine", "rollout.max_new_tokens", "rollout.sampling"
+    "actor", "device", "log.null", "rollout.dtype", "rollout.engine", "rollout.guidance_scale",
+    "rollout.max_new_tokens", "rollout.noise_level", "rollout.num_steps", "rollout.sampling"
 )  # fmt: skip
 """Options of which a null is one; it is measured anew once they change."""
 
@@ -111,8 +112,8 @@ class Recipe(Protocol):
         interrupts this method at once, like a killed process. So it must not write into the run's directory.
 
         Args:
-            config: of the run.
-            directory: of the run.
+            config: the run's configuration.
+            directory: the run's directory.
             checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
 
@@ -133,7 +134,7 @@ class Recipe(Protocol):
         """
         return None
 
-    def measure_null(self) -> MismatchNull | None:
+    def measure_null(self) -> MismatchNull | PictureNull | None:
         """Measure the mismatch of sampler and trainer while both have the weights of `build`.
 
         Optional: returns None if not measured. A request to stop interrupts this method at once. The
@@ -212,8 +213,8 @@ def run_recipe(
         EngineError: the engine failed before the first step, or after the last.
         OSError: the directory cannot be written.
     """
-    # Each process of a launcher would train the same run, and write over the others' record.
-    # Without SLURM_PROCID, a shell of SLURM counts tasks that are not started.
+    # Every process of a launcher would train the same run, and overwrite its files.
+    # In an interactive SLURM shell the number of tasks is set, but no task is started: then SLURM_PROCID is missing.
     slurm = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if "SLURM_PROCID" in os.environ else ()
     launched = next((name for name in ("WORLD_SIZE", *slurm) if name in os.environ), "")
     world = os.environ.get(launched, "1")
@@ -365,8 +366,7 @@ class _Run:
         except BadInputError as error:
             self.say(f"{self.directory.null.name} was not measured: {error}")
         else:
-            tokens, k3 = null.profile.tokens, null.profile.k3
-            self.say(f"{self.directory.null.name}: k3 {k3:.2g} per token with equal weights, over {tokens:,} tokens")
+            self.say(f"{self.directory.null.name}: {null.in_words}")
 
     def _measure_initial_quality(self) -> None:
         """Measure the quality before the first step; the checkpoints store it."""

@@ -58,7 +58,7 @@ def train(config: RunConfig, *, console: Console | None = None, sinks: str | Seq
     """Run a training configuration; see `rollcorr.train.loop.run_recipe` for arguments and errors.
 
     Args:
-        config: of the run, from `load_config`.
+        config: the run's configuration, from `load_config`.
         console: where to show progress.
         sinks: metric sinks in addition to `config.log`: names such as "wandb", or objects.
 

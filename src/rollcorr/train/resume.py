@@ -100,7 +100,7 @@ def finished_summary(directory: RunDirectory, *, step: int, steps: int) -> dict[
 
     Args:
         directory: the run's directory.
-        step: of the newest checkpoint.
+        step: step of the newest checkpoint.
         steps: total steps of the run.
     """
     if step < steps:

@@ -44,7 +44,7 @@ def derived_generator(seed: int, purpose: str, step: int = 0) -> torch.Generator
     """Return a CPU generator seeded by `derived_seed`.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         purpose: name of the random stream; each purpose gets different numbers.
         step: number of the step.
     """
@@ -114,8 +114,8 @@ def refresh_weights(copy: SamplingCopy, model: nn.Module, step: int, *, every: i
     return version - copy.weight_version
 
 
-def token_staleness(rollout: Rollout, step: int) -> tuple[float, int]:
-    """Compute the age in versions of the weights that sampled the response tokens of a step.
+def token_lags(rollout: Rollout, step: int) -> Tensor | None:
+    """Compute the age in versions of the weights behind each response token of a step, (B, T); 0 on padding.
 
     Uses the engine's version per token if reported, else the version of the rollout's `SamplingSpec`.
 
@@ -124,28 +124,31 @@ def token_staleness(rollout: Rollout, step: int) -> tuple[float, int]:
         step: the training step; its policy has version `step` − 1.
 
     Returns:
-        Mean and maximum over response tokens; 0 without a token. NaN and 0 if no version is known.
+        The lags, int64; None if no version is known.
 
     Raises:
         EngineAnswerError: a token's version is newer than the policy.
     """
-    newest, tokens = step - 1, int(rollout.tokens.response_mask.sum())
-    if rollout.policy_versions is not None:
-        versions = rollout.policy_versions[rollout.tokens.response_mask].cpu()
-    elif rollout.sampling.policy_version is not None:
-        versions = torch.full((tokens,), rollout.sampling.policy_version, device="cpu")
-    else:
-        return math.nan, 0
-    if not len(versions):
-        return 0.0, 0
-
-    ages = newest - versions
-    if int(ages.min()) < 0:
+    newest = step - 1
+    of_token, of_batch = rollout.policy_versions, rollout.sampling.policy_version
+    version = of_batch if of_token is None else of_token
+    if version is None:
+        return None
+    lags = torch.where(rollout.tokens.response_mask, newest - version, 0)
+    if bool((lags < 0).any()):
         raise EngineAnswerError(
-            f"step {step} was sampled by version {int(versions.max())}, and the policy is at version {newest}: the "
-            "engine serves another run as well, or names its weights wrongly. Give each run an engine of its own"
+            f"step {step} was sampled by version {newest - int(lags.min())}, and the policy is at version {newest}: "
+            "the engine serves another run as well, or names its weights wrongly. Give each run an engine of its own"
         )
-    return float(ages.double().mean()), int(ages.max())
+    return lags
+
+
+def token_staleness(lags: Tensor | None, response_mask: Tensor) -> tuple[float, int]:
+    """Compute mean and maximum of `token_lags` over response tokens; NaN and 0 if no version is known."""
+    if lags is None:
+        return math.nan, 0
+    tokens = int(response_mask.sum())
+    return (float(lags.double().sum()) / tokens, int(lags.max())) if tokens else (0.0, 0)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
@@ -191,9 +194,9 @@ def fit(
         model: the trained model; in evaluation mode afterwards.
         loss_of_step: callback that returns the loss of step 0, 1, …
         steps: number of AdamW steps at most.
-        learning_rate: its peak, which the cosine keeps slightly below this.
+        learning_rate: the first factor. The peak of the product is slightly lower, because of the cosine.
         rise: steps of the linear rise, at least 1.
-        betas: of AdamW.
+        betas: the betas of AdamW.
         after_step: callback with the number of steps done and the loss; true ends the training.
 
     Returns:

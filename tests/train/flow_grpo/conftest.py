@@ -30,6 +30,7 @@ MICRO_RUN = (
     "checkpoint.every=0",
     "log.tensorboard=false",
     "log.evaluate=0",
+    "log.null=0",
 )
 
 

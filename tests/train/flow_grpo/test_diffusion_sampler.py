@@ -45,6 +45,8 @@ def test_only_the_steps_of_the_window_are_noisy(sampler):
             g = 0.7 * math.sqrt(sigma / (1 - sigma))
             dt = sigma_next - sigma
             mean = x * (1 + g**2 * dt / (2 * sigma)) + v * (1 + g**2 * (1 - sigma) / (2 * sigma)) * dt
+            clean = sampler.schedule.predicted_clean(mean, x, torch.full((4,), number))
+            torch.testing.assert_close(clean, x - sigma * v, rtol=1e-4, atol=1e-4)
             s = g * math.sqrt(-dt)
             torch.testing.assert_close(path.data["prev_sample_mean"][:, number - 1], mean, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(path.data["std"][:, number - 1], torch.full((4,), s), rtol=1e-5, atol=0)

@@ -1,5 +1,6 @@
 """Wan, Stable Diffusion 1.5 and families of your own: log-probs against diffusers' schedulers, and training."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -117,6 +118,12 @@ def test_ddim_steps_equal_those_of_diffusers(predicts, clip):
         mine, deviation = made.moments(prediction, x, torch.tensor([number]))
         torch.testing.assert_close(mine, mean, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(deviation[0], std, rtol=1e-5, atol=1e-7)
+
+        # Without clipping, the mean gives back what the model predicted.
+        plain, at = dataclasses.replace(made, clip=None), torch.tensor([number])
+        clean = plain.predicted_clean(plain.moments(prediction, x, at)[0], x, at)
+        expected = ddim.step(prediction, int(ddim.timesteps[number]), x).pred_original_sample
+        torch.testing.assert_close(clean.clamp(-1, 1) if clip else clean, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ class CandidateTotals:
             self.rows + later.rows,
             self.tokens + later.tokens,
             self.square + later.square,
-            _merged(self.sums, later.sums),
-            _merged(self.coefficients, later.coefficients),
+            added(self.sums, later.sums),
+            added(self.coefficients, later.coefficients),
             self.advantages and later.advantages,
         )
 
@@ -266,7 +266,7 @@ def advantages_of(batch: RolloutBatch, valid: NDArray[np.bool_]) -> tuple[Sums, 
     return np.where(valid & finite, recorded, 0.0), bool(finite[valid].all())
 
 
-def _merged(one: Mapping[str, Sums], other: Mapping[str, Sums]) -> dict[str, Sums]:
+def added(one: Mapping[str, Sums], other: Mapping[str, Sums]) -> dict[str, Sums]:
     """Add arrays by name; one of both may be empty."""
     both = one.keys() & other.keys()
     return {**one, **other, **{name: one[name] + other[name] for name in both}}

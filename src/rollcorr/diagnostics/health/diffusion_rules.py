@@ -15,7 +15,7 @@ from statistics import median
 from rollcorr.config.finding import Finding
 from rollcorr.core.health_ranges import HealthyRange
 from rollcorr.diagnostics.faults import fault
-from rollcorr.diagnostics.health.evidence import RECENT_STEPS, Evidence
+from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.noise import RANGE_Z
 from rollcorr.diagnostics.health.trend import Change
 
@@ -103,33 +103,30 @@ def rises_of_pictures(
         changes: metric → its latest lasting rise.
     """
     rises = {name: change for name, change in changes.items() if name == "exact_kl_mean"}
+    values = _by_timestep(history).values()
+    grown = [median(one[-2:]) / max(median(one[:2]), LEAST) for one in values if len(one) >= FEWEST_VALUES]
+    return {} if grown and median(grown) < RISE_BY_TIMESTEP else rises
+
+
+def _by_timestep(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, list[float]]:
+    """Timestep, as in the name of its metric → |Δ log p| of each step that measured it."""
     values: dict[str, list[float]] = {}
     for _, metrics in history:
         for name in metrics:
             if name.startswith(BY_TIMESTEP):
-                values.setdefault(name, []).append(metrics[name])
-    grown = [median(one[-2:]) / max(median(one[:2]), LEAST) for one in values.values() if len(one) >= FEWEST_VALUES]
-    return {} if grown and median(grown) < RISE_BY_TIMESTEP else rises
+                values.setdefault(name.removeprefix(BY_TIMESTEP), []).append(metrics[name])
+    return values
 
 
 def step_divergence(evidence: Evidence) -> Finding | None:
     """The exact KL of a step is above 0.1 nats; without the means, the mean of −J is. A null judges it."""
     exact = evidence.get("exact_kl_mean")
     name = "kl_joint" if math.isnan(exact) else "exact_kl_mean"
-    value = evidence.get(name)
 
     # −J is noisy around the KL. k3 of J is never negative, so both must say it.
     if name == "kl_joint" and not evidence.get("k3_kl_joint") > KL_WARNS:
         return None
-    if not value > KL_WARNS:
-        return None
-    return replace(
-        fault("step_divergence").finding,
-        metric=name,
-        value=value,
-        severity="note",
-        **evidence.when(name, lambda value: value > KL_WARNS),
-    )
+    return fault("step_divergence").above(evidence, name, KL_WARNS, severity="note")
 
 
 def densities_contradict_means(evidence: Evidence) -> Finding | None:
@@ -164,44 +161,41 @@ def one_sided_gradients(evidence: Evidence) -> Finding | None:
     """The clip zeroes far more of the gradients of one sign of the advantage: what is learned is lopsided."""
     negative, positive = evidence.get(NEGATIVE), evidence.get(POSITIVE)
     gap = abs(negative - positive)
+    name, side = (NEGATIVE, "negative") if negative > positive else (POSITIVE, "positive")
     if not gap > ONE_SIDED:
         return None
-    name, side = (NEGATIVE, "negative") if negative > positive else (POSITIVE, "positive")
-    return replace(
-        fault("one_sided_gradients").finding,
-        metric=name,
+    return fault("one_sided_gradients").above(
+        evidence,
+        name,
+        ONE_SIDED,
         title=f"most gradients of {side} advantages are zeroed",
-        value=max(negative, positive),
         limit=f"within {ONE_SIDED:g} of the other sign's share, {min(negative, positive):.3g}",
         fix=f"use loss_mode=grpo_guard, which centers the ratios{evidence.or_leave_bypass}; then " + _CLOSER,
         evidence={"zeroed_negative": negative, "zeroed_positive": positive},
-        **evidence.when(name, lambda value: value > ONE_SIDED),
     )
 
 
 def growth_by_timestep(evidence: Evidence) -> Finding | None:
     """|Δ log p| of a timestep has grown to several times its start: the two sides drift apart there."""
-    grown = {}
-    for name in {name for _, metrics in evidence.history for name in metrics if name.startswith(BY_TIMESTEP)}:
-        values = [value for _, value in evidence.series(name)]
-        if len(values) >= 2 * FIRST_STEPS:
-            start, now = median(values[:FIRST_STEPS]), median(values[-min(FIRST_STEPS, RECENT_STEPS) :])
-            if start > 0 and now > GROWTH * start:
-                grown[name] = now / start
+    ends = {
+        time: (median(values[:FIRST_STEPS]), median(values[-FIRST_STEPS:]))
+        for time, values in _by_timestep(evidence.history).items()
+        if len(values) >= 2 * FIRST_STEPS
+    }
+    grown = {time: now / start for time, (start, now) in ends.items() if start > 0 and now > GROWTH * start}
     if not grown:
         return None
 
-    worst = max(grown, key=lambda name: grown[name])
-    times = sorted((name.removeprefix(BY_TIMESTEP) for name in grown), key=float, reverse=True)
-    start = median([value for _, value in evidence.series(worst)][:FIRST_STEPS])
+    worst, times = max(grown, key=lambda time: grown[time]), sorted(grown, key=float, reverse=True)
+    metric = f"{BY_TIMESTEP}{worst}"
     return replace(
         fault("growth_by_timestep").finding,
-        metric=worst,
+        metric=metric,
         title=f"the mismatch has grown at timestep{'s' * (len(times) > 1)} {', '.join(times)}",
         value=grown[worst],
         limit=f"at most {GROWTH:g} times its first {FIRST_STEPS} values",
-        evidence={f"t_{name.removeprefix(BY_TIMESTEP)}": ratio for name, ratio in sorted(grown.items())},
-        **evidence.when(worst, lambda value: value > GROWTH * start),
+        evidence={f"t_{time}": ratio for time, ratio in sorted(grown.items())},
+        **evidence.when(metric, lambda value: value > GROWTH * ends[worst][0]),
     )
 
 

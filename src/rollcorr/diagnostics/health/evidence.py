@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 from rollcorr.config import Level, RolloutCorrectionConfig
+from rollcorr.config.finding import Severity
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.trend import AGE, Change, SeriesWatch
 from rollcorr.run_directory.metrics_file import StepStore
@@ -30,13 +31,6 @@ LEAST_K3 = 1e-9
 Metrics = Mapping[str, Any]
 
 _PREFIXES = ("actor/rollout_corr/", "rollout_corr/", "mismatch/mismatch_", "mismatch/")
-
-
-class When(TypedDict):
-    """The fields of a finding that tell when it showed."""
-
-    first_step: int | None
-    steps: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +73,11 @@ class Evidence:
         return self.config is None or self.config.weights_reach_loss
 
     @property
+    def severity_of_weights(self) -> Severity:
+        """A limit on weights warns where they reach the loss."""
+        return "warning" if self.weights_in_force else "note"
+
+    @property
     def sequences_in_force(self) -> bool:
         """Whether weights of whole sequences reach the loss."""
         return self.level == "sequence" and self.weights_in_force
@@ -117,10 +116,7 @@ class Evidence:
     @property
     def null_k3(self) -> float:
         """k3 of the null, nats, at least that of rounding; NaN without a null."""
-        noise = self.noise
-        if noise is None:
-            return math.nan
-        return max(noise.sigma**2 / 2 if noise.k3 is None else noise.k3, LEAST_K3)
+        return math.nan if self.noise is None else max(self.noise.mean_k3, LEAST_K3)
 
     @property
     def start_k3(self) -> float:
@@ -158,8 +154,8 @@ class Evidence:
         recent_steps = self.history[-RECENT_STEPS:] or [(0, self.current)]
         return [metrics[name] for _, metrics in recent_steps if name in metrics]
 
-    def when(self, name: str, breaks: Callable[[float], bool]) -> When:
-        """When the metric first broke a rule, and in how many steps."""
+    def when(self, name: str, breaks: Callable[[float], bool]) -> dict[str, Any]:
+        """When the metric first broke a rule, and in how many steps: fields of a finding."""
         if not self.history:
             return {"first_step": None, "steps": None}
         broken = [step for step, value in self.series(name) if breaks(value)]
@@ -168,11 +164,11 @@ class Evidence:
 
 def bare_metrics(metrics: Metrics) -> dict[str, float]:
     """Metrics by bare name: prefixes cut, NaN and what is not a number left out."""
-    bare = {}
-    for key, value in metrics.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
-            bare[_bare_name(key)] = float(value)
-    return bare
+    return {
+        _bare_name(key): float(value)
+        for key, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    }
 
 
 @lru_cache(maxsize=4096)

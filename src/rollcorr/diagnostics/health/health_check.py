@@ -110,6 +110,12 @@ class HealthReport(HasFindings):
     expected_from: str = ""
     diffusion: bool = False
 
+    def _repr_html_(self) -> str:
+        """Return the verdict for a notebook."""
+        from rollcorr.diagnostics.notebook import verdict_html
+
+        return verdict_html(self)
+
     @property
     def causes(self) -> tuple[Folded, ...]:
         """The findings with what follows from them folded under them, warnings first."""
@@ -315,13 +321,11 @@ def ages_in_words(ages: Iterable[float]) -> str:
 
 def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
     """What the headline numbers would be from noise alone, the ranges of signed ones, and what noise that is."""
-    if evidence.diffusion:
-        exact = evidence.get("exact_kl_mean")
-        if math.isnan(exact):
-            return {}, {}, ""
+    exact = evidence.get("exact_kl_mean")
+    if evidence.diffusion and not math.isnan(exact):
         words = f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
         return expected_at(exact), range_at(exact, evidence.get("token_count")), words
-    noise = evidence.noise or _own_noise(evidence)
+    noise = None if evidence.diffusion else evidence.noise or _own_noise(evidence)
     if noise is None:
         return {}, {}, ""
     words = f"noise of {format_number(noise.sigma)} nats per token, {noise.source}"
@@ -429,9 +433,8 @@ def _in_force(name: str, evidence: Evidence) -> bool:
 
 
 def _where(limits: HealthyRange, value: float) -> str:
-    if limits.absolute:
-        return "too far from 0"
-    return "too low" if limits.warn_below is not None and value < limits.warn_below else "too high"
+    low = limits.warn_below is not None and value < limits.warn_below
+    return "too far from 0" if limits.absolute else f"too {'low' if low else 'high'}"
 
 
 def _breached(limits: HealthyRange, value: float) -> float | None:

@@ -49,6 +49,11 @@ class Noise:
     is_null: bool = False
     unusable: str = ""
 
+    @property
+    def mean_k3(self) -> float:
+        """k3 per token, nats: as measured, else σ²/2."""
+        return self.sigma**2 / 2 if self.k3 is None else self.k3
+
 
 @dataclass(frozen=True)
 class _Normal:
@@ -100,7 +105,7 @@ def expected_from_noise(
         return {}
     rows, tokens = metrics.get("sequence_count", 0.0), metrics.get("token_count", 0.0)
     length = tokens / rows if rows > 0 and tokens > 0 else None
-    k3 = sigma**2 / 2 if noise.k3 is None else noise.k3
+    k3 = noise.mean_k3
 
     expected = {
         "kl": k3,
@@ -131,7 +136,7 @@ def ranges_from_noise(noise: Noise, metrics: Mapping[str, float]) -> dict[str, t
     sigma, tokens = noise.sigma, metrics.get("token_count", 0.0)
     if not (0 < sigma < 10 and tokens > 0):
         return {}
-    k3 = sigma**2 / 2 if noise.k3 is None else noise.k3
+    k3 = noise.mean_k3
     token = _Normal(-(sigma**2) / 2, sigma)
 
     # −d of a token is normal, and so is its mean. exp(2 d) of a token, exp(2 S) and exp(−G) of a sequence are
@@ -212,16 +217,14 @@ def _of_weights(sigma: float, length: float | None, config: RolloutCorrectionCon
 
 def _of_rejection(sigma: float, length: float | None, config: RolloutCorrectionConfig) -> Iterator[tuple[str, float]]:
     """The share that each criterion, and the veto, reject."""
-    by_tokens, by_sequences = [], []
+    rejected: list[tuple[float, float]] = []  # of the tokens, and of the sequences
     for criterion in config.criteria:
-        share = _rejected(sigma, length, criterion)
-        if share is None:
+        share = touched = _rejected(sigma, length, criterion)
+        if share is None or touched is None:
             continue
-        by_tokens.append(share)
-        touched = share
         if criterion.scope == "token" and length is not None:
             touched = 1 - (1 - share) ** length
-        by_sequences.append(touched)
+        rejected.append((share, touched))
         yield f"rollout_rs_{criterion.name}_masked_fraction", share
         yield f"rollout_rs_{criterion.name}_seq_masked_fraction", touched
 
@@ -231,13 +234,12 @@ def _of_rejection(sigma: float, length: float | None, config: RolloutCorrectionC
         if length is not None:
             vetoed = 1 - (1 - token) ** length
             yield "rollout_is_veto_fraction", vetoed
-            by_tokens.append(vetoed)
-            by_sequences.append(vetoed)
+            rejected.append((vetoed, vetoed))
 
     # Several criteria are taken for independent of each other.
-    if len(by_tokens) >= len(config.criteria):
-        yield "rollout_rs_masked_fraction", 1 - math.prod(1 - share for share in by_tokens)
-        yield "rollout_rs_seq_masked_fraction", 1 - math.prod(1 - share for share in by_sequences)
+    if len(rejected) >= len(config.criteria):
+        yield "rollout_rs_masked_fraction", 1 - math.prod(1 - share for share, _ in rejected)
+        yield "rollout_rs_seq_masked_fraction", 1 - math.prod(1 - touched for _, touched in rejected)
 
 
 def _rejected(sigma: float, length: float | None, criterion: Criterion) -> float | None:

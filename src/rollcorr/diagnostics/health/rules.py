@@ -14,11 +14,15 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-from rollcorr.config.finding import Finding, Severity
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
-from rollcorr.diagnostics.health.step_gaps import loss_pass_differs
-from rollcorr.diagnostics.health.weight_sync_rules import above_null, lasting_rise, token_share_rose
+from rollcorr.diagnostics.health.weight_sync_rules import (
+    above_null,
+    lasting_rise,
+    loss_pass_differs,
+    token_share_rose,
+)
 from rollcorr.diagnostics.numbers import format_number
 
 SAFETY_BOUND = 20.0
@@ -70,70 +74,60 @@ def identical_policies(evidence: Evidence) -> Finding | None:
         reason = f"{evidence.noise.source} shows two computations that differ, so one side is a copy of the other here"
     elif earlier:
         reason = "they differed in earlier steps: unless the weights arrive at once since then, one side is now a copy"
-    return replace(
-        fault("identical_policies").finding,
-        metric=names[0],
+    return fault("identical_policies").broken(
+        evidence,
+        names[0],
+        lambda value: value == 0,
         value=0.0,
         limit="not exactly 0, unless one program does both",
         reason=reason,
         severity="warning" if bypass or noise > 0 or earlier else "note",
-        **evidence.when(names[0], lambda value: value == 0),
     )
 
 
 def horizon(evidence: Evidence) -> Finding | None:
     """T × KL reaches the safety bound: sequence weights are clamped to one value and correct nothing."""
     bound = evidence.config.safety_bound if evidence.config is not None else SAFETY_BOUND
-    value = evidence.get("t_times_kl")
-    if not value >= bound:
-        return None
     viable = evidence.get("max_viable_length")
     longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
     unused = "" if evidence.sequences_in_force else NOT_IN_USE
-    return replace(
-        fault("horizon").finding,
-        metric="t_times_kl",
-        value=value,
+    return fault("horizon").broken(
+        evidence,
+        "t_times_kl",
+        lambda value: value >= bound,
         limit=f"below {bound:g}, the safety bound",
         reason="the typical sequence weight is exp(−T × KL); beyond the bound all are clamped to one value"
         f"{longest}{unused}",
         fix="use token weights or a per-token mean criterion (seq_mean_*), shorten responses, or lower the KL at "
         "its source: same sampling settings on both sides, higher rollout precision",
         severity="warning" if evidence.sequences_in_force else "note",
-        **evidence.when("t_times_kl", lambda value: value >= bound),
     )
 
 
 def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
     """ESS near 1 while most weights sit at the safety bound: equal because clamped, not because they match."""
-    value = evidence.get("rollout_is_eff_sample_size")
-    saturated = _saturated(evidence)
-    if not (value > ESS_NEAR_ONE and saturated > MOSTLY_SATURATED):
+    saturated = evidence.get("saturated_low_fraction") + evidence.get("saturated_high_fraction")
+    if not saturated > MOSTLY_SATURATED:
         return None
-    return replace(
-        fault("deceptive_effective_sample_size").finding,
-        metric="rollout_is_eff_sample_size",
-        value=value,
+    return fault("deceptive_effective_sample_size").above(
+        evidence,
+        "rollout_is_eff_sample_size",
+        ESS_NEAR_ONE,
         limit=f"near 1 only with at most {MOSTLY_SATURATED:.0%} saturated; {saturated:.0%} are",
-        severity=_weight_severity(evidence),
-        **evidence.when("rollout_is_eff_sample_size", lambda value: value > ESS_NEAR_ONE),
+        severity=evidence.severity_of_weights,
     )
 
 
 def saturation(evidence: Evidence) -> Finding | None:
     """Weights at the safety bound are not weights any more."""
-    saturated = _saturated(evidence)
-    if not saturated > SATURATED:
-        return None
     low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
-    name = "saturated_high_fraction" if high > low else "saturated_low_fraction"
-    return replace(
-        fault("saturation").finding,
-        metric=name,
-        value=saturated,
+    return fault("saturation").above(
+        evidence,
+        "saturated_high_fraction" if high > low else "saturated_low_fraction",
+        SATURATED,
+        value=low + high,
         limit=f"at most {SATURATED:g}",
-        severity=_weight_severity(evidence),
-        **evidence.when(name, lambda value: value > SATURATED),
+        severity=evidence.severity_of_weights,
     )
 
 
@@ -142,31 +136,29 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
     name = "rollout_rs_seq_masked_fraction"
     last = [value for _, value in evidence.series(name)[-SUSTAINED_STEPS:]]
     lowest = min(last, default=0.0)
-    if len(last) < SUSTAINED_STEPS or not lowest > SUSTAINED_DRIFT:
+
+    # A veto that is only measured is no band to widen.
+    if len(last) < SUSTAINED_STEPS or (evidence.diffusion and not evidence.rejection_in_force):
         return None
-    if evidence.diffusion and not evidence.rejection_in_force:
-        return None  # a veto that is only measured is no band to widen
 
     # A band that rejects this much is too tight; less of it is a drift.
+    limit = SUSTAINED_DRIFT
+    reason = "the rollout side has drifted from the trainer"
+    fix = f"lower the drift (precision, staleness){evidence.or_leave_bypass}"
     if lowest > SUSTAINED_REJECTION:
         limit = SUSTAINED_REJECTION
         reason = "the band rejects ordinary samples; where they stay in the denominator, the gradient shrinks"
         fix = "widen the band, e.g. 0.3_3.0 or 0.2_5.0 for a window of two diffusion steps"
-    else:
-        limit = SUSTAINED_DRIFT
-        reason = "the rollout side has drifted from the trainer"
-        fix = f"lower the drift (precision, staleness){evidence.or_leave_bypass}"
-
-    return replace(
-        fault("sustained_rejection").finding,
-        metric=name,
-        title=f"much has been rejected for {SUSTAINED_STEPS} consecutive steps",
+    return fault("sustained_rejection").above(
+        evidence,
+        name,
+        limit,
         value=lowest,
+        title=f"much has been rejected for {SUSTAINED_STEPS} consecutive steps",
         limit=f"not above {limit:g} for {SUSTAINED_STEPS} consecutive steps",
         reason=reason,
         fix=fix,
-        severity=_diffusion_severity(evidence),
-        **evidence.when(name, lambda value: value > limit),
+        severity="warning" if evidence.diffusion else "note",
     )
 
 
@@ -177,17 +169,17 @@ def gap_at_start(evidence: Evidence) -> Finding | None:
 
     # If an earlier step was in range, the setup is right, and a later step is wrong.
     measured = [step[name] for _, step in (*filter(None, [evidence.first]), *evidence.history) if name in step]
-    if not value > FIRST_STEPS_LOG_PPL_GAP or (measured and measured[0] <= FIRST_STEPS_LOG_PPL_GAP):
+    if measured and measured[0] <= FIRST_STEPS_LOG_PPL_GAP:
         return None
     closed_since = len(evidence.history) > FIRST_STEPS and not evidence.get(name) > FIRST_STEPS_LOG_PPL_GAP
-    return replace(
-        fault("gap_at_start").finding,
-        metric=name,
+    return fault("gap_at_start").above(
+        evidence,
+        name,
+        FIRST_STEPS_LOG_PPL_GAP,
         value=value,
         limit=f"at most {FIRST_STEPS_LOG_PPL_GAP:g} in the first {FIRST_STEPS} steps",
         fix=f"narrow the precision gap, compare sampling settings and alignment{evidence.or_leave_bypass}",
         severity="note" if closed_since else "warning",
-        **evidence.when(name, lambda value: value > FIRST_STEPS_LOG_PPL_GAP),
     )
 
 
@@ -199,39 +191,30 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
     config, name = evidence.config, "rollout_is_max"
     if config is None or config.is_mode != "truncate" or config.is_upper is None:
         return None
-    if config.weighs_tokens and not evidence.diffusion:
-        return None
+    of_tokens = config.weighs_tokens and not evidence.diffusion
 
     # A float32 weight truncated at the threshold may lie a rounding error below it.
     threshold = config.is_upper * (1 - 1e-5)
     first = _first_steps(evidence, name)
-    if not first or sum(value >= threshold for value in first) < PINNED_SHARE * len(first):
+    if of_tokens or not first or sum(value >= threshold for value in first) < PINNED_SHARE * len(first):
         return None
-    return replace(
-        fault("pinned_at_threshold").finding,
-        metric=name,
+    return fault("pinned_at_threshold").broken(
+        evidence,
+        name,
+        lambda value: value >= threshold,
         value=max(first),
         limit=f"below {config.is_upper:g} in most of the first {FIRST_STEPS} steps",
         fix=f"lower the precision gap{evidence.or_leave_bypass}; rollout_is_ratio_fraction_high is how much is "
         "truncated",
-        severity=_diffusion_severity(evidence) if evidence.weights_in_force else "note",
-        **evidence.when(name, lambda value: value >= threshold),
+        severity="warning" if evidence.diffusion and evidence.weights_in_force else "note",
     )
 
 
 def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
     """A geometric band (seq_mean_k1) tighter than the mean |log-ratio|: nearly every sequence falls outside."""
-    widths = _band_widths(evidence, "seq_mean")
-    gap = evidence.get("log_ppl_abs_diff")
-    if not widths or not gap > min(widths):
-        return None
-    return replace(
-        fault("band_narrower_than_mismatch").finding,
-        metric="log_ppl_abs_diff",
-        value=gap,
-        limit=f"at most {min(widths):.4g} nats, the half-width of the seq_mean_k1 band",
-        **evidence.when("log_ppl_abs_diff", lambda value: value > min(widths)),
-    )
+    width = min(_band_widths(evidence, "seq_mean"), default=math.inf)
+    limit = f"at most {width:.4g} nats, the half-width of the seq_mean_k1 band"
+    return fault("band_narrower_than_mismatch").above(evidence, "log_ppl_abs_diff", width, limit=limit)
 
 
 def length_dependence(evidence: Evidence) -> Finding | None:
@@ -242,33 +225,25 @@ def length_dependence(evidence: Evidence) -> Finding | None:
         widths.append(math.log(config.is_upper))
 
     # Past the safety bound `horizon` says more.
-    if not widths or not abs(evidence.get("t_times_kl")) > min(widths) or horizon(evidence) is not None:
+    if not widths or horizon(evidence) is not None:
         return None
-    return replace(
-        fault("length_dependence").finding,
-        metric="t_times_kl",
-        value=evidence.get("t_times_kl"),
-        limit=f"at most {min(widths):.4g} nats, the log of the bound",
-        severity="note",
-        **evidence.when("t_times_kl", lambda value: abs(value) > min(widths)),
+    width = min(widths)
+    limit = f"at most {width:.4g} nats, the log of the bound"
+    return fault("length_dependence").broken(
+        evidence, "t_times_kl", lambda value: abs(value) > width, limit=limit, severity="note"
     )
 
 
 def low_weights(evidence: Evidence) -> Finding | None:
     """Most sequences weigh less than 1/C: a few carry the update."""
-    name = "rollout_is_low_weight_fraction"
-    value = evidence.get(name)
-    if not value > LOW_WEIGHT:
-        return None
     applied = evidence.sequences_in_force
-    return replace(
-        fault("low_weights").finding,
-        metric=name,
-        value=value,
+    return fault("low_weights").above(
+        evidence,
+        "rollout_is_low_weight_fraction",
+        LOW_WEIGHT,
         limit=f"at most {LOW_WEIGHT:g}",
         reason="the sequence weight of most responses is below 1/C" + ("" if applied else NOT_IN_USE),
         severity="warning" if applied else "note",
-        **evidence.when(name, lambda value: value > LOW_WEIGHT),
     )
 
 
@@ -276,31 +251,15 @@ def skipped_updates(evidence: Evidence) -> Finding | None:
     """The trainer skipped updates: the loss or a gradient was not finite, or nothing was kept."""
     name = "actor/skipped_steps"
     skipped = max((value for _, value in evidence.series(name)), default=evidence.get(name))
-    if not skipped > 0:
-        return None
-    return replace(
-        fault("skipped_updates").finding,
-        metric=name,
-        value=skipped,
-        limit="0",
-        first_step=evidence.when(name, lambda value: value > 0)["first_step"],
-        steps=int(skipped) if evidence.history else None,  # The trainer counts them over the whole run.
-    )
+    finding = fault("skipped_updates").above(evidence, name, 0, value=skipped, limit="0")
+
+    # The trainer counts them over the whole run.
+    return finding and replace(finding, steps=int(skipped) if evidence.history else None)
 
 
 def contradicted_zeros(evidence: Evidence) -> Finding | None:
     """One side says probability 1 (exactly 0.0) where the other is far from it: filled in, not computed."""
-    name = "log/contradicted_zero_count"
-    value = evidence.get(name)
-    if not value > 0:
-        return None
-    return replace(
-        fault("contradicted_zeros").finding,
-        metric=name,
-        value=value,
-        limit="0",
-        **evidence.when(name, lambda value: value > 0),
-    )
+    return fault("contradicted_zeros").above(evidence, "log/contradicted_zero_count", 0, limit="0")
 
 
 def surprise_jumped(evidence: Evidence) -> Finding | None:
@@ -361,19 +320,6 @@ STEP_RULES: tuple[Rule, ...] = (
     skipped_updates,
 )
 """Those that mean the same for denoising steps; the others are about tokens and the length of responses."""
-
-
-def _saturated(evidence: Evidence) -> float:
-    return evidence.get("saturated_low_fraction") + evidence.get("saturated_high_fraction")
-
-
-def _weight_severity(evidence: Evidence) -> Severity:
-    """A limit on weights warns where they reach the loss."""
-    return "warning" if evidence.weights_in_force else "note"
-
-
-def _diffusion_severity(evidence: Evidence) -> Severity:
-    return "warning" if evidence.diffusion else "note"
 
 
 def _first_steps(evidence: Evidence, name: str) -> list[float]:

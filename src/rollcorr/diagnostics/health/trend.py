@@ -8,22 +8,110 @@ a cumulative sum (Page, 1954) collects what exceeds an allowance:
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
 The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
-first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and thrice more.
-The baseline stays that of the first steps, whatever comes later.
+first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and thrice more: of
+several forms that begin at some place, with the level before and the size of the rise by least squares, the best fits.
 
-A rise from the first steps on is that of a sampler which is never synchronized, or that of weights whose age grew with
-them. `AgeWatch` tells the two apart where the age is recorded.
+    x_t = ln a                             before the onset
+    x_t = ln a + b                         a step
+    x_t = ln a + b u                       an exponential; u = 1, 2, … from the onset on
+    x_t = ln(a + c u^p)                    a line (p = 1), a parabola (p = 2), and what lies between them (p = 1.5)
+
+The baseline stays that of the first steps, whatever comes later. A rise from the first steps on is that of a sampler
+which is never synchronized, or that of weights whose age grew with them. `AgeWatch` tells these apart by the recorded
+age.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from statistics import median
+from typing import Literal
 
-from rollcorr.diagnostics.health.onset import Shape, onset_of
+import numpy as np
+
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+Shape = Literal["step", "growth"]
+
+POWERS = (1.0, 1.5, 2.0)
+SPIKE = 4.0
+"""Standard deviations from the median of its neighbors beyond which a value is replaced by that median."""
+LEAST_SPREAD = 0.05
+"""A spread below this, nats, is taken for it: a few steps may be alike by chance."""
+COARSE = 20
+"""Places of the first, coarse look."""
+BEFORE = 60
+"""Steps before an onset that tell the level there."""
+
+
+def onset_of(values: Sequence[float]) -> tuple[int, Shape]:
+    """The place at which a rise began, and its shape.
+
+    Args:
+        values: logarithms of a metric, in order, at least two; they rise somewhere.
+    """
+    x = without_spikes(np.asarray(values, dtype=np.float64))
+    last = len(x) - 1
+    if last < 1:
+        return 0, "step"
+
+    # The fit gets worse on both sides of the best place, so a coarse look comes first, and then one around its best.
+    stride = max(1, last // COARSE)
+    coarse = min((_fit(x, place) for place in range(1, last + 1, stride)), key=itemgetter(0))
+    around = range(max(1, coarse[1] - stride), min(last, coarse[1] + stride) + 1)
+    _, place, shape = min((_fit(x, place) for place in around), key=itemgetter(0))
+    return place, shape
+
+
+def _fit(x: Array, place: int) -> tuple[float, int, Shape]:
+    """The smallest sum of squares of a rise that begins at a place, the place, and the shape that has it."""
+    before, after = x[:place], x[place:]
+    level = float(before[-BEFORE:].mean())
+    unchanged = float(np.square(before - level).sum())
+    deviation, shape = min(_deviations(level, after), key=itemgetter(0))
+    return unchanged + deviation, place, shape
+
+
+def without_spikes(x: Array) -> Array:
+    """The values, with each that is far from its neighbors replaced by the median of the five around it."""
+    padded = np.concatenate([x[2:0:-1], x, x[-2:-4:-1]]) if len(x) > 3 else np.pad(x, 2, mode="edge")
+    around = np.lib.stride_tricks.sliding_window_view(padded, 5)
+    middle = np.median(around, axis=1)
+    spread = max(LEAST_SPREAD, float(np.median(np.abs(x - middle))) / 0.6745)
+    return np.where(np.abs(x - middle) > SPIKE * spread, middle, x)
+
+
+def _deviations(level: float, after: Array) -> Iterator[tuple[float, Shape]]:
+    """The sum of squares after an onset, of each form of a rise."""
+    yield float(np.square(after - after.mean()).sum()), "step"
+    if len(after) < 3:  # two values may rise in any way
+        return
+
+    u = np.arange(1, len(after) + 1, dtype=np.float64)
+    slope = float(u @ (after - level) / (u @ u))
+    yield float(np.square(after - level - slope * u).sum()), "growth"
+    for power in POWERS:
+        fitted = _fitted_power(level, after, u**power)
+        if fitted is not None:
+            yield float(np.square(after - fitted).sum()), "growth"
+
+
+def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
+    """ln(a + c g), with c by two steps of Gauss and Newton from the median; None where nothing has grown."""
+    start = math.exp(level)
+    rate = float(np.median((np.exp(after) - start) / growth))
+    if not rate > 0:
+        return None
+    for _ in range(2):
+        fitted = np.log(start + rate * growth)
+        share = rate * growth / (start + rate * growth)  # d fitted / d ln rate
+        rate *= math.exp(min(max(float(share @ (after - fitted) / (share @ share)), -1.0), 1.0))
+    fitted_values: Array = np.log(start + rate * growth)
+    return fitted_values
+
 
 FEWEST_FIRST_STEPS = 5
 MOST_FIRST_STEPS = 20
@@ -53,8 +141,6 @@ NOISE_STEPS = 30
 """Steps that tell how noisy a metric is."""
 WELL_STEPS = 5
 """Consecutive steps within the allowance after which a change has ended."""
-LEAST_SPREAD = 0.05
-"""A spread below this, nats, is taken for it: a few steps may be alike by chance."""
 WATCHED: Mapping[str, float] = {
     "k3_kl": 1e-11,
     "log_ratio_std": 4.5e-6,
@@ -109,6 +195,17 @@ class Change:
         return self.value / self.baseline
 
     @property
+    def confidence(self) -> float:
+        """How sure the change is, 0 to 1, by its size in standard errors."""
+        return self.z**2 / (1 + self.z**2)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The evidence of a finding about it."""
+        sizes = {"baseline": self.baseline, "factor": self.factor}
+        return sizes | {"onset": float(self.onset), "found_at_step": float(self.found)}
+
+    @property
     def is_over(self) -> bool:
         """Whether the metric has been well for as long as the change took: what it came from would have come back."""
         return self.ended is not None and self.well >= max(self.lasted, 2 * WELL_STEPS)
@@ -134,8 +231,7 @@ class SeriesWatch:
     def changes(self) -> dict[str, Change]:
         """Metric → its latest change, of those that had one."""
         age = self._age.explains
-        changes = {name: found.change for name, found in self._detectors.items()}
-        return {name: replace(change, age=age) for name, change in changes.items() if change is not None}
+        return {name: replace(one.changes[-1], age=age) for name, one in self._detectors.items() if one.changes}
 
 
 class AgeWatch:
@@ -145,7 +241,6 @@ class AgeWatch:
         self._start: float | None = None
         self._latest: deque[tuple[float, float]] = deque(maxlen=FEWEST_STEPS)
         self._first: dict[int, list[float]] = {}
-        self._steps: Counter[int] = Counter()
 
     def add(self, age: float, k3: float) -> None:
         """Take a step in: the mean age of its weights, in updates, and k3 in nats."""
@@ -155,9 +250,8 @@ class AgeWatch:
         self._latest.append((age, k3))
         if round(age) in self._first or len(self._first) < MOST_AGES:
             first = self._first.setdefault(round(age), [])
-            if len(first) < FEWEST_FIRST_STEPS:
+            if len(first) < FEWEST_AT_AGE:
                 first.append(k3)
-            self._steps[round(age)] += 1
 
     @property
     def explains(self) -> float | None:
@@ -169,9 +263,9 @@ class AgeWatch:
             return None
 
         # A sampler that keeps its first weights differs more at each step, whatever age it reports.
-        before, now = self._first.get(round(age), []), median(k3 for _, k3 in self._latest)
-        grows_at_this_age = bool(before) and now >= TREND_FACTOR * median(before)
-        return None if self._steps[round(age)] >= FEWEST_AT_AGE and grows_at_this_age else age
+        first, now = self._first.get(round(age), []), median(k3 for _, k3 in self._latest)
+        known = len(first) == FEWEST_AT_AGE
+        return None if known and now >= TREND_FACTOR * median(first[:FEWEST_FIRST_STEPS]) else age
 
 
 class ChangeDetector:
@@ -184,17 +278,6 @@ class ChangeDetector:
         self._differences: deque[float] = deque(maxlen=NOISE_STEPS)
         self._steps = self._well = self._above = self._since_found = 0
         self._sum = self._trend = 0.0
-        self._start_is_remembered = True
-
-    @property
-    def change(self) -> Change | None:
-        """The latest change; None when there was none."""
-        return self.changes[-1] if self.changes else None
-
-    @property
-    def lasting(self) -> bool:
-        """Whether a change was found that has not ended."""
-        return bool(self.changes) and self.changes[-1].ended is None
 
     def add(self, step: int, value: float, *, age: float | None = None) -> None:
         """Take a step in. A value that is not positive and finite is left out: it has no logarithm.
@@ -209,7 +292,6 @@ class ChangeDetector:
         x = math.log(value)
         if self._values:
             self._differences.append(x - self._values[-1][1])
-        self._start_is_remembered &= len(self._values) < REMEMBERED
         self._values.append((step, x))
         self._steps += 1
 
@@ -217,11 +299,14 @@ class ChangeDetector:
         self._sum = max(0.0, self._sum + min(excess, CAP))
         self._above = self._above + 1 if excess > 0 else 0
         grows = self._has_trend(x)
-        if self.lasting:
+        if self.changes and self.changes[-1].ended is None:
             self._follow(step, x, excess)
         elif grows or (self._sum > LIMIT and self._above >= FEWEST_STEPS):
+            # The baseline stays that of the first change. With a trend, only the very first steps are the start.
+            first = [value for _, value in self._first][: FEWEST_STEPS if grows else None]
+            level = math.log(self.changes[0].baseline) if self.changes else median(first)
             self._well = self._since_found = 0
-            self.changes.append(self._located(found=step, level=self._start_level(grows=grows)))
+            self.changes.append(self._located(found=step, level=level))
         elif self.changes:
             self.changes[-1] = replace(self.changes[-1], well=self.changes[-1].well + 1)
 
@@ -243,17 +328,6 @@ class ChangeDetector:
             return 0.0
         baseline = median(alike if len(alike) >= FEWEST_STEPS else [value for _, value in self._first])
         return x - baseline - math.log(FACTOR) - 0.5 * max(0.0, spread - NOISY)
-
-    def _start_level(self, *, grows: bool) -> float:
-        """The log of the baseline: that of the first change; without one, by the first steps.
-
-        Args:
-            grows: they show a trend, so that only the very first are the start.
-        """
-        if self.changes:
-            return math.log(self.changes[0].baseline)
-        first = [value for _, value in self._first]
-        return median(first[:FEWEST_STEPS] if grows else first)
 
     def _spread(self) -> float:
         """Standard deviation from step to step, nats, by the median: neither spikes nor a steady growth count."""
@@ -296,7 +370,6 @@ class ChangeDetector:
             ended = steps[-self._well]
             change = replace(change, ended=ended, well=self._well, lasted=ended - change.onset)
             self._sum, self._values = 0.0, deque(list(self._values)[-self._well :], maxlen=REMEMBERED)
-            self._start_is_remembered = False
         self.changes[-1] = change
 
     def _located(self, *, found: int, level: float) -> Change:
@@ -305,11 +378,13 @@ class ChangeDetector:
         values = [value for _, value in self._values]
         place, shape = onset_of(values)
         latest = median(values[-FEWEST_STEPS:])
+
+        # The start of the run is known as long as no step was forgotten.
         return Change(
             onset=steps[place],
             found=found,
             shape=shape,
-            from_start=self._start_is_remembered and place < AT_START,
+            from_start=self._steps == len(steps) and place < AT_START,
             baseline=math.exp(level),
             value=math.exp(latest),
             z=(latest - level) / self._error(),

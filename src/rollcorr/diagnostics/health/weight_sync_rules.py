@@ -1,12 +1,18 @@
 """Judgments on whether the engine samples with the trainer's weights: a mismatch above a null's, or one that has grown.
 
+The three gaps of a training step are sampler → trainer, trainer → itself, and the drift of the updates. Before the
+first update of a batch the trainer's weights are those that scored `old_log_prob`. So the first micro-batch of the loss
+shows the second gap alone: whatever differs there is another computation, not another policy.
+
 Each is a named function from evidence to a finding or None, and stands in the table `RULES` of
 `rollcorr.diagnostics.health.rules`. docs/guides/health.md lists the limits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
@@ -35,6 +41,13 @@ _NEGLIGIBLE_WORDS = (
     "",
 )
 """The same of a rise that is still negligible: a note on rounding must not ask for a repair."""
+FIRST = "actor/first/"
+"""Prefix of the metrics of the first loss of a step, which no update came before."""
+SAME_PASS, SAME_CLIPPED = 1e-3, 0.01
+"""|policy KL| in nats, and share of clipped tokens, up to which two passes with the same weights may differ."""
+LARGE = 0.01
+"""|policy KL|, nats, above which the difference is more than another kernel, precision or micro-batch makes."""
+CLIPPED = ("clip_fraction_high", "clip_fraction_low", "clip_fraction_dual")
 
 
 def token_share_rose(evidence: Evidence) -> Finding | None:
@@ -55,20 +68,18 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
         severity="note" if change.is_over or negligible else "warning",
         first_step=change.onset,
         steps=change.lasted,
-        confidence=change.z**2 / (1 + change.z**2),
-        evidence=_rise_evidence(change),
+        confidence=change.confidence,
+        evidence=change.numbers,
     )
 
 
 def above_null(evidence: Evidence) -> Finding | None:
     """k3 is several times that of a null."""
     value, noise = evidence.get("k3_kl"), evidence.noise
-    if noise is None or not noise.is_null:
-        return None
-    expected = noise.sigma**2 / 2 if noise.k3 is None else noise.k3
     limit = ABOVE_NULL * evidence.null_k3
-    if not value >= limit:
+    if noise is None or not noise.is_null or not value >= limit:
         return None
+    expected = noise.mean_k3
     times, start = format_number(value / evidence.null_k3), evidence.start_k3
     finding = replace(
         fault("above_null").finding,
@@ -132,8 +143,8 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
         severity="note" if change.is_over or negligible else "warning",
         first_step=change.onset,
         steps=change.lasted,
-        confidence=change.z**2 / (1 + change.z**2),
-        evidence=_rise_evidence(change),
+        confidence=change.confidence,
+        evidence=change.numbers,
     )
 
 
@@ -145,10 +156,51 @@ def _rise_code(change: Change, evidence: Evidence) -> str:
     return "changed_at_step" if change.shape == "step" else "growing_mismatch"
 
 
-def _rise_evidence(change: Change) -> dict[str, float]:
-    return {
-        "baseline": change.baseline,
-        "factor": change.factor,
-        "onset": float(change.onset),
-        "found_at_step": float(change.found),
-    }
+class Gap(NamedTuple):
+    """One gap of a step.
+
+    Attributes:
+        name: between which two.
+        kl: nats per token.
+        clipped: share of the tokens that the loss clips; None where nothing is clipped.
+    """
+
+    name: str
+    kl: float
+    clipped: float | None
+
+
+def step_gaps(values: Mapping[str, float]) -> tuple[Gap, ...]:
+    """Return the gaps of a step that its metrics (by bare name) show; empty without one of the trainer with itself."""
+    if not {f"{FIRST}policy_kl", "actor/policy_kl", "k3_kl"} <= values.keys():
+        return ()
+    first, drift = (sum(values.get(prefix + name, 0.0) for name in CLIPPED) for prefix in (FIRST, "actor/"))
+    return (
+        Gap("sampler → trainer", values["k3_kl"], None),
+        Gap("trainer → itself, before the first update", values[f"{FIRST}policy_kl"], first),
+        Gap("drift of the updates, mean of the step", values["actor/policy_kl"], drift),
+    )
+
+
+def loss_pass_differs(evidence: Evidence) -> Finding | None:
+    """The trainer differs from itself before the first update."""
+    gaps = step_gaps(evidence.current)
+    if not gaps:
+        return None
+    sampler, own, _ = gaps
+
+    # The pass that agrees with the sampler is the right one.
+    side = "the pass of old_log_prob" if sampler.kl > abs(own.kl) / 3 else "the loss pass"
+    made_by = "dropout, or another temperature" if abs(own.kl) > LARGE else "its kernel, precision or micro-batch size"
+    if abs(own.kl) <= SAME_PASS and (own.clipped or 0.0) <= SAME_CLIPPED:
+        return None
+    return replace(
+        fault("loss_pass_differs").finding,
+        metric=f"{FIRST}policy_kl",
+        value=own.kl,
+        limit=f"−{SAME_PASS:g} to {SAME_PASS:g}",
+        reason=(
+            f"{side} differs by {made_by}: the loss clips {own.clipped or 0.0:.1%} of the tokens before any update; "
+            f"sampler and trainer differ by {format_number(sampler.kl)} nats"
+        ),
+    )

@@ -19,21 +19,31 @@ from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.log_check.log_findings import log_findings, log_remarks, mixed_settings, partial_sentence
-from rollcorr.diagnostics.log_check.log_metrics import log_metrics
 from rollcorr.diagnostics.log_check.log_null import picture_null
-from rollcorr.diagnostics.log_check.log_tally import LogTally, one_thread, read_log
-from rollcorr.diagnostics.log_check.log_weights import in_excess, judge_log_weights, ordinary
-from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.row_causes import RestVerdict, judge_rest, noise_of_log
+from rollcorr.diagnostics.log_check.log_tally import (
+    LogTally,
+    log_findings,
+    log_metrics,
+    log_remarks,
+    mixed_settings,
+    one_thread,
+    partial_sentence,
+    read_log,
+)
+from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
+from rollcorr.diagnostics.log_check.log_weights import (
+    RestVerdict,
+    in_excess,
+    judge_log_weights,
+    judge_rest,
+    noise_of_log,
+    ordinary,
+)
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
-from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.null_file import MismatchNull
+from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, PictureNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
 from rollcorr.diagnostics.null.picture_clip import clip_advice
 from rollcorr.diagnostics.null.picture_judgment import judge_pictures
-from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
 from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
@@ -123,6 +133,12 @@ class CheckResult:
     worst_tokens: tuple[HeavyToken, ...] = ()
     lags: tuple[LagRow, ...] = ()
 
+    def _repr_html_(self) -> str:
+        """Return the verdict for a notebook, with the few tokens that carry most of k3."""
+        from rollcorr.diagnostics.notebook import verdict_html
+
+        return verdict_html(self.health, self.worst_tokens)
+
     @property
     def causes(self) -> tuple[Finding, ...]:
         """The causes that no test refuted, most likely first."""
@@ -183,7 +199,12 @@ def check_logs(
         ImportError: Ray is asked for and not installed.
         OSError: there is no cluster at the address, or a worker was killed.
     """
-    _check_null(null, null_steps)
+    if null is not None and not isinstance(null, MismatchNull | PictureNull):
+        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
+    if null is not None and null_steps is not None:
+        raise BadInputError(
+            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
+        )
     files, given = log_files(paths), path_texts(paths)
     if null is None and null_steps is None and len(given) == 1:
         null = null_beside(given[0]) or picture_null_beside(given[0])
@@ -226,8 +247,9 @@ def check_batches(
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")  # a check counts what is missing and goes on
     kept = batches[0].has("kept_offsets")
-    tally = Measurement(config=config, train_column=train_column, batch_size=256, kept=kept).of_batches(batches)
-    return _result(LogTally(tally=tally, total=tally.rows, train_column=train_column, kept=kept), config, null=null)
+    measurement = Measurement(config=config, train_column=train_column, batch_size=256, kept=kept)
+    tally = measurement.of_batches(batches)
+    return _result(LogTally(tally=tally, measurement=measurement, total=tally.rows), config, null=null)
 
 
 def _result(
@@ -241,7 +263,7 @@ def _result(
 ) -> CheckResult:
     """Judge what a pass over a log gave. Arguments and errors are those of `check_logs`."""
     tally = read.tally
-    diffusion = diffusion or read.denoising
+    diffusion = diffusion or read.measurement.denoising
     measured = log_metrics(tally)
     provenance = tally.sample.estimate()
     provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
@@ -251,7 +273,7 @@ def _result(
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
     evidence = replace(evidence, sampling=bool(tally.origin.sampling))
     judged = _JudgedRows()
-    if read.denoising:
+    if read.measurement.denoising:
         judged = _JudgedRows(weights=_judge_pictures(tally, null, null_steps))
     elif isinstance(null, PictureNull):
         raise BadInputError(f"{null.name} is a null of pictures, and this log is of tokens; give a null of such a log")
@@ -264,7 +286,7 @@ def _result(
         series=measured.series,
         rows=tally.rows,
         files=files,
-        train_column=read.train_column,
+        train_column=read.measurement.train_column,
         provenance=provenance,
         config=config,
         remarks=(*log_remarks(read, diffusion=diffusion), *judged.weights.remarks),
@@ -356,28 +378,13 @@ def _judge_pictures(
     return replace(judged, remarks=(*remarks, advice) if advice else remarks)
 
 
-def _check_null(null: object, null_steps: tuple[int, int] | None) -> None:
-    """Check that there is one null at most, and that it is one.
-
-    Raises:
-        BadInputError: a null and steps of the log are given.
-        TypeError: the null is not one that was read.
-    """
-    if null is not None and not isinstance(null, MismatchNull | PictureNull):
-        raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
-    if isinstance(null, MismatchNull | PictureNull) and null_steps is not None:
-        raise BadInputError(
-            f"a null ({null.name}) and steps {null_steps[0]}:{null_steps[1]} exclude each other; give one"
-        )
-
-
 def _verdict(
     read: LogTally, judged: _JudgedRows, provenance: Provenance, evidence: Evidence
 ) -> tuple[HealthReport, tuple[Finding, ...]]:
     """Return the verdict, and the list of all hypotheses: one fault shows in several sources."""
     tally, weights, rest = read.tally, judged.weights, judged.rest
-    found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.kept)
-    if read.denoising:
+    found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.measurement.kept)
+    if read.measurement.denoising:
         evidence = replace(evidence, changes={})  # averages over D and over windows; R of each timestep is judged
     measured = measured_findings(evidence)
     measured = measured if rest is None else rest.attribute(measured, with_rises=True)
@@ -407,7 +414,7 @@ def _verdict(
     # Notes of the pairs are hypotheses, and the verdict leaves them out.
     notes = {finding.code for finding in implied if finding.severity == "note"}
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
-    by_metrics = evidence.diffusion and not read.denoising
+    by_metrics = evidence.diffusion and not read.measurement.denoising
     report = report_of(evidence, shown, None if by_metrics else weights.judged_against)
     not_judged = (*partial_sentence(read), *weights.not_judged, *report.not_judged)
     return replace(report, not_judged=not_judged), hypotheses

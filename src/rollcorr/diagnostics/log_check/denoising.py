@@ -6,7 +6,8 @@ a threshold for language models means is asked of D times their difference: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,15 +33,21 @@ DENOISING_COLUMNS = (
 
 def timestep_values(shards: Sequence[Shard], batch_size: int) -> tuple[float, ...]:
     """The timestep values of a log, from noise to data; none where it records none, or too many."""
+    columns = ("timestep",)
+    batches = (batch for shard in shards for batch in read_shard(shard, columns=columns, batch_size=batch_size))
+    seen = distinct_values(batches, columns, most=MOST_TIMESTEPS)
+    return tuple(seen) if len(seen) <= MOST_TIMESTEPS else ()
+
+
+def distinct_values(batches: Iterable[RolloutBatch], columns: Sequence[str], *, most: float = math.inf) -> list[float]:
+    """Return the finite values of some columns, each once and the largest first; more than `most` end the reading."""
     seen: set[float] = set()
-    for shard in shards:
-        for batch in read_shard(shard, columns=("timestep",), batch_size=batch_size):
-            if batch.has("timestep"):
-                values = batch.packed("timestep")
-                seen.update(values[values.isfinite()].unique().tolist())
-            if len(seen) > MOST_TIMESTEPS:
-                return ()
-    return tuple(sorted(seen, reverse=True))
+    for batch in batches:
+        for values in [batch.packed(column) for column in columns if batch.has(column)]:
+            seen.update(values[values.isfinite()].unique().tolist())
+        if len(seen) > most:
+            break
+    return sorted(seen, reverse=True)
 
 
 def denoising_statistics(

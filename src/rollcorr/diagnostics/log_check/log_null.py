@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.finding import Finding
+from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
+from rollcorr.diagnostics.null import MismatchProfile, PictureNull
 from rollcorr.diagnostics.null.excess import MIN_ROWS
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, NullPart, Sides, unvetted_by_ids
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.picture_judgment import guarded_null
-from rollcorr.diagnostics.null.picture_null import PictureNull
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
 from rollcorr.diagnostics.null.weight_judgment import doubt_of, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
@@ -86,7 +84,7 @@ def null_of_logs(
     )
     if read.tally.interrupted:
         raise KeyboardInterrupt
-    if read.denoising:
+    if read.measurement.denoising:
         return picture_null(read.tally, steps, name=name, quantized=bool(engine_precision))
     return _null_of(
         read.tally,
@@ -162,7 +160,8 @@ def _null_of(
 
     # Numbers may agree by chance where settings do not, as raw log-probs of short answers that a sampler is sure of.
     findings = (*tally.claims.values(), *(f for f in tally.sample.estimate().warnings if fault(f.code).number))
-    for finding in findings or _two_weights(profile, engine_precision):
+    two_weights = () if engine_precision else judge_weights(profile, None).findings
+    for finding in findings or two_weights:
         raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
 
     rows = tally.sample.rows
@@ -173,11 +172,6 @@ def _null_of(
         sides=sides,
         sample=tuple(rows[index].log_ratio for index in sorted(rows)) if steps is None else (),
     )
-
-
-def _two_weights(profile: MismatchProfile, engine_precision: str = "") -> tuple[Finding, ...]:
-    """Return the finding that the token ids show two sets of weights, which a quantized engine has."""
-    return () if engine_precision else judge_weights(profile, None).findings
 
 
 def _described(
@@ -196,6 +190,18 @@ def _described(
         "doubted": "" if engine_precision else doubt_of(profile),
         "measured": (NullPart(first, last, profile.row_count, profile.tokens, profile.k3),),
     }
+
+
+def null_of_pictures(batches: Sequence[RolloutBatch], *, name: str, quantized: bool = False) -> PictureNull:
+    """Return the null of pictures in memory, such as those of `rollcorr.train.fresh_pictures`.
+
+    Raises:
+        BadInputError: as `picture_null`.
+    """
+    tally = Measurement(
+        config=MEASUREMENT, train_column="old_log_prob", batch_size=256, denoising=True, with_exact_kl=True
+    ).of_batches(batches)
+    return picture_null(tally, None, name=name, quantized=quantized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +246,7 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
     )
 
     # Steps that the user vouches for pass the guard of every null. Others are a start that nobody judged.
-    if steps is not None and (two := _two_weights(profile)):
+    if steps is not None and (two := judge_weights(profile, None).findings):
         return replace(baseline, null=None, remark=f"they are no null: {two[0]}")
     return _without_certain_rows(baseline, _sample_of_steps(tally))
 
@@ -272,9 +278,7 @@ def _of_steps(tally: Tally, steps: tuple[int, int]) -> MismatchProfile:
     Raises:
         BadInputError: there are none.
     """
-    profile = MismatchProfile().folded(FIRST_IDS)
-    for part in tally.first.values():
-        profile = profile.merge(part)
+    profile = reduce(MismatchProfile.merge, tally.first.values(), MismatchProfile().folded(FIRST_IDS))
     if not profile.tokens:
         known = sorted(step for step in tally.parts if step is not None)
         has = f"it has {known[0]} to {known[-1]}" if known else "it records no steps"

@@ -1,19 +1,31 @@
-"""One pass over a log, which `rollcorr check` and `rollcorr null` share: the column that π is in, and the tally."""
+"""One pass over a log, which `rollcorr check` and `rollcorr null` share: what it reads, and what it shows.
+
+It shows metrics over all rows, which are judged, those of each step, which are their history, and the findings and
+remarks of the log's own record.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from rollcorr.config import RolloutCorrectionConfig
+from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
-from rollcorr.config.finding import Finding
+from rollcorr.core.metric_registry import finalize
+from rollcorr.diagnostics.faults import FAULTS, fault
+from rollcorr.diagnostics.health.evidence import bare_metrics
+from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, has_exact_kl, timestep_values
 from rollcorr.diagnostics.log_check.shard_readers import read_shards
-from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Tally
+from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
+from rollcorr.diagnostics.null import MismatchProfile, Origin, TokenSums
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS
+from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
+from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.rollout_log import FileLimits, RolloutBatch, RolloutLogError, Shard, log_shards, read_shard
 from rollcorr.rollout_log.frameworks import missing_column
 from rollcorr.rollout_log.reader import Paths, log_files, path_texts
@@ -40,21 +52,15 @@ class LogTally:
 
     Attributes:
         tally: what was seen.
+        measurement: how.
         total: rows of the log; more than were read after an interrupt.
-        train_column: the column that π was taken from.
-        kept: the log has kept sets.
-        denoising: its tokens are denoising steps.
-        with_exact_kl: and it records what their exact KL needs.
         unreadable: what could not be read, a sentence for each file.
         before: the files with rows, in the order of the log, each with the rows of the log before it.
     """
 
     tally: Tally
+    measurement: Measurement
     total: int
-    train_column: str
-    kept: bool
-    denoising: bool = False
-    with_exact_kl: bool = False
     unreadable: tuple[str, ...] = ()
     before: tuple[tuple[int, str], ...] = ()
 
@@ -62,9 +68,9 @@ class LogTally:
         """A finding whose first row is counted in the log, with that row's file, counted there."""
         if finding.first_row is None or finding.file is not None:
             return finding
-        index = finding.first_row
-        before, file = max(((before, file) for before, file in self.before if before <= index), default=(0, None))
-        return replace(finding, file=file, first_row=index - before)
+        within = [(before, file) for before, file in self.before if before <= finding.first_row]
+        before, file = max(within, default=(0, None))
+        return replace(finding, file=file, first_row=finding.first_row - before)
 
 
 def read_log(
@@ -101,45 +107,43 @@ def read_log(
     else:
         shards = log_shards(paths, file_limits=file_limits, column_names=column_names)
     total, tally = sum(shard.rows for shard in shards), Tally()
-    column, kept, denoising, with_kl = train_column or "", False, False, False
+    measurement = Measurement(
+        config=config,
+        train_column=train_column or "",
+        batch_size=batch_size,
+        null_steps=null_steps,
+        what_if=what_if,
+        candidates=candidates,
+        keep_going=keep_going,
+    )
     try:
-        head, column, shards, without = _readable_head(shards, config, column, batch_size, keep_going=keep_going)
+        head, measurement, shards, without = _readable_head(shards, measurement)
         unreadable += without
-        kept = head is not None and head.has("kept_offsets")
-        denoising = head is not None and head.has("dimensions")
-        with_kl = denoising and head is not None and has_exact_kl(head)
-        measurement = Measurement(
-            config=config,
-            train_column=column,
-            batch_size=batch_size,
-            kept=kept,
-            null_steps=null_steps,
-            what_if=what_if,
-            candidates=candidates,
-            keep_going=keep_going,
-            denoising=denoising,
-            timesteps=timestep_values(shards, batch_size) if denoising else (),
-            with_exact_kl=with_kl,
-        )
+        if head is not None:
+            denoising = head.has("dimensions")
+            measurement = replace(
+                measurement,
+                kept=head.has("kept_offsets"),
+                denoising=denoising,
+                timesteps=timestep_values(shards, batch_size) if denoising else (),
+                with_exact_kl=denoising and has_exact_kl(head),
+            )
         told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
         for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
             tally = tally.merge(part)
     except KeyboardInterrupt:
         tally = replace(tally, interrupted=True)
+
+    # A file in several shards is one file.
+    problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
     if not tally.parts:
-        problems = (*unreadable, *tally.unreadable)
         seen = problems[0] if problems else "there is no row"
         seen = "nothing was read before the interrupt" if tally.interrupted else seen
         raise BadInputError(f"{', '.join(paths)}: {seen}; give a log with at least one sequence")
-    # A file in several shards is one file.
-    problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
     return LogTally(
         tally=tally,
+        measurement=measurement,
         total=total,
-        train_column=column,
-        kept=kept,
-        denoising=denoising,
-        with_exact_kl=with_kl,
         unreadable=problems,
         before=tuple(dict.fromkeys((shard.before - shard.first_row, shard.file) for shard in shards)),
     )
@@ -163,34 +167,182 @@ def _readable_shards(
 
 
 def _readable_head(
-    shards: list[Shard], config: RolloutCorrectionConfig, column: str, batch_size: int, *, keep_going: bool
-) -> tuple[RolloutBatch | None, str, list[Shard], list[str]]:
-    """The first batch with both sides, the trainer's column, the shards from it on, and what the others lack."""
+    shards: list[Shard], measurement: Measurement
+) -> tuple[RolloutBatch | None, Measurement, list[Shard], list[str]]:
+    """The first batch with both sides, the measurement of its columns, the shards from it on, and what others lack."""
     unreadable: list[str] = []
     for number, shard in enumerate(shards):
         try:
             # The reader ends here, so that no part of the file stays in memory.
             columns = COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS
-            head = next(read_shard(shard, columns=columns, batch_size=batch_size), None)
+            head = next(read_shard(shard, columns=columns, batch_size=measurement.batch_size), None)
             if head is not None:
-                return head, _train_column(head, config, shard, column), shards[number:], unreadable
+                column = _train_column(head, shard, measurement)
+                return head, replace(measurement, train_column=column), shards[number:], unreadable
         except (RolloutLogError, BadInputError) as error:
-            if not keep_going:
+            if not measurement.keep_going:
                 raise
             unreadable.append(in_one_line(error))
-    return None, column, [], unreadable
+    return None, measurement, [], unreadable
 
 
-def _train_column(batch: RolloutBatch, config: RolloutCorrectionConfig, shard: Shard, asked: str) -> str:
+def _train_column(batch: RolloutBatch, shard: Shard, measurement: Measurement) -> str:
     """The column that π is taken from in the whole log, from what its first batch records.
 
     Both sides must be there: the rest of a log that lacks one need not be read.
     """
-    order = ("log_prob", "old_log_prob") if config.bypass_mode else ("old_log_prob", "log_prob")
-    found = asked or next((name for name in order if batch.has(name)), None)
+    order = ("log_prob", "old_log_prob") if measurement.config.bypass_mode else ("old_log_prob", "log_prob")
+    found = measurement.train_column or next((name for name in order if batch.has(name)), None)
     if found is None:
         raise BadInputError(str(missing_column(order, batch, shard.source, so=", so there is no training side")))
     for column in ("rollout_log_prob", found):
         if not batch.has(column):
             raise BadInputError(str(missing_column([column], batch, shard.source)))
     return found
+
+
+@dataclass(frozen=True)
+class LogMetrics:
+    """The metrics of a log.
+
+    Attributes:
+        whole: over all rows, prefixed.
+        steps: of each step, with "step", the reward and the age of the weights; empty where no step is recorded.
+        ages: step → the mean age of the weights behind its tokens, by metric.
+    """
+
+    whole: Mapping[str, float]
+    steps: tuple[Mapping[str, float], ...]
+    ages: Mapping[int, Mapping[str, float]]
+
+    @property
+    def series(self) -> tuple[Mapping[str, float], ...]:
+        """The steps; one entry without any."""
+        return self.steps or ({"step": 0, **self.whole},)
+
+    @property
+    def history(self) -> tuple[Mapping[str, float], ...]:
+        """The steps that rules over time read: one step has none."""
+        return self.steps if len(self.steps) > 1 else ()
+
+
+def log_metrics(tally: Tally) -> LogMetrics:
+    """The metrics of a tally."""
+    measured = metrics_of_parts(tally.parts, tally.profile, _ages(tally))
+    lags = tally.versions.by_lag()
+    if not lags:
+        return measured
+    steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(int(step["step"]), {})}))} for step in measured.steps)
+    return replace(measured, whole={**measured.whole, **lag_metrics(lag_rows(lags))}, steps=steps)
+
+
+def metrics_of_parts(
+    parts: Mapping[int | None, Part], profile: MismatchProfile, ages: Mapping[int, Mapping[str, float]]
+) -> LogMetrics:
+    """The metrics of some rows, from their parts by step, their profile, and the ages of the steps."""
+    whole = _metrics(merge_parts(parts.values()))
+    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step: limits are of exact ids
+    whole |= _id_share(profile.ids)
+    steps = sorted(step for step in parts if step is not None)
+    return LogMetrics(
+        whole, tuple({"step": step, **_metrics(parts[step]), **ages.get(step, {})} for step in steps), ages
+    )
+
+
+def _metrics(part: Part) -> dict[str, float]:
+    """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
+    metrics = finalize(part.statistics.read())
+    tokens = bare_metrics(metrics).get("token_count", 0.0)
+    if part.rewards:
+        metrics["reward/mean"] = part.reward / part.rewards
+    metrics["log/zero_fraction"] = part.zeros / tokens if tokens else 0.0
+    metrics["log/contradicted_zero_count"] = float(part.contradicted)
+    metrics["log/positive_count"] = float(part.positive)
+    return metrics | _id_share(part.ids)
+
+
+def _id_share(ids: TokenSums) -> dict[str, float]:
+    """The share of the token id; empty where there are no ids, or too few to tell."""
+    share = ids.share()
+    return {"log/token_id_share": share.share} if share.tokens >= FEW_TOKENS and not ids.repeats else {}
+
+
+def _ages(tally: Tally) -> dict[int, dict[str, float]]:
+    """Step → the mean age in versions of the weights behind its tokens; 0 for fresh ones."""
+    return {step: {AGE: age} for step, _, age in tally.versions.by_step()}
+
+
+def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
+    """What the reader should know about the input, a line each."""
+    yield f"π is the column {read.measurement.train_column}, μ is rollout_log_prob"
+    if read.measurement.denoising:
+        yield "log-probs are of denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
+    for finding in read.tally.findings:
+        rows, plain = finding.rows or 0, finding.code not in FAULTS
+
+        # Of denoising steps a remark leaves out what validation says of tokens.
+        if plain and diffusion:
+            yield finding.title + f", in {rows:,} picture{'s' * (rows != 1)}" * bool(rows)
+        elif plain:
+            yield str(finding)
+    if read.tally.interrupted:
+        yield f"interrupted: this covers {read.tally.rows} of {read.total} rows only"
+    yield from (f"left out: {problem}" for problem in read.unreadable)
+
+
+def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
+    """Return what the log's validation, its recorded settings and the log-probs themselves add to the verdict.
+
+    Codes of the validation without a row in the table of faults are about the file, and become remarks.
+    """
+    found = [_judged(finding, tally.rows) for finding in tally.findings if finding.code in FAULTS]
+
+    # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
+    if diffusion:
+        row = fault("sentinel")
+        return [
+            replace(finding, reason=row.reason, fix=row.fix, limit="0 pictures", tokens=None)
+            for finding in found
+            if finding.code == "sentinel"
+        ]
+    sets = "; this log has the sets, in kept_ids and kept_offsets"
+    implied = [
+        replace(finding, fix=finding.fix + sets) if kept and finding.code == "truncated" else finding
+        for finding in provenance.warnings
+        if fault(finding.code).number
+    ]
+    return [*found, *tally.claims.values(), *implied]
+
+
+def partial_sentence(read: LogTally) -> tuple[str, ...]:
+    """The sentence that a verdict on part of a log needs."""
+    count = len(read.unreadable)
+    sentence = f"this is the verdict on part of the log: {count} file{'s' * (count != 1)} could not be read to the end"
+    return (sentence,) * bool(count)
+
+
+def mixed_settings(origin: Origin) -> list[Finding]:
+    """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
+    settings = [json.loads(text) for text in origin.sampling]
+    recorded = {
+        name: dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
+        for name in dict.fromkeys(name for one in settings for name in one)
+    }
+    recorded |= {name: dict.fromkeys(getattr(origin, name)) for name in ("engine", "engine_version", "model")}
+    mixed = [f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in recorded.items() if len(values) > 1]
+    note = replace(fault("mixed_settings").finding, metric="log/sampling", reason="; ".join(mixed), severity="note")
+    return [note] if mixed else []
+
+
+def _judged(finding: Finding, rows: int) -> Finding:
+    """A finding of the log's validation, as one that makes the verdict."""
+    # Logits in place of log-probs explain a mismatch of all rows; one value above 0 explains its own row.
+    share = (finding.rows or 0) / rows if fault(finding.code).part == "rows" else finding.row_share
+    return replace(
+        finding,
+        row_share=share,
+        metric=f"log/{finding.column}",
+        value=float(finding.rows or 0),
+        limit="0 sequences",
+        severity="warning",
+    )

@@ -43,7 +43,11 @@ def read_shards(
     """
     workers = min(workers, len(shards))
     if ray is None and workers <= 1:
-        yield from read_here(measurement, shards, on_rows)
+        for shard in shards:
+            tally = measurement.of_shard(shard, on_rows)
+            yield tally
+            if tally.interrupted:
+                return
         return
 
     # The rows of a shard are reported once its tally is merged: an interrupt then loses none of them.
@@ -54,15 +58,6 @@ def read_shards(
         for tally in elsewhere:
             yield tally
             on_rows(tally.rows)
-
-
-def read_here(measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows) -> Iterator[Tally]:
-    """Read the shards one after the other, until a KeyboardInterrupt."""
-    for shard in shards:
-        tally = measurement.of_shard(shard, on_rows)
-        yield tally
-        if tally.interrupted:
-            return
 
 
 def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers: int) -> Generator[Tally, None, None]:
@@ -136,14 +131,14 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: s
         import ray
     except ImportError as error:
         raise ImportError("a Ray cluster needs Ray: pip install 'rollcorr[ray]'") from error
-    task = ray.remote(_read_on_node)
+    task = ray.remote(_read_elsewhere)
     with _ray_connection(ray, address):
         ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
         out: deque[object] = deque()
         try:
             for number in range(len(shards) + ahead):
                 if number < len(shards):
-                    out.append(task.remote(shards[number], measurement))
+                    out.append(task.remote(measurement, shards[number]))
                 if out and number >= ahead:
                     tally: Tally = ray.get(out[0])
                     out.popleft()
@@ -157,7 +152,7 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: s
                 ray.cancel(reference)
 
 
-def _read_on_node(shard: Shard, measurement: Measurement) -> Tally:
+def _read_elsewhere(measurement: Measurement, shard: Shard) -> Tally:
     return measurement.of_shard(shard, lambda rows: None)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
@@ -23,10 +25,8 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
-from rollcorr.diagnostics.log_check.preset_totals import PresetTotals
-from rollcorr.diagnostics.log_check.worst_tokens import WorstTokens
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
-from rollcorr.diagnostics.null.origin import Origin
+from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
+from rollcorr.diagnostics.null import MismatchProfile, Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
 from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
@@ -37,6 +37,10 @@ from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard
 from rollcorr.rollout_log.schema import ragged
 from rollcorr.rollout_log.validate import validate_batch
+
+Counts = NDArray[np.int64]
+Key = TypeVar("Key")
+Sums = TypeVar("Sums")
 
 FIRST_STEPS = 5
 """Steps at the start of a log that serve as its null when no other is given."""
@@ -129,17 +133,10 @@ class Tally:
 
     def merge(self, later: Tally) -> Tally:
         """What both show together; `later` comes after in the log."""
-        parts = dict(self.parts)
-        for step, part in later.parts.items():
-            parts[step] = merge_parts([parts[step], part]) if step in parts else part
-        first = dict(self.first)
-        for step, profile in later.first.items():
-            first[step] = first[step].merge(profile) if step in first else profile
-        samples = dict(self.first_samples)
-        for step, sample in later.first_samples.items():
-            samples[step] = samples[step].merge(sample) if step in samples else sample
+        first = merge_by_key(self.first, later.first, MismatchProfile.merge)
+        samples = merge_by_key(self.first_samples, later.first_samples, PairSample.merge)
         return Tally(
-            parts=parts,
+            parts=merge_by_key(self.parts, later.parts, lambda own, other: merge_parts([own, other])),
             findings=merge_findings((*self.findings, *later.findings)),
             sample=self.sample.merge(later.sample),
             claims={**self.claims, **later.claims},
@@ -158,6 +155,13 @@ class Tally:
             worst=self.worst.merge(later.worst),
             pictures=self.pictures.merge(later.pictures),
         )
+
+
+def merge_by_key(
+    own: Mapping[Key, Sums], later: Mapping[Key, Sums], merge: Callable[[Sums, Sums], Sums]
+) -> dict[Key, Sums]:
+    """Return both mappings as one; what has a key of both is merged."""
+    return {**own, **{key: merge(own[key], sums) if key in own else sums for key, sums in later.items()}}
 
 
 def merge_parts(parts: Iterable[Part]) -> Part:
@@ -247,28 +251,39 @@ class Measurement:
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
         if self.denoising:
-            rollout, train = (_without_sentinels(x) for x in (rollout, train))
+            rollout, train = (without_sentinels(x) for x in (rollout, train))
             parts = dict(self._parts(batch, train, rollout, mask, None))
             findings = merge_findings(validate_batch(batch))
             kl = exact_kl(batch) if self.with_exact_kl else None
             pictures = PictureRows.of(batch, rollout, train, kl, first=first)
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch), pictures=pictures)
 
-        ids = _ids(batch)
+        # Ids of some rows only tell nothing of the others.
+        recorded = batch.has("response_ids") and not batch.records.column("response_ids").null_count
+        ids = batch.packed("response_ids") if recorded else None
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
         prompts = _prompts(batch)
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
-            columns = (train, rollout, mask, batch.lengths)
-            recorded = partial(PairSample.of, response_ids=ids, steps=steps, prompts=prompts)
-            return recorded(*columns, first=first, stride=stride, wanted=wanted)
+            return PairSample.of(
+                train,
+                rollout,
+                mask,
+                batch.lengths,
+                response_ids=ids,
+                steps=steps,
+                prompts=prompts,
+                first=first,
+                stride=stride,
+                wanted=wanted,
+            )
 
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
 
         # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
-        rollout, train = (_without_sentinels(x) for x in (rollout, train))
+        rollout, train = (without_sentinels(x) for x in (rollout, train))
         ratios = TokenRatios.of(
             *(x.numpy() for x in (train, rollout, mask, batch.lengths)),
             index=np.arange(first, first + len(batch)),
@@ -276,7 +291,9 @@ class Measurement:
             prompts=None if prompts is None else np.array([len(prompt) for prompt in prompts]),
         )
         profile = MismatchProfile.of_ratios(ratios)
-        candidates = CandidateTotals()
+        routing, candidates = RoutingSums(), CandidateTotals()
+        if batch.has("routing_difference"):
+            routing = RoutingSums.of(ratios, batch.packed("routing_difference").numpy())
         if self.candidates:
             candidates = CandidateTotals.of(batch, train, rollout, mask, ids=ids, prompts=prompts, first=first)
         return Tally(
@@ -290,8 +307,8 @@ class Measurement:
             first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(batch, ratios),
-            routing=_routing(batch, ratios),
-            presets=PresetTotals.of(batch, train, rollout, mask) if self.what_if else PresetTotals(),
+            routing=routing,
+            presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
             candidates=candidates,
             worst=WorstTokens.of(ratios),
         )
@@ -322,9 +339,16 @@ class Measurement:
     ) -> Iterator[tuple[int | None, Part]]:
         """What was seen of each step; without `ratios` the tokens are denoising steps."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
-        for step, rows in _by_step(batch):
+        of_steps: list[tuple[int | None, Tensor]] = [(None, torch.ones(len(batch), dtype=torch.bool, device="cpu"))]
+        if batch.has("step"):
+            steps = batch.values("step")
+            of_steps = [(step, steps == step) for step in steps.unique().tolist()]
+        for step, rows in of_steps:
             if ratios is None:
-                statistics = merge_statistics(self._denoising(batch, rows, train, rollout))
+                of_shapes = denoising_statistics(
+                    batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
+                )
+                statistics = merge_statistics(of_shapes)
                 yield step, Part(statistics, 0, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
                 continue
 
@@ -336,24 +360,16 @@ class Measurement:
                 of_step = ratios.of_rows(rows.numpy())
             yield step, part_of(of_step, *own, rewards[rows], self.config)
 
-    def _denoising(self, batch: RolloutBatch, rows: Tensor, train: Tensor, rollout: Tensor) -> Iterator[Statistics]:
-        return denoising_statistics(
-            batch, rows, train, rollout, self.config, self.timesteps, with_exact_kl=self.with_exact_kl
-        )
-
 
 def _first_profiles(
     wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios
 ) -> dict[int, MismatchProfile]:
     """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
-    found = {}
-    for step, rows in wanted.items():
-        # Mostly a batch is of one step, and its profile is there already.
-        of_step = profile
-        if not bool(rows.all()):
-            of_step = MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))
-        found[step] = of_step.folded(FIRST_IDS)
-    return found
+    # Mostly a batch is of one step, and its profile is there already.
+    return {
+        step: (profile if rows.all() else MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))).folded(FIRST_IDS)
+        for step, rows in wanted.items()
+    }
 
 
 def _rewards(rewards: Tensor) -> tuple[int, float]:
@@ -376,56 +392,41 @@ def part_of(
     if statistics is None:
         raise ValueError("a configuration that corrects nothing has nothing to measure; use the preset 'disabled'")
     zero = ((rollout == 0) | (train == 0)) & mask
-    zeros, contradicted = int(zero.sum()), 0
-    if zeros:
-        contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum())
+    zeros = int(zero.sum())
+    contradicted = int(((rollout + train)[zero] < CONTRADICTION).sum()) if zeros else 0
     positive = int((((rollout > 0) | (train > 0)) & mask).sum())
     ids = TokenSums.of_ratios(ratios, limit=STEP_IDS)
     return Part(statistics, zeros, contradicted, positive, *_rewards(rewards), ids=ids)
 
 
-def _without_sentinels(log_prob: Tensor) -> Tensor:
+def without_sentinels(log_prob: Tensor) -> Tensor:
     """Log-probs with NaN in place of −9999, in the same memory."""
     sentinels = log_prob == JSON_MINUS_INFINITY
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
 
 
-def _routing(batch: RolloutBatch, ratios: TokenRatios) -> RoutingSums:
-    """The mismatch by routing; empty where the batch does not record it."""
-    if not batch.has("routing_difference"):
-        return RoutingSums()
-    return RoutingSums.of(ratios, batch.packed("routing_difference").numpy())
-
-
 def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
     """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
+    spans = version_spans(batch)
+    if spans is None:
+        return VersionCells()
+    step, version, length = spans
+    return VersionCells.of(step, version, slice_sums(ratios.k3, length), slice_sums(ratios.valid, length))
+
+
+def version_spans(batch: RolloutBatch) -> tuple[Counts, Counts, Counts] | None:
+    """Return the step, the version of the weights and the tokens of each span, (spans,).
+
+    None unless every row records both, and its spans tile its tokens.
+    """
     if not (batch.has("policy_versions") and batch.has("step")):
-        return VersionCells()
-    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
-    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
-    length = length.astype(np.int64)
-    row = np.repeat(np.arange(len(batch)), sizes)
-    if (length < 0).any() or (np.bincount(row, length, len(batch)) != batch.lengths.numpy()).any():
-        return VersionCells()
-    k3, tokens = slice_sums(ratios.k3, length), slice_sums(ratios.valid, length)
-    return VersionCells.of(batch.values("step").numpy()[row], version.astype(np.int64), k3, tokens)
-
-
-def _by_step(batch: RolloutBatch) -> Iterator[tuple[int | None, Tensor]]:
-    """Each step of a batch, None when none is recorded, with a mask of its rows."""
-    if not batch.has("step"):
-        yield None, torch.ones(len(batch), dtype=torch.bool, device="cpu")
-        return
-    steps = batch.values("step")
-    for step in steps.unique().tolist():
-        yield step, steps == step
-
-
-def _ids(batch: RolloutBatch) -> Tensor | None:
-    """The response ids, packed, where every row of the batch records them."""
-    if not batch.has("response_ids") or batch.records.column("response_ids").null_count:
         return None
-    return batch.packed("response_ids")
+    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
+    columns = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("version", "length"))
+    version, length = (column.astype(np.int64) for column in columns)
+    row = np.repeat(np.arange(len(batch)), sizes)
+    tiled = (length >= 0).all() and (np.bincount(row, length, len(batch)) == batch.lengths.numpy()).all()
+    return (batch.values("step").numpy()[row], version, length) if tiled else None
 
 
 def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:

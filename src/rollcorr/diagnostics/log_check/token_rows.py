@@ -5,6 +5,7 @@ One pass over a log keeps a bounded number of rows, and sums distributions and b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,11 +19,11 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, exact_kl, has_exact_kl
+from rollcorr.diagnostics.log_check.tally import version_spans
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.report.curves import pack
 from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
 from rollcorr.rollout_log.reader import Paths
-from rollcorr.rollout_log.schema import ragged
 
 MOST_SEQUENCES, MOST_TOKENS = 10_000, 1_250_000
 """Sequences and tokens of a page."""
@@ -30,7 +31,10 @@ RULE = (
     f"Above {MOST_SEQUENCES:,} sequences or {MOST_TOKENS:,} tokens, half of the place goes to the sequences with the "
     "largest k3, and half to a random sample of the others."
 )
-MASKED, KEPT, REJECTED = 0, 1, 2
+MASKED, KEPT, REJECTED, TRUNCATED = 0, 1, 2, 3
+MOST_PICTURES = 3_000_000
+"""Characters of decoded predictions of a page."""
+BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 COLUMNS = (
     *("step", "reward", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "policy_versions"),
     *DENOISING_COLUMNS,
@@ -79,6 +83,7 @@ class TokenRows:
         breakdowns: name → (5, bins): tokens, their Σ k3, kept tokens, their Σ k3 and Σ weight.
         histograms: name → (2, bins) counts, raw and applied.
         diffusion: the tokens are denoising steps.
+        pictures: place in the log → the row's Σ exact KL and its decoded predictions, the largest KL first.
     """
 
     rows: list[TokenRow] = field(default_factory=list)
@@ -88,9 +93,13 @@ class TokenRows:
     breakdowns: dict[str, NDArray[Any]] = field(default_factory=dict)
     histograms: dict[str, NDArray[Any]] = field(default_factory=dict)
     diffusion: bool = False
+    pictures: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def prune(self, share: float = 1.0) -> None:
-        """Keep what fits into a share of the page's limits, by `RULE`."""
+        """Keep what fits into a share of the page's limits, by `RULE`; of pictures, the largest KL."""
+        by_kl = sorted(self.pictures.items(), key=lambda item: -item[1][0])
+        ends = np.cumsum([len(picture) for _, (_, picture) in by_kl])
+        self.pictures = dict(by_kl[: int(np.searchsorted(ends, MOST_PICTURES * share, side="right"))])
         sequences, tokens = MOST_SEQUENCES * share, MOST_TOKENS * share
         if len(self.rows) <= sequences and sum(len(row.tokens) for row in self.rows) <= tokens:
             return
@@ -132,11 +141,12 @@ def read_tokens(
     """
     shards, found = log_shards(paths), TokenRows()
     total = sum(shard.rows for shard in shards)
-    columns = (*COLUMNS, *(("prompt", "prompt_ids", "response_ids") if text else ()))
+    columns = (*COLUMNS, *(("prompt", "prompt_ids", "response_ids", "predictions") if text else ()))
     for shard in shards:
         for batch in read_shard(shard, columns=columns):
             _add(found, batch, config, text=text)
-            if sum(len(row.tokens) for row in found.rows) > MOST_TOKENS or len(found.rows) > 2 * MOST_SEQUENCES:
+            too_many = sum(len(row.tokens) for row in found.rows) > MOST_TOKENS or len(found.rows) > 2 * MOST_SEQUENCES
+            if too_many or found.pictures:
                 found.prune(share)
             if on_rows is not None:
                 on_rows(len(batch), total)
@@ -168,6 +178,8 @@ def _add(found: TokenRows, batch: RolloutBatch, config: RolloutCorrectionConfig 
     tokens["mu"], tokens["weight"] = -ratios.surprise, weights.numpy()
     tokens["d"] = np.where(ratios.valid, ratios.d, np.nan)
     tokens["state"] = np.where(kept.numpy() & ratios.valid, KEPT, np.where(ratios.mask, REJECTED, MASKED))
+    if config is not None and config.is_upper is not None and not config.rollout_is_batch_normalize:
+        tokens["state"][(tokens["state"] == KEPT) & (tokens["weight"] >= np.float32(config.is_upper))] = TRUNCATED
     tokens["time"] = batch.packed("timestep").numpy() if batch.has("timestep") else np.nan
     tokens["id"] = batch.packed("response_ids").numpy() if text and batch.has("response_ids") else -1
     tokens["kl"] = ratios.k3
@@ -191,19 +203,23 @@ def _keep_rows(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], *, t
     rewards = batch.values("reward").tolist() if batch.has("reward") else [np.nan] * count
     column = next((name for name in ("prompt", "prompt_ids") if text and batch.has(name)), None)
     prompts = batch.objects(column) if column else [None] * count
+    pictures = batch.objects("predictions") if text and batch.has("predictions") else [None] * count
     for row, part in enumerate(np.split(tokens, ends[:-1])):
         kl = float(part["kl"][np.isfinite(part["d"])].sum())
         prompt = prompts[row] or ()
         prompt = prompt if isinstance(prompt, str) else prompt[-PROMPT_IDS:]
         own = part.copy()  # a view would keep the whole batch in memory
         found.rows.append(TokenRow(found.sequences + row, steps[row], kl, rewards[row], prompt, own))
+        picture = pictures[row] or ""
+        if BASE64.fullmatch(picture):  # a log may be untrusted, and the page puts this into an address
+            found.pictures[found.sequences + row] = kl, picture
     found.sequences += count
 
 
 def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: NDArray[np.bool_]) -> None:
     """Add the tokens of a batch to the totals, the histograms and the breakdowns."""
     lengths = batch.lengths.numpy()
-    kept, kl, d = tokens["state"] == KEPT, tokens["kl"].astype(np.float64), tokens["d"]
+    kept, kl, d = np.isin(tokens["state"], (KEPT, TRUNCATED)), tokens["kl"].astype(np.float64), tokens["d"]
     found.tokens += int(valid.sum())
     found.kl += float(kl[valid].sum())
     shown = {
@@ -220,7 +236,7 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         "length": np.repeat(lengths, lengths),
         "probability": np.exp(np.minimum(tokens["mu"], 0)),
         "turn": _turns(tokens["state"] != MASKED, starts),
-        "version lag": _lags(batch, lengths),
+        "version lag": _lags(batch),
     }
     for name, value in values.items():
         if value is None:
@@ -238,16 +254,13 @@ def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.
     return begins - begins[starts]
 
 
-def _lags(batch: RolloutBatch, lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
+def _lags(batch: RolloutBatch) -> NDArray[np.float64] | None:
     """Return the training step minus the version of the weights, for each token; None where they are not recorded."""
-    if not (batch.has("policy_versions") and batch.has("step")):
+    spans = version_spans(batch)
+    if spans is None:
         return None
-    spans, sizes, _ = ragged(batch.records.column("policy_versions"))
-    length, version = (spans.field(name).to_numpy(zero_copy_only=False) for name in ("length", "version"))
-    row = np.repeat(np.arange(len(batch)), sizes)
-    if (np.bincount(row, length, len(batch)) != lengths).any():
-        return None
-    return np.repeat(batch.values("step").numpy()[row] - version, length.astype(np.int64)).astype(np.float64)
+    step, version, length = spans
+    return np.repeat(step - version, length).astype(np.float64)
 
 
 def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | None = None) -> dict[str, Any]:
@@ -275,6 +288,7 @@ def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | No
         "kl": found.kl,
         "prompts": prompts,
         "texts": texts,
+        "pictures": {place: picture for place, (_, picture) in found.pictures.items()},
         **arrays,
         "state": pack(tokens["state"], "u1"),
         "id": pack(tokens["id"], "i4"),

@@ -45,9 +45,8 @@ class ExcessTokens:
         cls, sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None
     ) -> ExcessTokens | None:
         """Return the tokens of a sample, without the rows of the steps of the null; None without any."""
-        rows = {
-            index: row for index, row in sorted(sample.rows.items()) if leave_out is None or not row.within(leave_out)
-        }
+        kept = [(i, row) for i, row in sorted(sample.rows.items()) if leave_out is None or not row.within(leave_out)]
+        rows = {i: row.located() for i, row in kept}
         known = [row.known for row in rows.values()]
         if not any(len(where) for where in known):
             return None

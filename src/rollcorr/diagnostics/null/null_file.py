@@ -103,6 +103,11 @@ class MismatchNull:
         return f"{self.name} ({', '.join(filter(None, marks))})" if any(marks) else self.name
 
     @property
+    def in_words(self) -> str:
+        """Return its size, for a line on the console."""
+        return f"k3 {self.profile.k3:.2g} per token with equal weights, over {self.profile.tokens:,} tokens"
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What every verdict with this null mentions."""
         return tuple(

@@ -48,8 +48,8 @@ def density_finding(rows: PictureRows) -> Finding | None:
             largest = max(largest, mean)
     if not largest:
         return None
-    known = np.isfinite(rows.kl_scale).all() and len(np.unique(rows.column("timestep"))) > 1
-    return (_named(rows) if known else None) or _described("schedule_differs", largest)
+    several = len(np.unique(rows.column("timestep"))) > 1
+    return (_named(rows) if several else None) or _described("schedule_differs", largest)
 
 
 def _named(rows: PictureRows) -> Finding | None:
@@ -67,10 +67,15 @@ def _named(rows: PictureRows) -> Finding | None:
         moved = [factor * value / (1 + (factor - 1) * value) for value in (sigma, after)]
         return np.asarray(own_level * _unit_deviation(*moved) / std)
 
+    # Without σ, as with DDIM, only the noise level can be told: s is in proportion to it at every timestep.
+    knows_sigma = bool(np.isfinite(own_level).all())
     level, level_misfit = _best(rows, lambda factor: np.full(len(rows), factor))
-    shift, shift_misfit = _best(rows, of_shift)
+    shift, shift_misfit = _best(rows, of_shift) if knows_sigma else (1.0, math.inf)
     if min(level_misfit, shift_misfit) > FITS:
         return None
+    if not knows_sigma:
+        title = f"the trainer scores with {format_number(level)} times the sampler's noise level"
+        return _described("noise_level_differs", level, title, factor=level)
     sampler = float(np.median(own_level))
     if level_misfit <= shift_misfit:
         trainer = format_number(sampler * level)

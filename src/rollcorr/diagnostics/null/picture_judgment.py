@@ -17,14 +17,12 @@ from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.picture_densities import density_finding
-from rollcorr.diagnostics.null.picture_null import FEW_PICTURES, LEAST_KL, PictureNull
+from rollcorr.diagnostics.null.picture_null import ABOVE, FEW_PICTURES, LEAST_KL, PictureNull
 from rollcorr.diagnostics.null.picture_rows import Column, PictureRows
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.run_directory.stored_run import BadInputError
 
-# Times the null's exact KL above which the policies differ.
-ABOVE = 3.0
 # Times its start that R must reach to be a rise, as of the metrics of language models.
 RISE = 2.4
 # Times the median of its step from which a picture is far above the rest; ordinary ones stay below 2.

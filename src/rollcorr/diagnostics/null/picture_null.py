@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,10 @@ from rollcorr.run_directory.stored_run import BadInputError
 PICTURE_VERSION = 1
 # A null of fewer pictures does not know how much they differ.
 FEW_PICTURES = 16
+# Pictures from which older measurements lose weight.
+MOST_PICTURES = 64
+# Times the null's KL above which a later measurement is not one of equal weights.
+ABOVE = 3.0
 # Two timestep values are the same if they differ by this share of the larger one, or less.
 SAME_TIMESTEP = 1e-3
 # KL per dimension, nats, that rounding of the means in float32 may cause.
@@ -57,6 +61,7 @@ class PictureNull:
         dimensions: D of these pictures, for the record.
         cells: one for each timestep value, from noise to data.
         origin: the engines and models behind it.
+        last_step: the training step of the newest measurement; 0 before the first one.
     """
 
     name: str
@@ -64,6 +69,7 @@ class PictureNull:
     dimensions: int
     cells: tuple[TimestepNoise, ...]
     origin: Origin = field(default_factory=Origin)
+    last_step: int = 0
 
     @classmethod
     def of(cls, rows: PictureRows, *, name: str, origin: Origin) -> PictureNull:
@@ -106,6 +112,37 @@ class PictureNull:
         ratio = np.where(near | ~np.isfinite(rows.kl_scale / scale), 1.0, rows.kl_scale / scale)
         return np.asarray(np.maximum(kl * ratio, LEAST_KL) * rows.column("dimensions"))
 
+    def followed_by(self, later: PictureNull) -> PictureNull:
+        """Return this null with a later measurement, in which older ones decay so that it follows the policy.
+
+        Raises:
+            BadInputError: the KL of `later` is several times this null's, as that of weights which did not arrive.
+        """
+        known = {cell.timestep: cell for cell in self.cells}
+        both = [(known[cell.timestep].kl, cell.kl, cell.steps) for cell in later.cells if cell.timestep in known]
+        before, now = (sum(max(pair[side], LEAST_KL) * pair[2] for pair in both) for side in (0, 1))
+        if self.pictures >= FEW_PICTURES and both and now >= ABOVE * before:
+            raise BadInputError(
+                f"{later.name} has {now / before:.2g} times the exact KL of {self.name} at the same timesteps, so the "
+                "weights may not be equal; look at the weight sync"
+            )
+
+        # A timestep that is not measured again stays as it is.
+        factor = min(1.0, max(0, MOST_PICTURES - later.pictures) / self.pictures)
+        for cell in later.cells:
+            old = known.get(cell.timestep, cell._replace(steps=0))
+            kept = round(factor * old.steps)
+            kl = (kept * old.kl + cell.steps * cell.kl) / (kept + cell.steps)
+            known[cell.timestep] = cell._replace(steps=kept + cell.steps, kl=kl)
+        cells = tuple(known[time] for time in sorted(known, reverse=True))
+        pictures = round(factor * self.pictures) + later.pictures
+        return replace(self, pictures=pictures, cells=cells, last_step=later.last_step)
+
+    @property
+    def in_words(self) -> str:
+        """Return its size, for a line on the console."""
+        return f"exact KL {self.exact_kl:.2g} with equal weights, over {self.pictures:,} pictures"
+
     @property
     def exact_kl(self) -> float:
         """Mean exact KL of its steps, nats over all D."""
@@ -122,7 +159,7 @@ class PictureNull:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the null as JSON, whole or not at all."""
         document = {"format": PICTURE_FORMAT, "version": PICTURE_VERSION, "pictures": self.pictures}
-        document |= {"dimensions": self.dimensions, "origin": asdict(self.origin)}
+        document |= {"dimensions": self.dimensions, "last_step": self.last_step, "origin": asdict(self.origin)}
         cells = [{key: None if value != value else value for key, value in c._asdict().items()} for c in self.cells]
         write_text_durably(Path(path), json.dumps(document | {"timesteps": cells}, allow_nan=False) + "\n")
 
@@ -149,6 +186,7 @@ def read_picture_null(path: str | os.PathLike[str]) -> PictureNull | None:
             name=path.name,
             pictures=int(document["pictures"]),
             dimensions=int(document["dimensions"]),
+            last_step=int(document.get("last_step", 0)),
             cells=tuple(
                 TimestepNoise(cell["timestep"], int(cell["steps"]), cell["kl"], cell["scale"]) for cell in cells
             ),

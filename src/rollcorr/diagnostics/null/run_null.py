@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,13 @@ def picture_null_beside(run: str | os.PathLike[str]) -> PictureNull | None:
 
 
 def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
-    """Return the noise of the null in a run's directory; None and Raises as in `null_beside`."""
+    """Return the noise of the null in a run's directory; None and Raises as in `null_beside`.
+
+    A null of pictures has no noise of a token: it judges rows, not metrics.
+    """
+    pictures = picture_null_beside(run)
+    if pictures is not None:
+        unusable = "judges only logged pictures (log.rollouts)"
+        return Noise(sigma=math.nan, k3=math.nan, source=pictures.name, unusable=unusable)
     null = null_beside(run)
     return None if null is None else noise_of(null)

@@ -67,14 +67,12 @@ class VersionCells:
         return VersionCells(cells)
 
     def by_step(self) -> list[tuple[int, float, float]]:
-        """(step, k3 per token, mean recorded age) of each step, rising."""
-        steps: dict[int, list[float]] = {}
-        for (step, version), (count, total) in sorted(self.cells.items()):
-            sums = steps.setdefault(step, [0.0, 0.0, 0.0])
-            sums[0] += count
-            sums[1] += total
-            sums[2] += count * (step - version)
-        return [(step, total / count, age / count) for step, (count, total, age) in steps.items()]
+        """(step, k3 per token, mean lag) of each step, rising."""
+        rows = []
+        for step, lags in self.by_lag().items():
+            count, total = (sum(cell[part] for cell in lags.values()) for part in (0, 1))
+            rows.append((step, total / count, sum(lag * cell[0] for lag, cell in lags.items()) / count))
+        return rows
 
     def by_lag(self) -> dict[int, dict[int, Cell]]:
         """Step → lag → tokens, Σ k3; steps and lags rising.

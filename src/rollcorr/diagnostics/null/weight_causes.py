@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.fault_row import Case
 from rollcorr.diagnostics.faults import refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, Excess, cause
@@ -32,7 +33,6 @@ from rollcorr.diagnostics.null.token_ratios import CAP
 from rollcorr.diagnostics.null.token_share import TokenShare
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
-from rollcorr.diagnostics.refuting_tests import Case
 
 FADES, SURELY_FADES = 2.2, 1.5
 """Excess of the beginning over that of the rest from which it is said to fade; and less 1.5 standard errors."""

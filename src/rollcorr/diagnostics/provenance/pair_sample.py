@@ -59,7 +59,8 @@ class SampleRow(NamedTuple):
         mask: true on tokens that the policy sampled, (c,).
         response_ids: (c,) where the log has them.
         step: training step, where the log has it.
-        context: of each token, where the log has the ids of prompts and responses.
+        prompt: ids of the prompt, (p,), where the log has them.
+        context: of each token, once `located`.
     """
 
     train: Tensor
@@ -67,6 +68,7 @@ class SampleRow(NamedTuple):
     mask: Tensor
     response_ids: Tensor | None = None
     step: int | None = None
+    prompt: Tensor | None = None
     context: Context | None = None
 
     @property
@@ -81,10 +83,11 @@ class SampleRow(NamedTuple):
         d: NDArray[np.float64] = (self.train.double() - self.rollout).numpy()[self.known]
         return d
 
-    def after(self, prompt: Tensor) -> SampleRow:
-        """The row with the context of its tokens, where it has their ids."""
-        ids = self.response_ids
-        return self if ids is None else self._replace(context=Context.of(prompt, ids))
+    def located(self) -> SampleRow:
+        """The row with the context of its tokens, where it has the ids of prompt and response."""
+        if self.prompt is None or self.response_ids is None:
+            return self
+        return self._replace(context=Context.of(self.prompt, self.response_ids))
 
     def within(self, steps: tuple[int, int]) -> bool:
         """Whether its step is one of these, from the first to the last."""
@@ -157,7 +160,7 @@ class PairSample:
         thin = _thinned(stride, rows)
         rows = {i: row.copied() for i, row in thin.rows.items()}
         if prompts is not None:
-            rows = {i: row.after(prompts[i - first]) for i, row in rows.items()}
+            rows = {i: row._replace(prompt=prompts[i - first].clone()) for i, row in rows.items()}
         return replace(thin, rows=rows)
 
     def merge(self, other: PairSample) -> PairSample:

@@ -180,10 +180,6 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
     expected = _expected(pairs, size, first)
     later = valid & (turn >= onset) & pairs.of_rows(rows)
 
-    # The jump stands at the gap itself: differences that grow along the whole row are another matter.
-    place, left = _ordinal(pairs, valid), pairs.count(first).long()[pairs.row] - _running(pairs, first)
-    near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
-    near_after = later & (_ordinal(pairs, later) < 16)
     excess = pairs.mean(size - expected, later)[rows]
     base = pairs.mean(size - expected, first)[rows]
     mean, z = mean_and_z(excess - base)
@@ -191,6 +187,11 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
     chance = rows & (pairs.mean(size, first) >= TIMES * pairs.mean(expected, first)) & (pairs.mean(size, first) > 0.02)
     if int(hot.sum()) < 3 or int(hot.sum()) < 3 * int(chance.sum()) + 2 or mean <= 0 or z < 2:
         return None
+
+    # The jump stands at the gap itself: differences that grow along the whole row are another matter.
+    place, left = _ordinal(pairs, valid), pairs.count(first).long()[pairs.row] - _running(pairs, first)
+    near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
+    near_after = later & (_ordinal(pairs, later) < 16)
     in_hot = pairs.of_rows(hot)
     times = _times(size, expected, later & in_hot)
     jump = _times(size, expected, near_after & in_hot) / max(_times(size, expected, near_before & in_hot), 1e-9)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from rollcorr.diagnostics.advice.advisor import Advice
 from rollcorr.diagnostics.advice.calibration import Calibration
 from rollcorr.diagnostics.advice.noise_table import NoiseRow
 from rollcorr.diagnostics.advice.order_statistics import QuantileEstimate
+from rollcorr.diagnostics.numbers import text_table
 
 
 def show_calibration(console: Console, found: Calibration) -> None:
@@ -24,26 +24,39 @@ def show_calibration(console: Console, found: Calibration) -> None:
     )
     for remark in found.remarks:
         console.print(f"[yellow]{escape(remark)}[/]", soft_wrap=True)
-    table = _table("setting", "T", "threshold", "95 % interval, lower end", "95 % interval, upper end")
-    for one in found.limits:
-        length = "any" if one.length is None else f"{one.length:,}"
-        table.add_row(one.setting, length, one.text, _interval(one.lower), _interval(one.upper))
-    console.print(table)
+    limits = [
+        (
+            one.setting,
+            "any" if one.length is None else f"{one.length:,}",
+            one.text,
+            _interval(one.lower),
+            _interval(one.upper),
+        )
+        for one in found.limits
+    ]
+    headings = ("setting", "T", "threshold", "95 % interval, lower end", "95 % interval, upper end")
+    console.print(text_table(limits, headings))
 
     console.print(f"\n[bold]alarms that {found.alarm_rate:.2%} of healthy steps raise[/]")
-    table = _table("metric", "T", "sequences of a step", "alarm above, nats", "95 % interval")
-    for alarm in found.alarms:
-        limit = f"{alarm.limit.value:.4g}"
-        table.add_row(alarm.metric, f"{alarm.length:,}", f"{alarm.sequences:,}", limit, _interval(alarm.limit))
-    console.print(table)
+    alarms = [
+        (
+            alarm.metric,
+            f"{alarm.length:,}",
+            f"{alarm.sequences:,}",
+            f"{alarm.limit.value:.4g}",
+            _interval(alarm.limit),
+        )
+        for alarm in found.alarms
+    ]
+    headings = ("metric", "T", "sequences of a step", "alarm above, nats", "95 % interval")
+    console.print(text_table(alarms, headings))
 
 
 def show_noise_table(console: Console, rows: Iterable[NoiseRow], lengths: Sequence[int]) -> None:
     """Print what noise does to every customary limit."""
-    table = _table("limit", "of which noise makes", "σ, nats", *(f"T = {length:,}" for length in lengths))
-    for row in rows:
-        table.add_row(row.limit, row.shows, f"{row.sigma:g}", *map(share_text, row.shares))
-    console.print(table)
+    headings = ("limit", "of which noise makes", "σ, nats", *(f"T = {length:,}" for length in lengths))
+    texts = [(row.limit, row.shows, f"{row.sigma:g}", *map(share_text, row.shares)) for row in rows]
+    console.print(text_table(texts, headings))
 
 
 def share_text(share: float) -> str:
@@ -55,8 +68,10 @@ def share_text(share: float) -> str:
 
 def show_advice(console: Console, advice: Advice) -> None:
     """Print the decision, the reasons, and the YAML to paste."""
+    changes = ", ".join(f"{name} {value}" for name, value in advice.thresholds.items())
+    preset = f"{advice.preset} with {changes}" if changes else advice.preset
     headlines = {
-        "correct": f"[bold green]take {advice.candidate}: the preset {advice.preset}{_changes(advice)}[/]",
+        "correct": f"[bold green]take {advice.candidate}: the preset {preset}[/]",
         "repair": "[bold red]do not correct[/]",
         "not judged": "[bold yellow]not judged[/]",
     }
@@ -76,16 +91,10 @@ def show_advice(console: Console, advice: Advice) -> None:
         console.print(f"\n{escape(advice.yaml)}", end="", soft_wrap=True)
 
 
-def _changes(advice: Advice) -> str:
-    """What differs from the preset, in words."""
-    changes = ", ".join(f"{name} {value}" for name, value in advice.thresholds.items())
-    return changes and f" with {changes}"
-
-
 def _show_candidates(console: Console, advice: Advice) -> None:
     """Print what each candidate does to the log, the chosen one in bold."""
     console.print()
-    table = _table("correction", "kept", "token ESS", "sequence ESS", "signal kept", "noise", "bias")
+    table = text_table([], ("correction", "kept", "token ESS", "sequence ESS", "signal kept", "noise", "bias"))
     table.columns[0].no_wrap = True
     for row in advice.candidates:
         numbers = (row.kept, row.token_ess, row.sequence_ess, row.signal, row.noise, row.bias)
@@ -98,7 +107,3 @@ def _interval(estimate: QuantileEstimate | None) -> str:
     if estimate is None:
         return ""
     return " to ".join(f"{end:.6g}" if math.isfinite(end) else "not bounded" for end in estimate[1:])
-
-
-def _table(*headings: str) -> Table:
-    return Table(*headings, box=None, padding=(0, 2, 0, 0), header_style="dim")

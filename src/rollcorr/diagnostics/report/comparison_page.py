@@ -22,7 +22,7 @@ from rollcorr.diagnostics.report.curves import (
 )
 from rollcorr.diagnostics.report.html_page import render_page, write_page
 from rollcorr.diagnostics.report.verdict_content import verdict_content
-from rollcorr.diagnostics.run_comparison import RunComparison, compare_runs
+from rollcorr.diagnostics.run_verdict import RunComparison, compare_runs
 from rollcorr.run_directory.stored_run import Run
 
 COMPARISON_FILE = "comparison.html"

@@ -12,13 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.health.step_gaps import step_gaps
-from rollcorr.diagnostics.log_check.preset_totals import WhatIf
-from rollcorr.diagnostics.log_check.worst_tokens import HeavyToken
-from rollcorr.diagnostics.numbers import LAG_HEADLINES, format_number, shown_metrics
+from rollcorr.diagnostics.health.weight_sync_rules import step_gaps
+from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
+from rollcorr.diagnostics.numbers import LAG_HEADLINES, format_number, shown_metrics, text_table
 from rollcorr.diagnostics.report.verdict_content import (
     CONSEQUENCES,
     EXPECTED,
@@ -55,24 +53,22 @@ def show_health(
     for remark in remarks:
         console.print(f"[dim]note: {escape(remark)}[/]")
 
-    if content.numbers:
-        known = any(number.expected for number in content.numbers)
-        table = Table("", "measured", EXPECTED, box=None, show_header=known, padding=(0, 2, 0, 0), header_style="dim")
-        for number in content.numbers:
-            table.add_row(number.label, number.value, number.expected)
-        console.print(table)
-    if parts := [(label, health.values[name]) for name, label in LAG_HEADLINES.items() if name in health.values]:
-        table = Table(
-            "k3 by the age of the weights", "nats per token", box=None, padding=(0, 2, 0, 0), header_style="dim"
-        )
-        for label, value in parts:
-            table.add_row(label, format_number(value))
-        console.print(table)
-    if gaps := step_gaps(health.values):
-        table = Table("gap of a step", "nats per token", "clipped", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for gap in gaps:
-            table.add_row(gap.name, format_number(gap.kl), "–" if gap.clipped is None else f"{gap.clipped:.1%}")
-        console.print(table)
+    numbers = [(number.label, number.value, number.expected) for number in content.numbers]
+    headings = ("", "measured", EXPECTED) if any(number.expected for number in content.numbers) else ()
+    measured = health.values
+    lags = [(label, format_number(measured[name])) for name, label in LAG_HEADLINES.items() if name in measured]
+    gaps = [
+        (gap.name, format_number(gap.kl), "–" if gap.clipped is None else f"{gap.clipped:.1%}")
+        for gap in step_gaps(measured)
+    ]
+    tables = (
+        (numbers, headings),
+        (lags, ("k3 by the age of the weights", "nats per token")),
+        (gaps, ("gap of a step", "nats per token", "clipped")),
+    )
+    for rows, titles in tables:
+        if rows:
+            console.print(text_table(rows, titles))
     for entry in content.entries:
         _show(console, entry, depth=0)
 
@@ -101,10 +97,7 @@ def show_what_if(console: Console, rows: Sequence[WhatIf]) -> None:
     content = what_if_content(rows)
     console.print(f"\n[bold]{content.title}[/]")
     if content.rows:
-        table = Table(*content.headings, box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for row in content.rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(text_table(content.rows, content.headings))
     console.print(f"[dim]{escape(content.note)}[/]")
 
 
@@ -131,12 +124,18 @@ def _show_worst(console: Console, tokens: Sequence[HeavyToken], count: float) ->
     """Print the few tokens that carry most of k3: a cause of all rows would not explain them."""
     share = sum(token.share for token in tokens)
     console.print(f"[bold]{len(tokens)} of {count:,.0f} tokens carry {share:.0%} of k3: look at them first[/]")
-    table = Table(*WORST_HEADINGS, box=None, padding=(0, 2, 0, 2), header_style="dim")
-    for token in tokens:
-        known = "not recorded" if token.token_id < 0 else str(token.token_id)
-        log_probs = (f"{token.rollout_log_prob:.4g}", f"{token.train_log_prob:.4g}")
-        table.add_row(str(token.row), str(token.position), known, *log_probs, f"{token.share:.0%}")
-    console.print(table)
+    rows = [
+        (
+            str(token.row),
+            str(token.position),
+            "not recorded" if token.token_id < 0 else str(token.token_id),
+            f"{token.rollout_log_prob:.4g}",
+            f"{token.train_log_prob:.4g}",
+            f"{token.share:.0%}",
+        )
+        for token in tokens
+    ]
+    console.print(text_table(rows, WORST_HEADINGS, left=2))
 
 
 def _show(console: Console, entry: ShownFinding, *, depth: int) -> None:
@@ -146,9 +145,7 @@ def _show(console: Console, entry: ShownFinding, *, depth: int) -> None:
     console.print()
     console.print(Padding(f"{mark} [bold]{escape(entry.finding.title)}[/]{numbers}", (0, 0, 0, indent)))
 
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    for heading, text in entry.lines:
-        table.add_row(heading, escape(text))
+    table = text_table(((heading, escape(text)) for heading, text in entry.lines), right=1)
     console.print(Padding(table, (0, 0, 0, indent + 2)))
     if entry.consequences:
         console.print(Padding(f"[dim]{CONSEQUENCES}[/]", (0, 0, 0, indent + 2)))

@@ -203,8 +203,9 @@ REWARD = Panel(
 
 
 def panels_of(series: Mapping[str, Points], *, diffusion: bool) -> tuple[Panel, ...]:
-    """The panels of a report on tokens, or on denoising steps; of lags and accuracies, only if they were measured."""
-    measured = tuple(panel for panel in (LAGS, ACCURACY) if panel.curves.keys() & series.keys())
+    """The panels of a report on tokens, or on denoising steps; of accuracies and old weights, only if there are any."""
+    known = (LAGS, {"k3_kl_per_version"}), (ACCURACY, ACCURACY.curves.keys())
+    measured = tuple(panel for panel, names in known if names & series.keys())
     return (*(STEP_PANELS if diffusion else PANELS), *measured, REWARD)
 
 

@@ -36,7 +36,7 @@ from rollcorr.diagnostics.report.curves import (
 )
 from rollcorr.diagnostics.report.report_data import ReportData
 from rollcorr.diagnostics.report.verdict_content import CONSEQUENCES, EXPECTED, expected_text, verdict_content
-from rollcorr.diagnostics.run_comparison import REWARD
+from rollcorr.diagnostics.run_verdict import REWARD
 
 HTML_FILE = "report.html"
 SCRIPTS = ("uPlot.iife.min.js", "page.js", "charts.js", "tokens.js")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollcorr.config.finding import Finding
-from rollcorr.diagnostics.health.health_check import HealthReport
-from rollcorr.diagnostics.log_check.preset_totals import WhatIf
 from rollcorr.diagnostics.numbers import format_number, format_range, headlines
 from rollcorr.diagnostics.resolver import Folded, standing
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics.health.health_check import HealthReport
+    from rollcorr.diagnostics.log_check.log_totals import WhatIf
 
 CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""
@@ -138,10 +140,9 @@ def what_if_content(rows: Sequence[WhatIf]) -> WhatIfContent:
 
 
 def _what_if_row(row: WhatIf) -> tuple[str, ...]:
-    change = "not recorded" if row.gradient_change is None else f"{row.gradient_change:.1%}"
+    change, gain = "not recorded" if row.gradient_change is None else f"{row.gradient_change:.1%}", "–"
     if not row.effective_share:
         change = "nothing left"
-    gain = "–"
     if row.gain is not None and row.gain_error is not None:
         gain = f"{format_number(row.gain)} ± {format_number(row.gain_error)}"
     shares = (f"{row.rejected_sequences:.1%}", f"{row.rejected_tokens:.1%}", f"{row.effective_share:.3f}")
@@ -164,7 +165,7 @@ def _opening(health: HealthReport) -> Iterator[str]:
         first = next(iter((*standing(health.findings), *health.warnings)))
         yield f"{health.verdict}: {first.title}"
         yield f"fix: {first.fix or first.confirm or 'the evidence below shows what to look at'}"
-        where = "; ".join(filter(None, (", ".join(_concerned(first)), _steps(first), first.place)))
+        where = "; ".join(filter(None, (_concerned(first), _steps(first), first.place)))
         yield f"where: {where or 'everything that was measured'}"
     elif health.not_judged:
         # A sentence gives the reason first, and what to do last.
@@ -195,43 +196,40 @@ def _entry(cause: Folded, health: HealthReport) -> ShownFinding:
 
 
 def _numbers(finding: Finding, health: HealthReport) -> str:
-    parts = []
-    if finding.value is not None:
-        parts.append(" ".join(part for part in (finding.metric, format_number(finding.value)) if part))
-    elif finding.metric:
-        parts.append(finding.metric)
-    if finding.limit:
-        parts.append(f"limit {finding.limit}")
+    value = "" if finding.value is None else format_number(finding.value)
     from_noise = expected_text(finding.metric or "", health)
-    if from_noise:
-        parts.append(f"{EXPECTED} {from_noise}")
-    return "; ".join(part for part in (", ".join(parts), _steps(finding)) if part)
+    parts = (
+        " ".join(filter(None, (finding.metric, value))),
+        f"limit {finding.limit}" if finding.limit else "",
+        f"{EXPECTED} {from_noise}" if from_noise else "",
+    )
+    return "; ".join(filter(None, (", ".join(filter(None, parts)), _steps(finding))))
 
 
 def _steps(finding: Finding) -> str:
     return f"first at step {finding.first_step}, {_count(finding.steps, 'step')} in all" if finding.steps else ""
 
 
-def _lines(finding: Finding) -> Iterator[tuple[str, str]]:
-    yield "first in", finding.place
-    yield "concerns", ", ".join(_concerned(finding))
-    yield (
-        "evidence",
-        ", ".join(f"{name.replace('_', ' ')} {format_number(value)}" for name, value in finding.evidence.items()),
+def _lines(finding: Finding) -> tuple[tuple[str, str], ...]:
+    evidence = [f"{name.replace('_', ' ')} {format_number(value)}" for name, value in finding.evidence.items()]
+    return (
+        ("first in", finding.place),
+        ("concerns", _concerned(finding)),
+        ("evidence", ", ".join(evidence)),
+        ("confidence", "" if finding.confidence is None else f"{finding.confidence:.3f}"),
+        ("why", finding.reason),
+        ("confirm", finding.confirm),
+        ("fix", finding.fix),
     )
-    yield "confidence", "" if finding.confidence is None else f"{finding.confidence:.3f}"
-    yield "why", finding.reason
-    yield "confirm", finding.confirm
-    yield "fix", finding.fix
 
 
-def _concerned(finding: Finding) -> Iterator[str]:
-    if finding.rows is not None:
-        yield _count(finding.rows, "row")
-    if finding.tokens is not None:
-        yield _count(finding.tokens, "token")
-    if finding.row_share is not None:
-        yield f"{finding.row_share:.1%} of the rows"
+def _concerned(finding: Finding) -> str:
+    counts = [
+        "" if finding.rows is None else _count(finding.rows, "row"),
+        "" if finding.tokens is None else _count(finding.tokens, "token"),
+        "" if finding.row_share is None else f"{finding.row_share:.1%} of the rows",
+    ]
+    return ", ".join(filter(None, counts))
 
 
 def expected_text(name: str, health: HealthReport) -> str:

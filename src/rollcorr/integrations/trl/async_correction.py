@@ -30,8 +30,8 @@ class AsyncCorrection(LoggedCorrection):
         Args:
             model: the policy, perhaps wrapped.
             inputs: TRL's micro-batch.
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
+            args: passed on to TRL's method.
+            kwargs: passed on to TRL's method.
         """
         outputs: list[Any] = []
         handle = model.register_forward_hook(lambda module, given, output: outputs.append(output))
@@ -48,8 +48,8 @@ def _correct_micro_batch(trainer: Trainer, inputs: Mapping[str, Tensor], outputs
     Args:
         trainer: an `AsyncGRPOTrainer`.
         inputs: its micro-batch, (1, …): `token_index` (−1 on padding) is the packed position that predicts each token.
-        outputs: of the model, with log π_θ at every packed position.
-        loss: TRL's.
+        outputs: the model's output, with log π_θ at every packed position.
+        loss: TRL's own loss.
     """
     # Tokens of one completion follow each other; a completion without tokens has length 0.
     selected = inputs["token_index"] >= 0

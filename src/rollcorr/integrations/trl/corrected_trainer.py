@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from rollcorr.config.sampling_spec import Actor
 from rollcorr.correction import correct
 from rollcorr.engines import Engine
 from rollcorr.integrations.trl.async_correction import AsyncCorrection
+from rollcorr.integrations.trl.fresh_null import add_fresh_null, check_null_every
 from rollcorr.integrations.trl.generation_batch import (
     Trainer,
     group_of_all_ranks,
@@ -79,8 +81,8 @@ class RolloutCorrectionMixin(LoggedCorrection):
         rollout_monitor: counts, logs and judges each step of the trainer; see `attach`.
         disable_trl_correction: disable TRL's own weights, also with a configuration that only measures; see `attach`.
         rollout_actor: how the trainer scores truncated samples; see `attach`.
-        args: TRL's, passed on.
-        kwargs: TRL's, passed on.
+        args: passed on to TRL's method.
+        kwargs: passed on to TRL's method.
 
     Raises:
         ValueError: TRL's loss does not support the configuration, or the engine cannot sample for this trainer.
@@ -114,13 +116,13 @@ class RolloutCorrectionMixin(LoggedCorrection):
         return batch
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's. A replay reads the kept sets of these rows.
+        """Compute TRL's loss. A replay of kept sets uses the sets of these rows.
 
         Args:
-            model: TRL's, passed on.
-            inputs: TRL's, passed on.
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
+            model: passed on to TRL's method.
+            inputs: passed on to TRL's method.
+            args: passed on to TRL's method.
+            kwargs: passed on to TRL's method.
         """
         self._batch_in_loss = inputs
         try:
@@ -130,7 +132,10 @@ class RolloutCorrectionMixin(LoggedCorrection):
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """As TRL's, or over kept sets; also keep old log-probs per token, because RLOO's batch contains only sums."""
+        """Return log-probs and entropies as TRL does, or over kept sets in a replay.
+
+        Also keep the old log-probs of each token, because RLOO's batch contains only their sums.
+        """
         trainer: Trainer = self
         generation: Any = getattr(trainer, "vllm_generation", None)
         if getattr(generation, "kept_sets", None) is None:
@@ -161,6 +166,7 @@ def attach(
     disable_trl_correction: bool | None = None,
     sampling: SamplingSpec | None = None,
     keep_rollouts: str | os.PathLike[str] | RolloutCapture | None = None,
+    null_every: int | None = None,
 ) -> Trainer:
     """Correct the batches of an existing trainer. Call it before `trainer.train()`.
 
@@ -188,6 +194,9 @@ def attach(
         keep_rollouts: a folder, or a `rollcorr.monitor.capture.RolloutCapture` with limits of its own. The last 20
             generation batches stay there as a rollout log, at most 2 GiB, with token ids of prompts and responses.
             Never raises or blocks.
+        null_every: steps between measurements of the Monitor's null: the engine samples 8 prompts again right after a
+            weight sync, and the trainer scores them. They do not change the training. Defaults to the earlier call's
+            value, then to 0, none.
 
     Returns:
         The trainer.
@@ -195,7 +204,8 @@ def attach(
     Raises:
         TypeError: the trainer has no `_generate_and_score_completions`, so it is not one of TRL's online trainers.
         ValueError: TRL's loss does not support the configuration, the engine cannot sample for this trainer, or the
-            Monitor was made with a different configuration, or for different ranks. Training raises it before the
+            Monitor was made with a different configuration, or for different ranks; or `null_every` lacks an engine,
+            a Monitor, or a distribution without truncation. Training raises it before the
             first update if the loss of a subclass ignores the correction.
     """
     is_async = loss_type_of(trainer) == "async_grpo"
@@ -212,6 +222,9 @@ def attach(
     if sampling is not None and monitor is None and getattr(trainer, "_monitored_steps", None) is None:
         raise ValueError(f"a Monitor records {sampling}: give attach(monitor=…) too, or leave sampling out")
     _set_up_trainer(trainer, config, engine, actor, monitor, disable_trl_correction, sampling)
+    every = getattr(trainer, "_null_every", 0) if null_every is None else null_every
+    check_null_every(trainer, every)
+    trainer._null_every, trainer._next_null = every, 0
     if keep_rollouts is not None:
         trainer._rollout_capture = make_capture(trainer, keep_rollouts)
     if not isinstance(trainer, LoggedCorrection):
@@ -326,6 +339,7 @@ def _correct_batch(trainer: Trainer, batch: dict[str, Any]) -> None:
     old, rollout = subtract_kept_mass(getattr(trainer, "vllm_generation", None), old, rollout)
     if train_or_eval(trainer) == "train":
         keep_batch(trainer, batch, old, rollout, mask)
+        add_fresh_null(trainer, batch, partial(_old_log_prob, trainer))
     # Fill with 1: TRL's own ratio is 1 outside the mask, and VESPO reads its log there.
     if steps is not None and train_or_eval(trainer) == "train":
         correction = steps.correct(batch, old, rollout, mask)

@@ -20,7 +20,7 @@ def make_capture(trainer: Trainer, given: str | os.PathLike[str] | RolloutCaptur
 
 
 def keep_batch(trainer: Trainer, batch: dict[str, Any], old: Tensor, rollout: Tensor, mask: Tensor) -> None:
-    """Add a generation batch, as one step, to the trainer's capture; nothing without one, and nothing is raised.
+    """Add a generation batch, as one step, to the trainer's capture, if there is one. Never raises.
 
     Args:
         trainer: the trainer.

@@ -27,11 +27,11 @@ class LoggedCorrection:
     _monitored_steps: MonitoredSteps | None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """As TRL's: return the loss of one micro-batch. A Monitor counts it.
+        """Run TRL's training step on one micro-batch, and return its loss, which a Monitor counts.
 
         Args:
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
+            args: passed on to TRL's method.
+            kwargs: passed on to TRL's method.
         """
         loss: Tensor = cast("Any", super()).training_step(*args, **kwargs)
         if self._monitored_steps is not None:
@@ -45,8 +45,8 @@ class LoggedCorrection:
 
         Args:
             logs: name → number; the metrics are added.
-            args: TRL's, passed on.
-            kwargs: TRL's, passed on.
+            args: passed on to TRL's method.
+            kwargs: passed on to TRL's method.
         """
         trainer: Trainer = self
         mode = train_or_eval(trainer)

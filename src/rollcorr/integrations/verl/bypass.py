@@ -50,7 +50,7 @@ def wire_bypass_mode(config: Config) -> bool:
         return False
 
     settings = RolloutCorrectionConfig.read(correction)
-    if settings.loss_type == "reinforce" and not settings.bypass_mode:  # in verl no error
+    if settings.loss_type == "reinforce" and not settings.bypass_mode:  # verl accepts it silently
         _warn("loss_type='reinforce' has no effect without bypass mode; set bypass_mode=True, or loss_type='ppo_clip'")
         settings = dataclasses.replace(settings, loss_type="ppo_clip")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from torch import Tensor
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
 from rollcorr.train.flow_grpo.flow_grpo_trainer import FlowGrpoTrainer
-from rollcorr.train.flow_grpo.fresh_pictures import fresh_pictures
-from rollcorr.train.steps import HELD_OUT
 
 if TYPE_CHECKING:
     from rollcorr.engines import DiffusionEngine
@@ -28,10 +25,8 @@ def configured_pictures(
 ) -> Iterator[RolloutBatch]:
     """Sample and score the pictures of a `flow_grpo` configuration at its start; yield batches of a rollout log.
 
-    Each picture has a window of its own, so that few pictures cover every timestep of the run.
-
     Args:
-        config: of the run.
+        config: the run's configuration.
         make_engine: returns the engine that samples, from the trainer, which has `schedule` and `policy`; defaults to
             the configuration's rollout copy. The engine must have the weights of the start.
         pictures: how many.
@@ -42,29 +37,9 @@ def configured_pictures(
         KeyError: the engine returns no means.
         ValueError: the engine's schedule differs.
     """
-    # Windows of every picture's own cover all timesteps.
-    config = replace(config, rollout=replace(config.rollout, sde_window="per_sample"))
     texts, _ = make_prompts(config)
     trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)
-
-    engine = None if make_engine is None else make_engine(trainer)
-    name = f"rollout copy, {config.rollout.dtype}" if engine is None else engine.engine
-
-    def sample(number: int) -> Mapping[str, Any]:
-        trajectories, prompts = trainer.sample(HELD_OUT + number, engine)
-        return {
-            **trajectories.data,
-            **trajectories.schedule.logged(trajectories.steps),
-            "prompt": prompts,
-            "engine": name,
-            "model": config.model.path,
-            "trajectories": trajectories,
-        }
-
-    def score(sampled: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        return trainer.score_all(sampled["trajectories"], trainer.model)
-
-    return fresh_pictures(sample, score, pictures=pictures)
+    return trainer.null_pictures(pictures, engine=None if make_engine is None else make_engine(trainer))
 
 
 def _no_reward(images: Tensor, texts: Sequence[str]) -> Tensor:

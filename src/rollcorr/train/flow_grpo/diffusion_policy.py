@@ -182,7 +182,7 @@ def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> N
 
     Args:
         policy: the trained policy.
-        directory: where to.
+        directory: the folder to write.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -106,7 +106,7 @@ class Family(abc.ABC):
         """Return the number of image tokens, an input of the schedule's dynamic shifting.
 
         Args:
-            config: of the network.
+            config: the network's configuration.
             height: in latent pixels.
             width: in latent pixels.
         """
@@ -167,7 +167,7 @@ class Family(abc.ABC):
 
         Args:
             scheduler: diffusers' scheduler, which this method may change.
-            config: of the network.
+            config: the network's configuration.
             size: height and width in latent pixels.
             steps: number of denoising steps, S.
             noise_level: a.

@@ -197,18 +197,25 @@ class DiffusionLogConfig(LogConfig):
 
     Attributes:
         evaluate: pictures drawn before and after the training, without noise; 0 disables it.
-        images: number of pictures in the report.
+        images: number of pictures in the report. Above 0, the rollout log shows what both policies predicted at each
+            step of the four pictures with the largest exact KL.
         rollouts: write a rollout log (Parquet) for each step, without latents. In bypass mode it has
             the pictures of the first mini-batch, with log π_θ before the update.
+        null: pictures sampled and scored before the first step, with equal weights on both sides, to measure the
+            mismatch of sampler and trainer (RUN/null.json); 0 disables it.
+        null_every: steps between new measurements of 8 pictures, right after a weight sync; they are merged into the
+            null, and older ones decay. 0 disables it.
     """
 
     evaluate: int = 48
     images: int = 24
     rollouts: bool = True
+    null: int = 64
+    null_every: int = 20
 
     def __post_init__(self) -> None:
         LogConfig.__post_init__(self)
-        at_least("log", self, images=0)
+        at_least("log", self, images=0, null=0, null_every=0)
 
 
 @dataclass(frozen=True, kw_only=True)

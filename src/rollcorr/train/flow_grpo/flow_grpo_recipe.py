@@ -6,13 +6,18 @@ colored shapes, every step and both evaluations log how often a picture has the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollcorr.diffusion.step_correction import step_kl
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.sinks import ProgressColumn
+from rollcorr.run_directory.stored_run import BadInputError
 from rollcorr.train.checkpoint import Checkpoint
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy, load_policy, save_policy
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
@@ -23,9 +28,10 @@ from rollcorr.train.flow_grpo.flow_grpo_trainer import (
     PictureStepResult,
 )
 from rollcorr.train.flow_grpo.fresh_pictures import denoising_batch
-from rollcorr.train.flow_grpo.images import save_grid
+from rollcorr.train.flow_grpo.images import save_grid, strip
 from rollcorr.train.flow_grpo.prompts import read_prompts
 from rollcorr.train.flow_grpo.rewards import make_reward
+from rollcorr.train.flow_grpo.schedule import Schedule
 from rollcorr.train.flow_grpo.shapes import (
     HELD_OUT_PROMPTS,
     SHAPES,
@@ -38,6 +44,15 @@ from rollcorr.train.flow_grpo.shapes import (
 from rollcorr.train.loop import Evaluation, Recipe
 from rollcorr.train.reference_policy import reference_model
 from rollcorr.train.steps import HELD_OUT
+
+if TYPE_CHECKING:
+    from rollcorr.diagnostics import PictureNull
+    from rollcorr.rollout_log import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+DECODED = 4
+"""Pictures of a step whose predictions are decoded for the rollout log."""
 
 
 class FlowGrpoRecipe(Recipe):
@@ -82,8 +97,8 @@ class FlowGrpoRecipe(Recipe):
         """Load the policy and make the copy that samples.
 
         Args:
-            config: of the run.
-            directory: of the run.
+            config: the run's configuration.
+            directory: the run's directory.
             checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
         reward = make_reward(config.reward.name, color_name=config.reward.color, function=config.reward.function)
@@ -105,17 +120,45 @@ class FlowGrpoRecipe(Recipe):
 
     def step(self, step: int) -> dict[str, float]:
         """Run one step of the trainer."""
-        self.newest = self.trainer.step(step)
+        every = self.trainer.config.log.null_every
+        is_due = every > 0 and step % every == 0 and self.directory.null.exists()
+        self.newest = self.trainer.step(step, null_pictures=8 if is_due else 0)
         batch = self.newest.batch
         return self.newest.metrics | {
             f"picture/{name}": value for name, value in self._recognition_metrics(batch.images, batch.texts).items()
         }
 
     def write_extras(self, step: int) -> None:
-        """Write the rollout log of the step."""
+        """Write the rollout log of the step, and the null if it was measured again."""
         newest, config = self.newest, self.trainer.config
+        if newest is not None and newest.fresh_null:
+            self._update_null(step, newest.fresh_null)
         if config.log.rollouts and newest is not None and (newest.first or not self.trainer.actor.bypass_mode):
-            write_denoising_log(self.directory.rollout_log(step), step, newest.batch, config, newest.first)
+            policy = self.trainer.policy if config.log.images else None
+            write_denoising_log(self.directory.rollout_log(step), step, newest.batch, config, newest.first, policy)
+
+    def measure_null(self) -> PictureNull | None:
+        """Sample pictures with the rollout copy and score them with the trainer, whose weights are the same."""
+        count = self.trainer.config.log.null
+        return self._null_of(self.trainer.null_pictures(count), self.directory.null.name) if count else None
+
+    def _null_of(self, rows: Iterable[RolloutBatch], name: str) -> PictureNull:
+        from rollcorr.diagnostics.log_check.log_null import null_of_pictures  # it needs Arrow
+
+        return null_of_pictures(list(rows), name=name, quantized=self.trainer.engine.dtype.startswith("fp8"))
+
+    def _update_null(self, step: int, rows: Iterable[RolloutBatch]) -> None:
+        """Merge a measurement into the run's own null; a null that the user put there stays."""
+        from rollcorr.diagnostics.null import read_picture_null
+
+        try:
+            null, fresh = read_picture_null(self.directory.null), self._null_of(rows, f"the measurement of step {step}")
+
+            # A step that a resumed run repeats is measured already.
+            if null is not None and null.origin.engine == fresh.origin.engine and null.last_step < step:
+                null.followed_by(replace(fresh, last_step=step)).save(self.directory.null)
+        except BadInputError as error:
+            logger.warning("step %d: the null stays as it is: %s", step, error)
 
     def save_policy(self, directory: Path) -> None:
         """Write the trained parts and the paths of the frozen ones."""
@@ -209,8 +252,42 @@ def make_policy(config: FlowGrpoConfig, path: str | Path) -> DiffusionPolicy:
     return policy
 
 
+@torch.no_grad()
+def decoded_predictions(
+    policy: DiffusionPolicy, schedule: Schedule, data: dict[str, torch.Tensor], steps: torch.Tensor
+) -> list[str | None]:
+    """Decode what both policies predicted at each step of the pictures with the largest exact KL.
+
+    Args:
+        policy: decodes.
+        schedule: of the steps.
+        data: `latents`, `prev_sample_mean`, `old_prev_sample_mean` and `std` of B pictures.
+        steps: step numbers, (B, W).
+
+    Returns:
+        For each picture the column `predictions` of the log, or None if its KL is smaller.
+    """
+    x, means = data["latents"], (data["prev_sample_mean"], data["old_prev_sample_mean"])
+    exact = step_kl(means[1], means[0], data["std"])
+    assert exact is not None, "both means are there"
+    kl = exact.nan_to_num().sum(1)
+
+    # Decode a picture at a time: a batch of them may not fit beside the training.
+    found: list[str | None] = [None] * len(kl)
+    for row in kl.topk(min(DECODED, len(kl))).indices.tolist():
+        clean = [schedule.predicted_clean(mean[row], x[row, : steps.shape[1]], steps[row]) for mean in means]
+        pictures = [policy.decode(latents[None])[0] for latents in torch.cat(clean).nan_to_num()]
+        found[row] = strip(torch.stack(pictures).unflatten(0, (2, -1)))
+    return found
+
+
 def write_denoising_log(
-    path: Path, step: int, batch: PictureBatch, config: FlowGrpoConfig, first: FirstScores | None = None
+    path: Path,
+    step: int,
+    batch: PictureBatch,
+    config: FlowGrpoConfig,
+    first: FirstScores | None = None,
+    policy: DiffusionPolicy | None = None,
 ) -> None:
     """Write one step's pictures: one row for each, one token for each denoising step of its window.
 
@@ -218,8 +295,9 @@ def write_denoising_log(
         path: the Parquet file; replaced.
         step: the training step.
         batch: with log π_old, unless `first` is given.
-        config: of the run.
+        config: the run's configuration.
         first: of bypass mode, which computes no log π_old: log π_θ of the first mini-batch. Only its rows are written.
+        policy: decodes predictions; optional.
     """
     from rollcorr.rollout_log import RolloutLogWriter
 
@@ -231,7 +309,9 @@ def write_denoising_log(
         data = {name: tensor[rows] for name, tensor in data.items()}
         data |= {name: tensor[order] for name, tensor in first.data.items()}
 
-    trajectories = batch.trajectories
+    trajectories, columns = batch.trajectories, dict[str, Any]()
+    if policy is not None:
+        columns["predictions"] = decoded_predictions(policy, trajectories.schedule, data, trajectories.steps[rows])
     log = denoising_batch(
         data,
         step=step,
@@ -245,6 +325,7 @@ def write_denoising_log(
         model=config.model.path,
         prompt=[batch.texts[row] for row in rows.tolist()],
         **trajectories.schedule.logged(trajectories.steps[rows]),
+        **columns,
     )
     with RolloutLogWriter(path, overwrite=True) as writer:
         writer.write(log)

@@ -16,9 +16,9 @@ Source: Liu et al. (2025), "Flow-GRPO", arXiv:2505.05470.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,12 @@ from rollcorr.diffusion import (
 from rollcorr.engines import DiffusionEngine
 from rollcorr.train.flow_grpo.diffusion_policy import DiffusionPolicy
 from rollcorr.train.flow_grpo.family import Prompts, predict
-from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
+from rollcorr.train.flow_grpo.flow_grpo_config import DiffusionRolloutConfig, FlowGrpoConfig
+from rollcorr.train.flow_grpo.fresh_pictures import fresh_pictures
 from rollcorr.train.flow_grpo.sampler import RolloutModel, Sampler, Trajectories, draw_windows, make_schedule
 from rollcorr.train.steps import (
     ADVANTAGES,
+    HELD_OUT,
     Clock,
     derived_seed,
     make_optimizer,
@@ -52,6 +54,8 @@ from rollcorr.train.steps import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from rollcorr.rollout_log import RolloutBatch
 
 PictureReward = Callable[[Tensor, list[str]], Tensor]
 
@@ -107,11 +111,12 @@ class FirstScores:
 
 @dataclass(frozen=True, eq=False)
 class PictureStepResult:
-    """Metrics and batch of a step; in bypass mode also the scores before its first update."""
+    """Metrics and batch of a step; in bypass mode also the scores before its first update; and a null, if measured."""
 
     metrics: dict[str, float]
     batch: PictureBatch
     first: FirstScores | None = None
+    fresh_null: tuple[RolloutBatch, ...] = ()
 
 
 class FlowGrpoTrainer:
@@ -161,11 +166,19 @@ class FlowGrpoTrainer:
         self.forward_passes = 0
         _check_divisible_among(group, rollout.rows, config.optim.mini_batch_size)
 
-    def step(self, step: int) -> PictureStepResult:
-        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step)."""
-        clock, passes = Clock(), self.forward_passes
+    def step(self, step: int, *, null_pictures: int = 0) -> PictureStepResult:
+        """Run training step `step` (1, 2, …): a function of the weights, the optimizer and (seed, step).
+
+        Args:
+            step: its number.
+            null_pictures: pictures to sample and score for the null after a weight sync; they do not change the step.
+        """
+        clock = Clock()
         with clock("rollout"):
             staleness = refresh_weights(self.engine, self.model, step, every=self.config.rollout.refresh_every)
+            is_synced = self.engine.weight_version == step - 1
+            fresh_null = tuple(self.null_pictures(null_pictures, step=step)) if null_pictures and is_synced else ()
+            passes = self.forward_passes
             trajectories, texts = self.sample(step)
         with clock("reward"):
             batch = self._build_batch(trajectories, texts)
@@ -190,7 +203,46 @@ class FlowGrpoTrainer:
             "perf/images_per_second": len(batch) / clock.total,
             **clock.metrics(),
         }
-        return PictureStepResult(metrics, batch, first)
+        return PictureStepResult(metrics, batch, first, fresh_null)
+
+    def null_pictures(
+        self, pictures: int, *, step: int = 0, engine: DiffusionEngine | None = None
+    ) -> Iterator[RolloutBatch]:
+        """Sample and score pictures like a step; yield batches of a rollout log. With equal weights this is a null.
+
+        Each picture has a window of its own, so that few pictures cover every timestep of the run.
+
+        Args:
+            pictures: how many, at least.
+            step: number of the training step that follows.
+            engine: samples instead of the rollout copy; optional.
+
+        Raises:
+            EngineError: the engine failed.
+            KeyError: the engine returns no means.
+            ValueError: the engine's schedule differs.
+        """
+        # A few pictures are two of each prompt.
+        rollout = replace(self.config.rollout, sde_window="per_sample")
+        if pictures < rollout.rows:
+            rollout = replace(rollout, prompts_per_step=-(-pictures // 2), group_size=2)
+        name = f"rollout copy, {rollout.dtype}" if engine is None else engine.engine
+
+        def sample(number: int) -> Mapping[str, Any]:
+            trajectories, prompts = self.sample(HELD_OUT + step + number, engine, rollout=rollout)
+            return {
+                **trajectories.data,
+                **trajectories.schedule.logged(trajectories.steps),
+                "prompt": prompts,
+                "engine": name,
+                "model": self.config.model.path,
+                "trajectories": trajectories,
+            }
+
+        def score(sampled: Mapping[str, Any]) -> Mapping[str, Tensor]:
+            return self.score_all(sampled["trajectories"], self.model)
+
+        return fresh_pictures(sample, score, pictures=pictures)
 
     def prompts(self, texts: Iterable[str], *, copies: int = 1) -> Prompts:
         """Return prompt inputs of the transformer, each repeated `copies` times in a row.
@@ -209,18 +261,21 @@ class FlowGrpoTrainer:
             empty = self.policy.encoder.encode([""]).select(torch.zeros_like(rows))
         return Prompts(condition.select(rows), empty, guidance)
 
-    def sample(self, step: int, engine: DiffusionEngine | None = None) -> tuple[Trajectories, list[str]]:
+    def sample(
+        self, step: int, engine: DiffusionEngine | None = None, *, rollout: DiffusionRolloutConfig | None = None
+    ) -> tuple[Trajectories, list[str]]:
         """Sample the trajectories of the step, a group for each prompt; return them with their prompts.
 
         Args:
             step: seeds prompts, windows and noise.
             engine: samples instead of the rollout copy; optional. It must have the trainer's weights.
+            rollout: numbers of prompts and pictures, and windows; defaults to the configuration's.
 
         Raises:
             ValueError: the engine's schedule differs from the trainer's.
             EngineError: the engine failed.
         """
-        rollout, seed = self.config.rollout, self.config.seed
+        rollout, seed = rollout or self.config.rollout, self.config.seed
         walk = shuffled_walk(len(self.texts), rollout.prompts_per_step, purpose="prompts", seed=seed, step=step)
         texts = [self.texts[row] for row in walk]
         windows = draw_windows(rollout, seed=seed, step=step)

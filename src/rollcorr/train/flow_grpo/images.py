@@ -1,7 +1,8 @@
-"""Pictures of a run: grids as PNG files, for the report."""
+"""Pictures of a run: grids as PNG files for the report, and strips as text for the rollout log."""
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ GAP = 2
 
 # Smaller pictures are enlarged to about this size in pixels, without smoothing: a caption needs the width.
 SIDE = 96
+
+# Pixels of a picture in a strip.
+STRIP_SIDE = 64
 
 # Pixels from one line of a caption to the next.
 LINE = 12
@@ -69,6 +73,20 @@ def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
     make_folder_durably(path.parent)
     with atomic_write(path, needed=file.tell()) as partial:
         partial.write_bytes(file.getvalue())
+
+
+def strip(pictures: Tensor) -> str:
+    """Return rows of small pictures side by side, as JPEG in base64.
+
+    Args:
+        pictures: (rows, columns, 3, H, W) in [0, 1].
+    """
+    rows, columns = pictures.shape[:2]
+    whole = to_pil(pictures.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2))
+    whole.thumbnail((STRIP_SIDE * columns, STRIP_SIDE * rows))
+    file = io.BytesIO()
+    whole.save(file, format="JPEG", quality=90, subsampling=0)
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def _grid_columns(count: int) -> int:

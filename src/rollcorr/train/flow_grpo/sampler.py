@@ -94,7 +94,7 @@ class RolloutModel:
         self.module = copy.deepcopy(model).eval().requires_grad_(False)
         if dtype != "float32":
             own = torch.float16 if dtype == "float16" else torch.bfloat16
-            nn.Module.to(self.module, own)  # not diffusers' own, which remarks on it
+            nn.Module.to(self.module, own)  # diffusers' own method would log a remark
         if dtype == "fp8_matmul":
             _multiply_in_e4m3(self.module)
         self.update_weights(model, version=0)

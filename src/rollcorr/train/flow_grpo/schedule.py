@@ -8,9 +8,10 @@ Everything is float32. A schedule is made by a family (`rollcorr.train.flow_grpo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from rollcorr.core.diffusion import sde_step_mean
@@ -91,6 +92,23 @@ class Schedule:
         """
         return self._mean_and_std(prediction, sample, steps, 0.0)[0]
 
+    def predicted_clean(self, mean: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
+        """Compute x̂₀, (B, …), from the mean m of a noisy step; approximate if DDIM clips x̂₀.
+
+        m is affine in the model's prediction, so the means of two known predictions give the prediction.
+
+        Args:
+            mean: m, (B, …) float32.
+            sample: x, same shape.
+            steps: step numbers, (B,).
+        """
+        at_zero, at_one = (self.moments(torch.full_like(sample, value), sample, steps)[0] for value in (0.0, 1.0))
+        return self._clean((mean - at_zero) / (at_one - at_zero), sample, steps)
+
+    def _clean(self, prediction: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
+        """Compute x̂₀ = x − σ v."""
+        return sample - self.at(steps)[0].view(-1, *[1] * (sample.dim() - 1)) * prediction
+
     def _mean_and_std(
         self, prediction: Tensor, sample: Tensor, steps: Tensor, noise_level: float
     ) -> tuple[Tensor, Tensor | None]:
@@ -136,6 +154,20 @@ class DdimSchedule(Schedule):
         """Return no column: s of DDIM follows a different formula."""
         return {}
 
+    def predicted_clean(self, mean: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
+        """Compute x̂₀ as `Schedule` does, as if nothing was clipped: only then is the mean affine."""
+        affine = self if self.clip is None else replace(self, clip=None)
+        return Schedule.predicted_clean(affine, mean, sample, steps)
+
+    def _clean(self, prediction: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
+        """Compute x̂₀ from ε or v."""
+        now = self.alphas.to(steps.device)[steps].view(-1, *[1] * (sample.dim() - 1))
+        if self.predicts == "v_prediction":
+            clean = now.sqrt() * sample - (1 - now).sqrt() * prediction
+        else:
+            clean = (sample - (1 - now).sqrt() * prediction) / now.sqrt()
+        return clean if self.clip is None else clean.clamp(-self.clip, self.clip)
+
     def _mean_and_std(
         self, prediction: Tensor, sample: Tensor, steps: Tensor, noise_level: float
     ) -> tuple[Tensor, Tensor | None]:
@@ -144,14 +176,9 @@ class DdimSchedule(Schedule):
         now, then = alphas[steps].view(wide), alphas[steps + 1].view(wide)
 
         # Estimate x₀ and ε from the prediction.
-        epsilon = prediction
+        clean, epsilon = self._clean(prediction, sample, steps), prediction
         if self.predicts == "v_prediction":
             epsilon = now.sqrt() * prediction + (1 - now).sqrt() * sample
-            clean = now.sqrt() * sample - (1 - now).sqrt() * prediction
-        else:
-            clean = (sample - (1 - now).sqrt() * epsilon) / now.sqrt()
-        if self.clip is not None:
-            clean = clean.clamp(-self.clip, self.clip)
 
         # Mix them again for the next step; noise replaces a part of ε.
         variance = noise_level**2 * (1 - then) / (1 - now) * (1 - now / then)

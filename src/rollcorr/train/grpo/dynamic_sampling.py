@@ -48,7 +48,7 @@ def sample_groups(
         by_group = values.view(-1, group_size)
         differing = by_group.amax(1) != by_group.amin(1)
 
-    # Of the dropped responses the metrics count too: without them, accuracy would move towards the difficult problems.
+    # Metrics include dropped responses. Without them, accuracy would describe only problems of medium difficulty.
     metrics = {
         "reward/mean": float(values.mean()),
         "reward/std": float(values.std(correction=0)),

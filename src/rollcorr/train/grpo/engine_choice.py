@@ -14,8 +14,8 @@ from rollcorr.engines import Engine, GenerationSettings
 from rollcorr.train.grpo.grpo_config import GrpoConfig, RolloutConfig
 from rollcorr.train.grpo.policy import Policy
 
-# Engine name → module and class. Each is called with the model, `settings` and `version`. `rollout.engine_options` are
-# the fields of its `options`, or further arguments without such a parameter.
+# Engine name → module and class. Each class is called with the model, `settings` and `version`. If it has a parameter
+# `options`, `rollout.engine_options` are its fields; otherwise they are further arguments.
 CLASSES = {
     "transformers": "rollcorr.engines.transformers:TransformersEngine",
     "ctranslate2": "rollcorr.engines.ctranslate2:CTranslate2Engine",

@@ -59,8 +59,8 @@ class GrpoRecipe(Recipe):
         """Load the policy (and warm it up, at the start of a run), then start the engine.
 
         Args:
-            config: of the run.
-            directory: of the run.
+            config: the run's configuration.
+            directory: the run's directory.
             checkpoint: checkpoint to resume from; optional. Without it, the run starts new.
         """
         engine_options(config)  # raise for an unset variable before the warm-up

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from rollcorr.core.aggregation import Denominators
+from rollcorr.core.lag_statistics import known_metrics, lag_statistics
 from rollcorr.core.mergeable_statistics import Statistics, merge_statistics, moments_of
-from rollcorr.core.metric_registry import finalize
 from rollcorr.correction.denominators import count_denominators, loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, PolicyLossOutput, policy_loss
 from rollcorr.correction.process_groups import gather_statistics, sum_gradients, sum_over
@@ -45,6 +45,7 @@ from rollcorr.train.steps import (
     own_rows,
     refresh_weights,
     set_learning_rate,
+    token_lags,
     token_staleness,
 )
 
@@ -112,7 +113,8 @@ class GrpoTrainer:
             batch = self._sample(step)
 
             # The rollout's own versions, not the engine's: weights may change within a response.
-            staleness, oldest = token_staleness(batch.rollout, step)
+            lags = token_lags(batch.rollout, step)
+            staleness, oldest = token_staleness(lags, batch.response_mask)
         with clock("old_log_prob"):
             batch = self._add_old_log_prob(batch)
         with clock("correction"):
@@ -120,6 +122,7 @@ class GrpoTrainer:
             batch = self._add_advantages(batch)
         with clock("update"):
             statistics, log_prob = self._update(batch, step)
+            statistics |= _lag_split(batch, log_prob, lags)
             host = statistics.read()  # every metric of the step crosses to the host here, once
 
         tokens = host.sums["response_tokens"]
@@ -132,7 +135,7 @@ class GrpoTrainer:
             "response/length_mean": tokens / len(batch.rewards),
             "engine/staleness": staleness,
             "engine/staleness_max": float(oldest),
-            **(finalize(host) if self.correction_config is not None else {}),
+            **(known_metrics(host) if self.correction_config is not None else {}),
             "perf/tokens_per_second": tokens / clock.total,
             **clock.metrics(),
         }
@@ -368,6 +371,14 @@ class GrpoTrainer:
 
         statistics = output.statistics | scores.restriction(mask)
         return dataclasses.replace(output, statistics=statistics), scores.log_prob.detach()
+
+
+def _lag_split(batch: GrpoBatch, log_prob: Tensor, lags: Tensor | None) -> Statistics:
+    """Return the sums by lag, from the rollout log's log π: log π_old, or in bypass mode log π_θ of the first epoch."""
+    if lags is None:
+        return Statistics.of()
+    policy = log_prob if batch.old_log_prob is None else batch.old_log_prob
+    return lag_statistics(policy - batch.rollout.rollout_log_prob, batch.response_mask, lags)
 
 
 ACTOR_METRICS = ("policy_kl", "clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "entropy", "kl_ref")

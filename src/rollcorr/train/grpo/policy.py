@@ -118,7 +118,7 @@ def save_policy(policy: Policy, directory: str | os.PathLike[str]) -> None:
 
     Args:
         policy: model and tokenizer.
-        directory: where to.
+        directory: the folder to write.
     """
     with without_progress_bars():
         policy.model.save_pretrained(directory)

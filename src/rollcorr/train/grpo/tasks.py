@@ -70,7 +70,7 @@ class ArithmeticTask:
 
         Args:
             count: number of problems.
-            seed: of the run.
+            seed: the run's seed.
             step: number of the training step; each step gets different problems.
         """
         generator = derived_generator(seed, "problems", step)
@@ -117,7 +117,7 @@ class ScratchpadTask:
 
         Args:
             count: number of problems.
-            seed: of the run.
+            seed: the run's seed.
             step: number of the training step; each step gets different problems.
         """
         generator = derived_generator(seed, "problems", step)
@@ -147,7 +147,7 @@ class RowsTask:
 
         Args:
             count: number of problems.
-            seed: of the run.
+            seed: the run's seed.
             step: number of the training step; each step gets different problems.
         """
         return [self.rows[row] for row in shuffled_walk(len(self.rows), count, purpose="epoch", seed=seed, step=step)]

@@ -77,7 +77,7 @@ def evaluate(
         task: source of the problems.
         problems: number of problems.
         bonus_length: as in the task's options.
-        seed: of the problems and the sampling.
+        seed: seed of the problems and the sampling.
         own_reward: reward by another rule than `hard_gated_reward`; optional.
     """
     drawn = task.problems(problems, seed=seed, step=HELD_OUT)

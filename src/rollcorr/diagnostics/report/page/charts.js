@@ -110,7 +110,7 @@ rc.draw = (chart) => {
   const positive = sizes.length && data.slice(1).flat().every((v) => v === null || v === undefined || v > 0);
   const options = {
     width: box.clientWidth || 400,
-    height: 220,
+    height: +box.dataset.height || 220,
     plugins: [rc.panning],
     hooks: {
       draw: [rc.guides(spec.guides)],
@@ -316,7 +316,7 @@ rc.showBreakdowns = (run) => {
   for (const [name, { edges, counts }] of Object.entries(run.histograms)) {
     const labels = edges.slice(0, -1).map((edge) => rc.tick(+edge.toPrecision(2)));
     const curves = [{ label: "raw", y: counts[0] }, { label: "applied", y: counts[1] }];
-    rc.showBars(`Distribution of ${name}`, labels, curves, 1, " tokens per bin, by its lower edge");
+    rc.showBars(`Distribution of ${name}`, labels, curves, 1, ` ${run.diffusion ? "denoising steps" : "tokens"} per bin, by its lower edge`);
   }
   for (const [name, { edges, sums }] of Object.entries(run.breakdowns)) {
     const used = edges.map((edge, i) => i).filter((i) => sums[0][i] > 0);

@@ -2,7 +2,7 @@
 rc.LISTED = 5000;
 rc.WINDOW = 600;
 rc.ROW = 26;
-rc.STATES = ["masked", "kept", "rejected"];
+rc.STATES = ["masked", "kept", "rejected", "truncated"];
 
 /* A list that holds only the rows in sight, so that its length costs nothing. */
 rc.list = (columns, cells, choose) => {
@@ -63,6 +63,7 @@ rc.openRun = async (packed) => {
     if (!Number.isFinite(run.d[i])) kl = 0;
     run.share[i] = run.kl ? kl / run.kl : 0;
   }
+  run.most = run.stepKl ? run.stepKl.reduce((most, kl) => Math.max(most, kl), 0) || 1 : 1;
   run.rowShare = run.rowKl.map((kl) => (run.kl ? kl / run.kl : 0));
   return run;
 };
@@ -86,10 +87,25 @@ rc.largest = (indices, key, most) => {
   return Array.from(indices).sort((a, b) => key(b) - key(a) || a - b);
 };
 
+/* In the verdict: the few tokens that carry half of k3, which a cause of all rows would not explain; else the worst. */
+rc.showHeavy = (run, first, label, show) => {
+  document.getElementById("heavy")?.remove();
+  let count = 0, share = 0;
+  for (; count < Math.min(10, first.length) && share < 0.5; count++) share += run.share[first[count]];
+  const few = share >= 0.5, [what, unit] = run.diffusion ? ["denoising step", "exact KL"] : ["token", "k3"];
+  const box = document.querySelector(few ? "#verdict .verdict, #verdict h2" : "#verdict .unhealthy");
+  if (!box || !(share > 0)) return;
+  if (!few) [count, share] = [1, run.share[first[0]]];
+  const whole = few ? `${count} of ${run.count.toLocaleString("en")} ${what}s ${count > 1 ? "carry" : "carries"}` : `the worst of ${run.count.toLocaleString("en")} ${what}s carries`;
+  const places = first.slice(0, count).map((i) => `${run.diffusion ? "" : "token "}${label(i)} in row ${run.row[run.rowOf[i]]} of step ${run.step[run.rowOf[i]]}, position ${i - run.starts[run.rowOf[i]]}: log μ ${rc.number(run.mu[i])}, log π ${rc.number(run.mu[i] + run.d[i])}`);
+  const link = rc.el("a", { href: "#tokens", onclick: show }, `${whole} ${rc.percent(share)} of ${unit}${few ? `: look at ${count > 1 ? "them" : "it"} first` : ""}`);
+  box.append(rc.el("p", { id: "heavy" }, link, ` (${places.join("; ")})`));
+};
+
 rc.viewer = async (box) => {
   const runs = rc.data.tokens, view = { mode: "tokens", color: "d", sort: "share", filter: "all", least: 0, search: "" };
   let run = await rc.openRun(runs[0]);
-  const unit = () => (run.diffusion ? "exact KL" : "k3"), what = () => (run.diffusion ? "step" : "token");
+  const unit = () => (run.diffusion ? "exact KL" : "k3"), what = () => (run.diffusion ? "denoising step" : "token");
   const text = (id) => (id < 0 ? "" : run.texts[id] ?? String(id));
   const shownText = (id) => (run.texts[id] === undefined ? text(id) : JSON.stringify(run.texts[id]).slice(1, -1) || "∅");
   const label = (i) => (run.diffusion ? `t = ${rc.number(run.time[i])}` : run.id[i] < 0 ? "–" : run.texts[run.id[i]] === undefined ? `id ${run.id[i]}` : `${shownText(run.id[i])} (${run.id[i]})`);
@@ -114,7 +130,7 @@ rc.viewer = async (box) => {
   const tokenCells = (i) => [rc.percent(run.share[i]), label(i), rc.number(run.mu[i]), rc.number(run.mu[i] + run.d[i]), rc.number(run.d[i]), rc.number(run.weight[i]), String(run.step[run.rowOf[i]]), `${run.row[run.rowOf[i]]}:${position(i)}`];
   const rowCells = (r) => [rc.percent(run.rowShare[r]), String(run.row[r]), String(run.step[r]), String(run.length[r]), rc.number(run.reward[r]), rc.number(run.rowKl[r] / Math.max(1, run.length[r])), promptOf(r) || "–"];
   const heads = () => {
-    const names = view.mode === "tokens" ? [["share", `share of ${unit()}`], [null, what()], ["log μ"], ["log π"], ["d", run.diffusion ? "J" : "d"], ["weight"], [null, "step"], [null, "row:pos"]] : [["share", `share of ${unit()}`], [null, "row"], ["step"], ["tokens"], ["reward"], ["mean", `${unit()} each`], [null, "prompt"]];
+    const names = view.mode === "tokens" ? [["share", run.diffusion ? "share of KL" : "share of k3"], [null, run.diffusion ? "timestep" : "token"], ["log μ"], ["log π"], ["d", run.diffusion ? "J" : "d"], ["weight"], [null, "step"], [null, "row:pos"]] : [["share", run.diffusion ? "share of KL" : "share of k3"], [null, "row"], ["step"], ["tokens", word("tokens")], ["reward"], ["mean", `${unit()} each`], [null, "prompt"]];
     return names.map(([key, title]) => rc.el(key ? "button" : "span", key ? { className: view.sort === key ? "on" : "", onclick: () => update({ sort: key }), title: "Sort" } : {}, title || key));
   };
 
@@ -140,7 +156,7 @@ rc.viewer = async (box) => {
     const asks = (prompt, row) => (typeof prompt === "string" ? prompt.toLowerCase().includes(wanted) : prompt.some(matches) || (Object.keys(run.texts).length && promptOf(row).toLowerCase().includes(wanted)));
     if (wanted) run.prompts.forEach((prompt, row) => asks(prompt, row) && prompts.add(row));
     for (let i = 0; i < run.d.length; i++) {
-      if (state >= 0 ? run.state[i] !== state : view.mode === "tokens" && run.state[i] === 0) continue;
+      if (state >= 0 ? run.state[i] !== state && !(state === 1 && run.state[i] === 3) : view.mode === "tokens" && run.state[i] === 0) continue;
       if (view.least && !(Math.abs(run.d[i]) >= view.least)) continue;
       if (wanted && !(prompts.has(run.rowOf[i]) || (run.id[i] >= 0 && matches(run.id[i])))) continue;
       found.push(i);
@@ -155,7 +171,7 @@ rc.viewer = async (box) => {
     if (view.mode === "sequences") items = [...new Set(items.map((i) => run.rowOf[i]))];
     const total = items.length;
     items = rc.largest(items, (view.mode === "tokens" ? tokenKeys : rowKeys)[view.sort], rc.LISTED);
-    count.textContent = total > items.length ? `first ${items.length.toLocaleString("en")} of ${total.toLocaleString("en")}` : `${total.toLocaleString("en")} ${view.mode}`;
+    count.textContent = total > items.length ? `first ${items.length.toLocaleString("en")} of ${total.toLocaleString("en")}` : `${total.toLocaleString("en")} ${word(view.mode)}`;
     list.node.classList.toggle("sequences", view.mode === "sequences");
     list.show(items, heads());
     modes.forEach((button) => button.classList.toggle("on", button.value === view.mode));
@@ -168,9 +184,9 @@ rc.viewer = async (box) => {
     const strength = (x) => Math.min(1, Math.asinh(8 * x) / Math.asinh(16));
     const mix = (color, x) => (x > 0.02 ? `color-mix(in srgb, ${color} ${Math.round(78 * x)}%, transparent)` : "");
     const d = view.color === "weight" ? Math.log(Math.max(run.weight[i], 1e-3)) : run.d[i];
-    if (view.color === "kept") return ["var(--masked)", "", mix("var(--bad)", 0.8)][run.state[i]];
+    if (view.color === "kept") return ["var(--masked)", "", mix("var(--bad)", 0.8), mix("var(--curve-1)", 0.6)][run.state[i]];
     if (view.color === "surprisal") return mix("var(--curve-2)", Math.min(1, -run.mu[i] / 8));
-    if (run.diffusion && view.color === "d") return mix("var(--bad)", Math.min(1, Math.sqrt(run.share[i])));
+    if (run.diffusion && view.color === "d") return mix("var(--bad)", Math.sqrt(run.stepKl[i] / run.most));
     return Number.isFinite(d) ? mix(d > 0 ? "var(--more)" : "var(--less)", strength(Math.abs(d))) : "var(--masked)";
   };
 
@@ -181,51 +197,69 @@ rc.viewer = async (box) => {
     return rc.el("dl", { className: "facts" }, ...names.map(([name, value]) => rc.el("div", {}, rc.el("dt", {}, name), rc.el("dd", {}, value))));
   };
 
+  /* What both policies predicted at a step: its column of the decoded strip, the sampler's above the trainer's. */
+  const tile = (picture, column, columns) => ["sampler", "trainer"].map((who, line) => {
+    const node = rc.el("span", { className: "tile", role: "img", title: `x̂₀ of the ${who}`, ariaLabel: `x̂₀ of the ${who}` });
+    node.style.backgroundImage = `url(data:image/jpeg;base64,${picture})`;
+    node.style.backgroundSize = `${100 * columns}% 200%`;
+    node.style.backgroundPosition = `${columns > 1 ? (100 * column) / (columns - 1) : 0}% ${100 * line}%`;
+    return node;
+  });
+
   /* The chosen sequence: at most WINDOW tokens around the chosen one. */
   let current = null;
   const show = (row, chosen) => {
     current = [row, chosen];
     const start = run.starts[row], end = run.starts[row + 1];
     const first = Math.min(Math.max(start, chosen - rc.WINDOW / 2), Math.max(start, end - rc.WINDOW)), last = Math.min(end, first + rc.WINDOW);
-    const spans = [];
+    const spans = [], picture = run.pictures[run.row[row]];
     for (let i = first; i < last; i++) {
-      const span = rc.el("span", { className: "token" + (i === chosen ? " chosen" : "") + (run.state[i] === 2 ? " rejected" : "") });
+      const span = rc.el("span", { className: "token" + (i === chosen ? " chosen" : "") + (run.state[i] > 1 ? ` ${rc.STATES[run.state[i]]}` : "") });
       span.textContent = run.diffusion ? `${rc.number(run.time[i])}\n${rc.number(run.share[i] * run.kl)}` : run.id[i] < 0 ? "·" : shownText(run.id[i]);
       span.style.background = tint(i);
       span.dataset.i = i;
+      if (picture) span.prepend(...tile(picture, i - start, end - start));
       spans.push(span);
     }
     const jump = (to, name) => rc.el("button", { onclick: () => show(row, to) }, name);
-    const title = `row ${run.row[row]} · step ${run.step[row]} · ${end - start} ${what()}s · reward ${rc.number(run.reward[row])} · ${rc.percent(run.rowShare[row])} of ${unit()}`;
+    const title = `row ${run.row[row]} · training step ${run.step[row]} · ${end - start} ${what()}s · reward ${rc.number(run.reward[row])} · ${rc.percent(run.rowShare[row])} of ${unit()}`;
     const strip = rc.el("div", { className: (run.diffusion ? "strip" : "text") + (Object.keys(run.texts).length ? "" : " ids") }, ...spans);
-    strip.addEventListener("click", (event) => event.target.dataset.i && show(row, +event.target.dataset.i));
+    strip.addEventListener("click", (event) => {
+      const step = event.target.closest("[data-i]");
+      if (step) show(row, +step.dataset.i);
+    });
     const prompt = promptOf(row);
     detail.replaceChildren(
       rc.el("p", { className: "where" }, title),
       facts(chosen),
       ...(prompt ? [rc.el("div", { className: "prompt" }, rc.el("b", {}, "prompt "), prompt)] : []),
       ...(first > start ? [jump(Math.max(start, first - rc.WINDOW / 2), `↑ ${first - start} earlier`)] : []),
+      ...(picture ? [rc.el("p", { className: "soft" }, "x̂₀ that the sampler predicted; below it, that of the trainer; then timestep and exact KL")] : []),
       strip,
       ...(last < end ? [jump(Math.min(end - 1, last + rc.WINDOW / 2), `↓ ${end - last} later`)] : []),
     );
   };
 
-  /* The controls, and the same by keyboard. */
-  const modes = ["tokens", "sequences"].map((mode) => rc.el("button", { value: mode, onclick: () => update({ mode }) }, run.diffusion && mode === "tokens" ? "steps" : mode));
-  const choice = (title, values, change) => rc.el("select", { title, onchange: (event) => change(event.target.value) }, ...values.map((value) => rc.el("option", { value }, value)));
-  const colors = choice("Color of the tokens (c)", ["d", "weight", "kept", "surprisal"], (color) => {
+  /* The controls, and the same by keyboard; of pictures in their own words. */
+  const words = runs.some((one) => one.diffusion) ? { tokens: "steps", sequences: "pictures", token: "step", sequence: "picture", d: "exact KL" } : {};
+  const word = (name) => words[name] || name;
+  const modes = ["tokens", "sequences"].map((mode) => rc.el("button", { value: mode, onclick: () => update({ mode }) }, word(mode)));
+  const choice = (title, values, change) => rc.el("select", { title, onchange: (event) => change(event.target.value) }, ...values.map((value) => rc.el("option", { value }, word(value))));
+  const colors = choice(`Color of the ${word("tokens")} (c)`, ["d", "weight", "kept", "surprisal"], (color) => {
     view.color = color;
     if (current) show(...current);
   });
-  const search = rc.el("input", { type: "search", placeholder: "search text, id, prompt  (/)", oninput: () => update({ search: search.value.trim() }) });
+  const search = rc.el("input", { type: "search", placeholder: `search ${run.diffusion ? "prompts" : "text, id, prompt"}  (/)`, oninput: () => update({ search: search.value.trim() }) });
   const least = rc.el("input", { type: "number", min: 0, step: 0.1, placeholder: "0", onchange: () => update({ least: +least.value }) });
-  const states = choice("Which tokens", ["all", "kept", "rejected", "masked"], (filter) => update({ filter }));
+  const states = choice(`Which ${word("tokens")}`, ["all", "kept", "truncated", "rejected", "masked"], (filter) => update({ filter }));
+  const heavy = () => rc.showHeavy(run, rc.largest(Array.from(run.share.keys()), tokenKeys.share, 10), label, () => update({ mode: "tokens", search: "", filter: "all", least: 0 }));
   const picker = runs.length > 1 ? choice("Run", runs.map((one) => one.run), async (name) => {
     run = await rc.openRun(runs.find((one) => one.run === name));
     rc.showBreakdowns(run);
     update({});
+    heavy();
   }) : null;
-  const tools = rc.el("div", { className: "tools" }, picker, rc.el("span", { className: "buttons" }, ...modes), rc.el("label", {}, "color ", colors), rc.el("label", {}, "show ", states), rc.el("label", {}, "|d| ≥ ", least), search, count, rc.el("span", { className: "soft" }, "j k: next, previous · ← →: along the sequence · s: tokens, sequences"));
+  const tools = rc.el("div", { className: "tools" }, picker, rc.el("span", { className: "buttons" }, ...modes), rc.el("label", {}, "color ", colors), rc.el("label", {}, "show ", states), rc.el("label", {}, runs.some((one) => one.diffusion) ? "|J| ≥ " : "|d| ≥ ", least), search, count, rc.el("span", { className: "soft" }, `j k: next, previous · ← →: along the ${word("sequence")} · s: ${word("tokens")}, ${word("sequences")}`));
   box.append(tools, rc.el("div", { className: "panes" }, list.node, detail));
 
   const along = (by) => {
@@ -247,6 +281,7 @@ rc.viewer = async (box) => {
   });
   rc.redraw.push(() => current && show(...current));
   update({});
+  heavy();
   rc.showBreakdowns(run);
 };
 

@@ -179,7 +179,7 @@ static void spread_weight(Block *block, const Row *data, const Derived *derived,
 
 #include "horizon.h"
 
-static void pass_sequence(Block *block, const Workspace *space, int64_t i, Rows *rows) {
+static void pass_sequence(Block *block, Workspace *space, int64_t i, Rows *rows) {
     const Job *job = block->job;
     Row data = row_of(job, i);
     Sequence s = {.range = {INFINITY, -INFINITY}};
@@ -212,7 +212,7 @@ static void pass_sequence(Block *block, const Workspace *space, int64_t i, Rows 
 /* --- All of them ---------------------------------------------------------------------------------------------------- */
 
 /* Returns whether a value of the mask was negative or not finite. */
-static int pass_task(const Job *job, const Workspace *space, int64_t task, Rows *rows) {
+static int pass_task(const Job *job, Workspace *space, int64_t task, Rows *rows) {
     Block block;
     block.job = job;
     block.bad_mask = 0;

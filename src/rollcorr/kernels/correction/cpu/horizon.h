@@ -3,16 +3,15 @@
    The tokens of a sequence are measured first, as for weights of sequences; then they are read again, while they are in
    cache. Two recurrences, over earlier and over later tokens, would each wait for the token before. So a tile of tokens
    is cut into one segment for each lane, and turned: a vector has token k of every segment. First each segment is summed
-   as if it were alone. The sums of the segments around it then start the recurrences inside. Sums are float64, but for near
-   tiles: there small log-ratios keep float32 sums good to 1e-6. */
+   as if it were alone. The sums of the segments around it then start the recurrences inside. These sums are float64.
+   Small log-ratios under a short horizon have float32 sums in shorter segments: near.h. */
 
 #ifndef ROLLCORR_HORIZON_H
 #define ROLLCORR_HORIZON_H
 
 #include "tiles.h"
 
-#define LONGEST_NEAR 0.95          /* λ; float32 sums over more tokens are not good to 1e-6 */
-#define NEAR_SUM 2.0f              /* nats; largest |sum| inside of a near tile */
+#define LARGEST_NEAR 1000.0       /* nats; largest |d| of a near run */
 #define FARTHEST 1e30              /* nats; |ℓ| beyond it counts as that, and has a weight at the safety bound */
 
 typedef struct { /* the valid tokens of one sequence, next to each other */
@@ -24,12 +23,10 @@ typedef struct { /* the valid tokens of one sequence, next to each other */
 } Run;
 
 /* Of each slot of a tile: the sum over later tokens, without the own one. */
-static void sum_backward(int steps, const double *powers, const double *turned, const double *later, const float *ahead[2],
-                         double *sums) {
+static void sum_backward(int steps, const double *powers, const double *turned, const double *later, double *sums) {
     const vd decay = splat_double(powers[1]);
     vd low = load_doubles(later), high = load_doubles(later + HALF);
     for (int k = steps - 1; k >= 0; k--) {
-        for (int i = 0; i < 2; i++) __builtin_prefetch((const void *)((uintptr_t)ahead[i] + (uintptr_t)k * sizeof(vf)), 0, 2);
         store_doubles(sums + k * LANES, low);
         store_doubles(sums + k * LANES + HALF, high);
         low = decay * low + load_doubles(turned + k * LANES);
@@ -53,65 +50,41 @@ INLINE void step_forward(Forward *sum, const double *turned, const double *later
     *high = sum->decay * load_doubles(later + HALF) + sum->high;
 }
 
-/* What the weights of a tile add to the statistics where no bound acts: from the range of ℓ, Σ (w − 1) and Σ (w − 1)².
-   Returns 0, and adds nothing, where |ℓ| exceeds QUIET_REACH or a bound, or where the sums do not tell the spread. */
-INLINE int add_calm(Block *block, vf least, vf most, vf less_one, vf squares, Sequence *s, Rows *rows) {
-    const Job *job = block->job;
-    double low = smallest(least), high = largest(most), n = block->tokens, of_one = total(less_one), m2 = total(squares);
-    if (!(low >= -QUIET_REACH && high <= QUIET_REACH && 10 * of_one * of_one <= 9 * n * m2)) return 0;
-    if (low < job->untouched.lower || high > job->untouched.upper) return 0;
-    m2 = spread(n, of_one, m2);
-    add_extremes(&rows->extremes[EXTREMES_log_weight], low, high);
+/* Add the weights of a tile to those where no bound acts. Returns 0, and adds nothing, where |ℓ| exceeds QUIET_REACH or a
+   bound, or where the sums do not tell the spread. What holds for some tiles holds for all of them together. */
+static int add_calm(const Job *job, const Calm *calm, double n, CalmTokens *tokens) {
+    v4f ends = largest_of_each(-calm->least, calm->most, (vf){0}, (vf){0});
+    v4d sums;
+    totals_of_each(&sums, calm->less_one, calm->squares, (vf){0}, (vf){0});
+    if (!(ends[0] <= (float)QUIET_REACH && ends[1] <= (float)QUIET_REACH)) return 0;
+    if (-ends[0] < job->untouched.lower || ends[1] > job->untouched.upper) return 0;
+    if (!(10 * sums[0] * sums[0] <= 9 * n * sums[1])) return 0;
+    tokens->count += n;
+    tokens->sums += sums;
+    tokens->ends = larger_of_four(tokens->ends, ends);
+    return 1;
+}
+
+/* The rows of a sequence's tokens where no bound acts. */
+static void add_calm_rows(const CalmTokens *tokens, Sequence *s, Rows *rows) {
+    double n = tokens->count, of_one = tokens->sums[0], m2 = spread(n, of_one, tokens->sums[1]);
+    if (n == 0) return;
+    add_extremes(&rows->extremes[EXTREMES_log_weight], -(double)tokens->ends[0], (double)tokens->ends[1]);
     add_sample(&rows->moments[MOMENTS_weight_raw], n, n + of_one, m2);
     add_sample(&rows->moments[MOMENTS_weight], n, n + of_one, m2);
     s->raw_weight += n + of_one;
     s->weight += n + of_one;
-    return 1;
-}
-
-/* Weights of a near tile, to `block->rho`; returns 0 where `add_calm` does, or where float32 sums are not good enough. */
-static int weigh_near_tile(Block *block, const Workspace *space, const float *turned, const double *earlier,
-                           const double *later, const float *ahead[2], Sequence *s, Rows *rows) {
-    const int steps = BLOCK / LANES;
-    const vf decay = splat(space->near_powers[1]);
-    vf after[BLOCK / LANES], sum = floats(load_doubles(later), load_doubles(later + HALF)), most_sum = {0};
-    for (int k = steps - 1; k >= 0; k--) {
-        for (int i = 0; i < 2; i++) __builtin_prefetch((const void *)((uintptr_t)ahead[i] + (uintptr_t)k * sizeof(vf)), 0, 2);
-        after[k] = sum;
-        most_sum = farther(most_sum, sum);
-        sum = decay * sum + load(turned + k * LANES);
-    }
-    sum = floats(load_doubles(earlier), load_doubles(earlier + HALF));
-    vf least = splat(INFINITY), most = -least, less_one = {0}, squares = {0};
-    for (int k = 0; k < steps; k++) {
-        sum = decay * sum + load(turned + k * LANES);
-        most_sum = farther(most_sum, sum);
-        vf log_weight = decay * after[k] + sum;
-        Exponential e = exponential_quiet(log_weight);
-        block->rho[k] = e.exp;
-        less_one += e.expm1;
-        squares += e.expm1 * e.expm1;
-        least = smaller(least, log_weight);
-        most = larger(most, log_weight);
-    }
-    return largest(most_sum) <= (double)NEAR_SUM && add_calm(block, least, most, less_one, squares, s, rows);
 }
 
 /* Weights where no bound acts, to `block->rho`; returns 0 where `add_calm` does. */
-static int weigh_calm_tile(Block *block, Forward sum, const double *turned, const double *later, Sequence *s, Rows *rows) {
-    vf least = splat(INFINITY), most = -least, less_one = {0}, squares = {0};
+static int weigh_calm_tile(Block *block, Forward sum, const double *turned, const double *later, CalmTokens *tokens) {
+    Calm calm = no_weights();
     EACH_VECTOR(k, block) {
         vd low, high;
         step_forward(&sum, turned + k * LANES, later + k * LANES, &low, &high);
-        vf log_weight = floats(low, high);
-        Exponential e = exponential_quiet(log_weight);
-        block->rho[k] = e.exp;
-        less_one += e.expm1;
-        squares += e.expm1 * e.expm1;
-        least = smaller(least, log_weight);
-        most = larger(most, log_weight);
+        block->rho[k] = add_to_calm(&calm, floats(low, high));
     }
-    return add_calm(block, least, most, less_one, squares, s, rows);
+    return add_calm(block->job, &calm, block->tokens, tokens);
 }
 
 /* Weights of any tile; returns where they are. `weigh_tokens` reads ℓ where it has d in other blocks. What float32 takes
@@ -159,55 +132,105 @@ static void sort_tile(Block *block, const uint8_t *counted, int64_t left) {
     block->n_measured = block->n_counted = found;
 }
 
-/* Weigh the tokens of a run, tile by tile. */
-static void weigh_run(Block *block, const Workspace *space, const Run *run, Sequence *s, Rows *rows) {
-    const double *powers = space->powers;
-    double *turned = space->turned, *earlier = space->earlier, *later = space->later, before = 0, after = 0;
-    int near_run = powers[1] <= LONGEST_NEAR && !run->counted && block->job->mode != ICEPOP;
-    int64_t start = 0;
-    for (; start < run->tokens; start += BLOCK, earlier += LANES, later += LANES) {
-        int64_t left = run->tokens - start;
-        int steps = steps_of(left), slots = steps * LANES;
-        const float *train = read_tile(run->train + start, left, slots, block->train_copy);
-        const float *rollout = read_tile(run->rollout + start, left, slots, block->rollout_copy);
-        int is_near = left >= BLOCK && near_run &&
-                      turn_near_tile(space->near_powers, train, rollout, (float *)(turned + start), earlier, later);
-        if (!is_near) turn_tile(powers, train, rollout, steps, turned + start, earlier, later);
-        space->near[start / BLOCK] = (uint8_t)is_near;
-        before = pass_forward(earlier, powers[steps], before);
-    }
-    while (start > 0) { /* what later tiles pass on is known from the end */
-        start -= BLOCK;
-        later -= LANES;
-        after = pass_backward(later, powers[steps_of(run->tokens - start)], after);
-    }
-    for (earlier = space->earlier; start < run->tokens; start += BLOCK, earlier += LANES, later += LANES) {
-        int64_t left = run->tokens - start;
-        double sums[BLOCK] __attribute__((aligned(64)));
-        block->vectors = steps_of(left);
-        block->tokens = block->vectors * LANES;
-        sort_tile(block, run->counted ? run->counted + start : 0, left);
-        const float *ahead[] = {run->train + start + run->next_train, run->rollout + start + run->next_rollout};
-        int is_near = space->near[start / BLOCK];
-        if (is_near && !weigh_near_tile(block, space, (const float *)(turned + start), earlier, later, ahead, s, rows)) {
-            double unused[2][LANES] __attribute__((aligned(64))); /* what the segments pass on is known */
-            const float *train = run->train + start, *rollout = run->rollout + start;
-            turn_tile(powers, train, rollout, block->vectors, turned + start, unused[0], unused[1]);
-            is_near = 0;
-        }
-        const vf *weights = block->rho;
-        if (!is_near) {
-            sum_backward(block->vectors, powers, turned + start, later, ahead, sums);
-            Forward forward = start_forward(powers, earlier);
-            int may_be_calm = block->plain && block->job->mode != ICEPOP;
-            int is_calm = may_be_calm && weigh_calm_tile(block, forward, turned + start, sums, s, rows);
-            if (!is_calm) weights = weigh_tile(block, forward, turned + start, sums, s, rows);
-        }
+/* Weigh a tile of float64 sums; `before` and `after` are those over earlier and later tokens. Returns the next `before`. */
+static double weigh_wide_tile(Block *block, Workspace *space, const Run *run, int64_t start, int left, double before,
+                              double after, Sequence *s, Rows *rows) {
+    int steps = steps_of(left), slots = steps * LANES;
+    double sums[BLOCK] __attribute__((aligned(64)));
+    const float *train = read_tile(run->train + start, left, slots, block->train_copy);
+    const float *rollout = read_tile(run->rollout + start, left, slots, block->rollout_copy);
+    turn_tile(space->powers, train, rollout, steps, space->turned, space->earlier, space->later);
+    before = pass_forward(space->earlier, space->powers[steps], before);
+    pass_backward(space->later, space->powers[steps], after);
 
-        int is_full = left >= block->tokens;
-        turn_back(weights, block->vectors, is_full ? run->weights + start : (float *)block->k2);
-        if (!is_full) memcpy(run->weights + start, block->k2, (size_t)left * sizeof(float));
+    block->vectors = steps;
+    block->tokens = slots;
+    sort_tile(block, run->counted ? run->counted + start : 0, left);
+    sum_backward(steps, space->powers, space->turned, space->later, sums);
+    Forward forward = start_forward(space->powers, space->earlier);
+    int may_be_calm = block->plain && block->job->mode != ICEPOP;
+    const vf *weights = block->rho;
+    if (!may_be_calm || !weigh_calm_tile(block, forward, space->turned, sums, &space->calm))
+        weights = weigh_tile(block, forward, space->turned, sums, s, rows);
+    turn_back(weights, steps, left == slots ? run->weights + start : (float *)block->k2);
+    if (left < slots) memcpy(run->weights + start, block->k2, (size_t)left * sizeof(float));
+    return before;
+}
+
+/* Σ λ^(distance to its start) d of some tokens, in float64. */
+static double sum_wide_tile(Block *block, const double *powers, const Run *run, int64_t start, int64_t tokens) {
+    int slots = steps_of(tokens) * LANES;
+    const float *train = read_tile(run->train + start, tokens, slots, block->train_copy);
+    const float *rollout = read_tile(run->rollout + start, tokens, slots, block->rollout_copy);
+    return sum_tile(powers, train, rollout, slots);
+}
+
+/* Weigh the tokens of any run, tile by tile. What later tokens pass on is summed before, from the end. */
+static void weigh_wide_run(Block *block, Workspace *space, const Run *run, Sequence *s, Rows *rows) {
+    double before = 0, after = 0, full = pow(space->powers[1], BLOCK);
+    for (int64_t start = (run->tokens - 1) / BLOCK * BLOCK; start >= 0; start -= BLOCK) {
+        int64_t left = run->tokens - start;
+        space->after[start / BLOCK] = after;
+        after = full * after + sum_wide_tile(block, space->powers, run, start, left < BLOCK ? left : BLOCK);
     }
+    for (int64_t start = 0; start < run->tokens; start += BLOCK) {
+        int left = (int)(run->tokens - start < BLOCK ? run->tokens - start : BLOCK);
+        before = weigh_wide_tile(block, space, run, start, left, before, space->after[start / BLOCK], s, rows);
+    }
+}
+
+/* Sum the tile of a near run that starts here; returns what it and later tokens pass on to earlier ones. A full tile passes
+   on less than 1e-11 of what it gets. */
+static double look_ahead(Block *block, Workspace *space, const Run *run, int64_t start, NearTile *tile) {
+    int64_t left = run->tokens - start;
+    int tokens = tokens_of_tile(left);
+    const float *train = run->train + start, *rollout = run->rollout + start;
+    const float *ahead[] = {train + run->next_train, rollout + run->next_rollout};
+    tile->is_near = tokens % (LANES * STEP) == 0;
+    if (tile->is_near) sum_near_tile(&space->near, train, rollout, tokens, ahead, tile);
+    double sum = tile->is_near ? sum_of_near_tile(&space->near, tile, tokens)
+                               : sum_wide_tile(block, space->powers, run, start, tokens);
+    if (tokens < BLOCK && tokens < left)
+        sum += pow(space->powers[1], tokens) * sum_wide_tile(block, space->powers, run, start + tokens, left - tokens);
+    return sum;
+}
+
+/* Weigh a near tile; returns 0, and adds nothing, where float32 sums are not good enough or a bound may act. */
+static int weigh_if_calm(const Job *job, Workspace *space, const NearTile *tile, int tokens, double before, double after,
+                         float *out) {
+    double most;
+    Calm calm;
+    if (can_pass_cache(out)) most = weigh_near_tile(&space->near, tile, tokens, before, after, out, &calm, 1);
+    else most = weigh_near_tile(&space->near, tile, tokens, before, after, out, &calm, 0);
+    return most <= (double)NEAR_SUM && add_calm(job, &calm, tokens, &space->calm);
+}
+
+/* Weigh the tokens of a run with a short horizon and no huge log-ratio: of each tile, the next one has all later tokens
+   that matter. So tokens are read once, while the tile before is weighed. */
+static void weigh_near_run(Block *block, Workspace *space, const Run *run, Sequence *s, Rows *rows) {
+    NearTile *tile = space->tiles, *next = space->tiles + 1, *swap;
+    double before = 0;
+    look_ahead(block, space, run, 0, tile);
+    for (int64_t start = 0; start < run->tokens; swap = tile, tile = next, next = swap) {
+        int tokens = tokens_of_tile(run->tokens - start);
+        int64_t end = start + tokens;
+        double after = end < run->tokens ? look_ahead(block, space, run, end, next) : 0;
+        if (tile->is_near && weigh_if_calm(block->job, space, tile, tokens, before, after, run->weights + start))
+            for (int b = 0; b < tokens / FOUR; b++) before = space->near.block * before + (double)tile->of_block[EARLIER][b];
+        else
+            before = weigh_wide_tile(block, space, run, start, tokens, before, after, s, rows);
+        start = end;
+    }
+}
+
+static void weigh_run(Block *block, Workspace *space, const Run *run, Sequence *s, Rows *rows) {
+    int is_near = space->powers[1] <= LONGEST_NEAR && !run->counted && block->job->mode != ICEPOP;
+    is_near = is_near && s->range.min >= -LARGEST_NEAR && s->range.max <= LARGEST_NEAR;
+    if (run->tokens == 0) return;
+    space->calm = (CalmTokens){.ends = {-INFINITY, -INFINITY}};
+    if (is_near) weigh_near_run(block, space, run, s, rows);
+    else weigh_wide_run(block, space, run, s, rows);
+    add_calm_rows(&space->calm, s, rows);
 }
 
 /* Copy the valid tokens of a sequence next to each other; d of a missing one is 0. */
@@ -259,12 +282,13 @@ static int64_t start_of_run(const Job *job, const Row *data, const Sequence *s, 
     if (job->mask_type != MASK_BYTE || job->train_type != FLOAT32 || job->rollout_type != FLOAT32) return -1;
     if (derived->missing > 0) return -1;
     int64_t start = 0, run = (int64_t)s->valid;
+    if (run == data->length) return 0;
     while (start < data->length && mask[start] == 0) start++;
     return start + run <= data->length && leading_run(mask + start, (int)run) == run ? start : -1;
 }
 
 /* The weights of a sequence whose tokens have been measured, and their rows. */
-static void weigh_with_horizon(Block *block, const Row *data, const Workspace *space, const Derived *derived, Sequence *s,
+static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, const Derived *derived, Sequence *s,
                                Rows *rows) {
     const Job *job = block->job;
     const int32_t *of = job->token_criterion;

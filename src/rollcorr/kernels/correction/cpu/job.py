@@ -140,7 +140,7 @@ def _intersect_bands(band: tuple[float, float], other: tuple[float, float]) -> t
 def accepted_log_ratios(kind: str, upper: float) -> tuple[float, float]:
     """Return the ends of {d : k(d) ≤ upper}, nats: both divergences are convex with their minimum at d = 0.
 
-    k2: ±sqrt(2 upper). k3 has no closed form: bisection, with d ≤ 20; +inf if no d exceeds the bound.
+    k2: ±sqrt(2 upper). k3 has no closed form and is found by bisection; its upper end is +inf if k3(20) ≤ upper.
     """
     if kind == "k2":
         return -math.sqrt(2 * upper), math.sqrt(2 * upper)

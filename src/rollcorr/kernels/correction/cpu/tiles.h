@@ -3,46 +3,52 @@
 #ifndef ROLLCORR_TILES_H
 #define ROLLCORR_TILES_H
 
-#include "tokens.h"
-#include "turning.h"
+#include "near.h"
 
 #define STEP (HALF > 4 ? HALF : 4) /* lengths of segments are multiples */
-#define NEAR 1.0f                  /* nats; largest |d| and |sum| of a segment in a near tile */
+
+typedef struct { /* of a sequence, where no bound acts: Σ (w − 1), Σ (w − 1)²; −ℓ and ℓ at most */
+    double count;
+    v4d sums;
+    v4f ends;
+} CalmTokens;
 
 typedef struct { /* a thread's memory, with room for the longest sequence */
+    NearPowers near;
+    CalmTokens calm;
     double powers[BLOCK / LANES + 1]; /* of λ */
-    float near_powers[BLOCK / LANES + 1];
-    double *turned;   /* d, tile by tile */
-    double *earlier;  /* of each segment: Σ λ^(distance to its end) d */
-    double *later;    /* of each segment: Σ λ^(distance to its start) d, then ℓ's part from the segments after it */
+    double turned[BLOCK];             /* d of a tile */
+    double earlier[LANES];            /* of each segment: Σ λ^(distance to its end) d, then the sum over the tokens before */
+    double later[LANES];              /* of each segment: Σ λ^(distance to its start) d, then the sum over the tokens after */
+    NearTile tiles[2];
+    double *after;                    /* of each tile: the sum over later tokens */
     float *train, *rollout, *weights; /* of sequences that are not one run of float32 tokens */
-    uint8_t *counted, *near; /* of a token; of a tile, if its d are turned in float32 */
+    uint8_t *counted;
 } Workspace;
 
-static int64_t turned_room(int64_t tokens) { return (tokens + LANES * STEP + 7) / 8 * 8; }
-static int64_t segment_room(int64_t tokens) { return (tokens / BLOCK + 1) * LANES; }
+static int64_t tiles_room(int64_t tokens) { return tokens / BLOCK + 1; }
 
 /* Bytes of a workspace for sequences of up to so many tokens: a multiple of 64. */
 static int64_t workspace_size(int64_t tokens) {
-    int64_t doubles = turned_room(tokens) + 2 * segment_room(tokens), floats = 3 * tokens;
-    int64_t bytes = tokens + tokens / BLOCK + 1;
+    int64_t doubles = tiles_room(tokens), floats = 3 * tokens, bytes = tokens;
     return (doubles * (int64_t)sizeof(double) + floats * (int64_t)sizeof(float) + bytes + 63) / 64 * 64;
 }
 
 static void set_up(Workspace *space, char *memory, int64_t tokens, double decay) {
-    space->turned = (double *)(void *)memory;
-    space->earlier = space->turned + turned_room(tokens);
-    space->later = space->earlier + segment_room(tokens);
-    space->train = (float *)(space->later + segment_room(tokens));
+    space->after = (double *)(void *)memory;
+    space->train = (float *)(space->after + tiles_room(tokens));
     space->rollout = space->train + tokens;
     space->weights = space->rollout + tokens;
     space->counted = (uint8_t *)(space->weights + tokens);
-    space->near = space->counted + tokens;
-    space->powers[0] = space->near_powers[0] = 1;
-    for (int k = 0; k < BLOCK / LANES; k++) {
-        space->powers[k + 1] = space->powers[k] * decay;
-        space->near_powers[k + 1] = (float)space->powers[k + 1];
-    }
+    space->powers[0] = 1;
+    for (int k = 0; k < BLOCK / LANES; k++) space->powers[k + 1] = space->powers[k] * decay;
+    set_near_powers(&space->near, decay);
+}
+
+/* Tokens of the next tile of a near run. Only the last one may have less than whole blocks. */
+static int tokens_of_tile(int64_t left) {
+    if (left >= BLOCK) return BLOCK;
+    return (int)(left >= LANES * STEP ? left - left % (LANES * STEP) : left);
 }
 
 /* Tokens of a segment in the tile with so many tokens left: short sequences have short segments. */
@@ -85,31 +91,14 @@ static void turn_tile(const double *powers, const float *train, const float *rol
     }
 }
 
-/* The same for a full tile in float32, where log-ratios are small; returns 0 where they are not. */
-static int turn_near_tile(const float *powers, const float *train, const float *rollout, float *turned, double *earlier,
-                          double *later) {
-    const int steps = BLOCK / LANES;
-    const vf decay = splat(powers[1]);
-    vf before = {0}, after = {0}, most = {0};
-    for (int k = 0; k < steps; k += LANES) {
-        vf d[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) d[i] = load(train + i * steps + k) - load(rollout + i * steps + k);
-        turn_floats(d);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            before = decay * before + d[i];
-            after += powers[k + i] * d[i];
-            most = farther(most, d[i]);
-            store(turned + (k + i) * LANES, d[i]);
-        }
-    }
-    if (!(largest(farther(farther(most, before), after)) <= (double)NEAR)) return 0;
-    store_doubles(earlier, low_doubles(before));
-    store_doubles(earlier + HALF, high_doubles(before));
-    store_doubles(later, low_doubles(after));
-    store_doubles(later + HALF, high_doubles(after));
-    return 1;
+/* Σ λ^(distance to its start) d of a tile. */
+static double sum_tile(const double *powers, const float *train, const float *rollout, int slots) {
+    const vd decay = splat_double(powers[HALF]);
+    vd sum = {0};
+    for (int k = slots - HALF; k >= 0; k -= HALF) sum = decay * sum + (doubles(train + k) - doubles(rollout + k));
+    double found = 0;
+    for (int i = HALF - 1; i >= 0; i--) found = powers[1] * found + sum[i];
+    return found;
 }
 
 /* Pass sums on from segment to segment of a tile, in order: each gets that of the segments before it. Returns the sum that

@@ -43,11 +43,14 @@ def torch_correction(
     reduce: Reduction | None = None,
     out: Out | None = None,
     block_tokens: int | None = None,
+    log_weights: Tensor | None = None,
 ) -> CorrectionOutput:
-    """Implement `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size."""
+    """Implement `rollcorr.kernels.correction.dispatch.correction_kernel`; `block_tokens` sets a block's size.
+
+    `log_weights` are ℓ of level "horizon" if another kernel has computed them.
+    """
     weights, loss_mask = outputs(batch.mask, config, out)
-    log_weights = None
-    if config.rollout_is == "horizon":
+    if config.rollout_is == "horizon" and log_weights is None:
         log_weights = _horizon_log_weights(batch, config, None if reduce is None else reduce.gather)
 
     def read(block: Block) -> Read:

@@ -43,13 +43,14 @@ def why_not(batch: Batch, config: RolloutCorrectionConfig) -> str | None:
             return f"{name} is on {tensor.device}, and they run on CUDA and ROCm devices"
         if name != "response_mask" and tensor.dtype not in FLOATING:
             return f"{name} is {tensor.dtype}, and they read bfloat16, float16, float32 and float64"
+    # At level "horizon" they compute log weights in float64, and torch all that follows.
+    if config.rollout_is == "horizon":
+        return status()
     if config.safety_bound > KERNEL_SAFETY_BOUND:
         return f"safety_bound is {config.safety_bound:g}, and they hold weights up to e^{KERNEL_SAFETY_BOUND:g}"
 
     # The kernels do not support every bound on weights.
     weighs = config.rollout_is is not None
-    if config.rollout_is == "horizon":
-        return "rollout_is is 'horizon', and they weigh tokens and sequences"
     if weighs and config.rollout_is_floor is not None:
         return f"rollout_is_floor is {config.rollout_is_floor:g}, and they raise no weights"
     if weighs and config.is_mode == "icepop" and config.is_upper is None:
@@ -78,7 +79,8 @@ def triton_correction(
     """Implement `rollcorr.kernels.correction.dispatch.correction_kernel` in Triton; the mask may contain numbers.
 
     Weights are float32 functions of float32 log-ratios; sums are float32 over at most 128 tokens, and float64 beyond.
-    Log-ratios beyond ±1e16 are clamped to that. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
+    Log-ratios beyond ±1e16 are clamped to that. At level "horizon" one launch computes log weights in float64, and
+    torch computes the rest from them. With `TRITON_INTERPRET=1` in the environment tensors may be on the CPU.
 
     Args:
         batch: the batch to correct; the mask may have any dtype.
@@ -97,6 +99,11 @@ def triton_correction(
         raise ValueError(f"impl='triton' cannot take this batch: {reason}; use impl='auto' or 'torch'")
     if batch.mask.numel() == 0:
         return torch_correction(batch._replace(mask=batch.mask != 0), config, out=out)
+    if config.rollout_is == "horizon":
+        from rollcorr.kernels.correction.triton.horizon_pass import horizon_log_weights
+
+        log_weights = horizon_log_weights(batch, config.horizon_decay)
+        return torch_correction(batch._replace(mask=batch.mask != 0), config, out=out, log_weights=log_weights)
     from rollcorr.kernels.correction.triton.launch import launch_correction
 
     return launch_correction(batch, config, out=out, splits=splits)

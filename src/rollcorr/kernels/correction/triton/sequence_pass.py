@@ -171,6 +171,9 @@ def _apply_rejectors(
     if PLAN.nonfinite == "reject_sequence":
         rejectors += (missing > 0).to(tl.int32)
     kept = rejectors == 0
+
+    # `rejected_once` and `taken_again` count tokens with one and with more rejectors of tokens. A rejector of the
+    # sequence adds one to every token.
     taken_again = valid - tokens_kept - rejected_once
     taken_by_several = tl.where(kept, taken_again, tl.where(rejectors == 1, rejected_once + taken_again, valid))
     put(rows, PLAN.sums["tokens_kept"], tl.where(kept, tokens_kept, 0.0))

@@ -1,10 +1,12 @@
-"""What each preset would do to a log: sums that merge, and the numbers that are taken from them at the end.
+"""Totals of a log besides its mismatch: what each preset would do to it, and its worst tokens, as sums that merge.
 
 Presets that do the same to a log (they differ in the loss alone, or in the name) are measured once.
 
 The gradient of the loss is Σ w m A ∇log π. Where advantages are recorded, its coefficients w m A are known; the vectors
 ∇log π are not, and count as orthogonal and of one length here. The gain says whether a filter finds the tokens that
 differ most: the mean k3 that it leaves, against that of as many units left out at random.
+
+A few tokens may carry most of a mismatch: those with the largest k3 are kept.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.config.presets import PRESETS
-from rollcorr.diagnostics.advice.candidates import advantages_of, applied_weights
-from rollcorr.diagnostics.null.token_ratios import k3_of
+from rollcorr.diagnostics.advice.candidates import added, advantages_of, applied_weights
+from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.rollout_log import RolloutBatch
 
 Sums = NDArray[np.float64]
@@ -82,15 +84,9 @@ class PresetTotals:
     advantages: bool = True
 
     @classmethod
-    def of(cls, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor) -> PresetTotals:
-        """The sums of a batch, in the packed layout: (N,) each."""
-        lengths = batch.lengths
-        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        row = torch.repeat_interleave(torch.arange(len(batch), device="cpu"), lengths).numpy()
-        log_ratio = train.double() - rollout
-        valid = (mask & log_ratio.isfinite()).numpy()
-        k3 = k3_of(np.where(valid, log_ratio.numpy(), 0.0))
-
+    def of(cls, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor, ratios: TokenRatios) -> PresetTotals:
+        """The sums of a batch, in the packed layout: (N,) each; `ratios` are those of its log-probs."""
+        row, valid, k3 = np.repeat(np.arange(len(batch)), ratios.lengths), ratios.valid, ratios.k3
         advantage, known = advantages_of(batch, valid)
         row_tokens = np.bincount(row, valid, len(batch))
         row_k3 = np.bincount(row, k3, len(batch))
@@ -107,7 +103,7 @@ class PresetTotals:
         )
         presets = {}
         for name, config in PRESETS_ONCE.items():
-            weight = np.where(valid, applied_weights(config, train, rollout, mask, cu_seqlens), 0.0)
+            weight = np.where(valid, applied_weights(config, train, rollout, mask, batch.cu_seqlens), 0.0)
             kept = weight > 0
             presets[name] = np.array(
                 [
@@ -125,9 +121,7 @@ class PresetTotals:
 
     def merge(self, later: PresetTotals) -> PresetTotals:
         """The sums of both stretches; `later` comes after."""
-        presets = dict(self.presets)
-        for name, sums in later.presets.items():
-            presets[name] = presets[name] + sums if name in presets else sums
+        presets = added(self.presets, later.presets)
         return PresetTotals(self.log + later.log, presets, self.advantages and later.advantages)
 
     def rows(self) -> tuple[WhatIf, ...]:
@@ -187,18 +181,87 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
 
 def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:
     """The presets that differ in what they do to a log, and for each the others that do the same."""
-    first: dict[object, str] = {}
-    once: dict[str, RolloutCorrectionConfig] = {}
-    same: dict[str, tuple[str, ...]] = {}
-    for name in PRESETS:
-        config = RolloutCorrectionConfig.preset(name)
+    alike: dict[object, list[str]] = {}
+    configs = {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
+    for name, config in configs.items():
         weights = (config.rollout_is, config.rollout_is_threshold) if config.weights_reach_loss else None
-        effect = weights, config.criteria, config.rollout_token_veto_threshold
-        if effect in first:
-            same[first[effect]] += (name,)
-        else:
-            first[effect], once[name], same[name] = name, config, ()
-    return once, same
+        alike.setdefault((weights, config.criteria, config.rollout_token_veto_threshold), []).append(name)
+    same = {first: tuple(others) for first, *others in alike.values()}
+    return {name: configs[name] for name in same}, same
 
 
 PRESETS_ONCE, SAME_AS = _presets_once()
+
+
+MOST = 10
+"""Tokens that are kept."""
+EACH, CARRY = 0.05, 0.5
+"""Share of k3 of one token from which it stands out, and of all such tokens from which they carry the mismatch."""
+FEW = 1e-3
+"""Share of the tokens up to which they are few."""
+
+
+class HeavyToken(NamedTuple):
+    """One token.
+
+    Attributes:
+        row: of the log, counted from 0.
+        position: in the response, counted from 0.
+        token_id: of the token; −1 where the log records none.
+        rollout_log_prob: log μ, nats.
+        train_log_prob: log π, nats.
+        share: of the k3 of all tokens.
+    """
+
+    row: int
+    position: int
+    token_id: int
+    rollout_log_prob: float
+    train_log_prob: float
+    share: float
+
+
+@dataclass(frozen=True, eq=False)
+class WorstTokens:
+    """The tokens with the largest k3, which merge.
+
+    Attributes:
+        values: (6, n): k3, then the fields of `HeavyToken` up to log π, by falling k3; equal ones in the log's order.
+    """
+
+    values: NDArray[np.float64] = field(default_factory=lambda: np.zeros((6, 0)))
+
+    @classmethod
+    def of(cls, ratios: TokenRatios) -> WorstTokens:
+        """Return those of a packed batch."""
+        k3 = ratios.k3
+        least = 0.0 if len(k3) <= MOST else float(np.partition(k3, -MOST)[-MOST])
+        token = np.flatnonzero((k3 >= least) & ratios.valid & (k3 > 0))
+        token = token[np.argsort(-k3[token], kind="stable")[:MOST]]
+        ends = ratios.lengths.cumsum()
+        row = np.searchsorted(ends, token, side="right")
+        position = token - (ends - ratios.lengths)[row]
+        rollout = -ratios.surprise[token].astype(np.float64)
+        own = np.full(len(token), -1) if ratios.ids is None else ratios.ids[token]
+        return cls(np.stack([k3[token], ratios.index[row], position, own, rollout, rollout + ratios.d[token]]))
+
+    def merge(self, later: WorstTokens) -> WorstTokens:
+        """Return those of both stretches of the log together; `later` comes after."""
+        both = np.concatenate([self.values, later.values], axis=1)
+        return WorstTokens(both[:, np.argsort(-both[0], kind="stable")[:MOST]])
+
+    def carriers(self, total: float, tokens: int) -> tuple[HeavyToken, ...]:
+        """Return the few tokens that carry the log's k3, the worst first; empty if no few do.
+
+        Args:
+            total: Σ k3 of the log, nats.
+            tokens: its valid tokens.
+        """
+        share = self.values[0] / total if total > 0 else self.values[0]
+        number = int((share >= EACH).sum())
+        if share[:number].sum() < CARRY or number > FEW * tokens:
+            return ()
+        columns = zip(*self.values[1:, :number].tolist(), share[:number].tolist(), strict=True)
+        return tuple(
+            HeavyToken(int(row), int(place), int(own), mu, pi, part) for row, place, own, mu, pi, part in columns
+        )
