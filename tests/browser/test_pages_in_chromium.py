@@ -36,7 +36,13 @@ def browser():
 def view(tmp_path_factory):
     """A page of 200 sequences, of which two tokens carry most of k3; names and prompts are hostile."""
     folder = tmp_path_factory.mktemp("view")
-    run = write_run(folder / "<img src=x onerror=alert(2)>", sequences=200, length=280, prompt=HOSTILE, metric=HOSTILE)
+    run = write_run(
+        folder / "<script>alert(2)<img src=x onerror=alert(2)>",
+        sequences=200,
+        length=280,
+        prompt=HOSTILE,
+        metric=HOSTILE,
+    )
     shown = CliRunner().invoke(app, ["view", str(run), "-o", str(folder / "view.html")])
     assert shown.exit_code == 0, shown.output
     return folder / "view.html"
@@ -143,6 +149,22 @@ def test_hostile_text_runs_nothing(page):
     page.wait_for_timeout(200)
     assert page.locator("figcaption b", has_text="onerror").count() == 1
     assert page.locator("img").count() == 0
+
+
+def test_hostile_tokens_run_nothing(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollcorr.diagnostics.report.view_page.token_decoder", lambda directory: lambda token: HOSTILE)
+    run = write_run(tmp_path / "run", sequences=10, length=20)
+    shown = CliRunner().invoke(app, ["view", str(run), "--tokenizer", ".", "-o", str(tmp_path / "view.html")])
+    assert shown.exit_code == 0, shown.output
+    page, faults = browser.new_page(), []
+    page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+    page.on("console", lambda message: faults.append(message.text))
+    page.goto((tmp_path / "view.html").as_uri())
+    page.wait_for_selector("html[data-ready]")
+    assert HOSTILE in page.inner_text(".text")
+    assert HOSTILE in page.inner_text("#heavy")
+    assert faults == []
+    page.close()
 
 
 @pytest.fixture(scope="module")

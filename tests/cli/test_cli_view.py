@@ -81,7 +81,10 @@ def test_a_rollout_log_has_a_page(run, tmp_path):
     assert "Rollout log step_000001.parquet" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_hostile_prompts_and_tokens_stay_text(run, tmp_path, monkeypatch):
+def test_hostile_texts_stay_text(run, tmp_path, monkeypatch):
+    """Of prompts, tokens, metric names and run names; a name of a run has no slash."""
+    run = run.rename(tmp_path / "<script>alert(1)<img src=x onerror=alert(1)>")
+    add_steps(run, 4, 5, **{HOSTILE: 1.0})
     (run / "rollouts" / "step_000001.parquet").unlink()
     write_rollouts(run, prompt=HOSTILE)
     monkeypatch.setattr("rollcorr.diagnostics.report.view_page.token_decoder", lambda directory: lambda token: HOSTILE)
@@ -90,6 +93,9 @@ def test_hostile_prompts_and_tokens_stay_text(run, tmp_path, monkeypatch):
     (tokens,) = data_of(page)["tokens"]
     assert tokens["prompts"] == [HOSTILE, HOSTILE]
     assert set(tokens["texts"].values()) == {HOSTILE}
+    assert tokens["run"] == run.name
+    assert HOSTILE in {chart["title"] for chart in data_of(page)["charts"]}
+    assert "<img" not in page.partition("<body>")[2].replace("\\u003c", "").partition("<script type")[0]
     assert "alert(1)</script>" not in page
     assert page.count("<script") == 2
 

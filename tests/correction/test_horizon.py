@@ -171,6 +171,21 @@ def test_weights_equal_a_double_loop(impl, decay, scale, holes, packed):
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("at", [0, 511, 512, 1300, 1699])
+@pytest.mark.parametrize("outlier", [-1.5, 3.0, -900.0])
+def test_outliers_reach_their_neighbors_exactly(impl, at, outlier):
+    """Tiles of small log-ratios, next to one that leaves float32 no digits."""
+    train, rollout, _ = batch(1, 1700, scale=0.02, seed=4, dtype=torch.float32)
+    train[0, at] = rollout[0, at] + outlier
+    places = torch.arange(1700, dtype=torch.float64)
+    d = (train.double() - rollout.double())[0]
+    expected = (0.95 ** (places - places[:, None]).abs() @ d).clamp(-20, 20).exp()
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.95, "rollout_is_threshold": None, "impl": impl}
+    found = correct(train, rollout, torch.ones(1, 1700), **options).weights[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
 def test_summary_names_lambda():
     config = RolloutCorrectionConfig(rollout_is="horizon", rollout_is_horizon=0.5)
     assert "horizon 0.5 weights up to 2.0" in repr(correct(*batch(1, 4), config))

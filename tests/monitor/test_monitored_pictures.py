@@ -57,3 +57,8 @@ def test_a_picture_null_without_rollouts_is_named(tmp_path):
     with Monitor(tmp_path, start=3) as resumed:
         add(resumed, 0.0015)
         assert "there is no null" not in " ".join(resumed.not_judged)
+
+    # In the run of a language model, such a null predicts no metric.
+    report = run_health(read_run(tmp_path))
+    assert report.expected == {}
+    assert report.expected_from == ""

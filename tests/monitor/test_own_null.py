@@ -143,7 +143,7 @@ def test_a_training_transformer_needs_two_lines(tmp_path, fault):
             sampler = other if fault == "other weights" else model
             temperature = 0.8 if fault == "temperature" else 1.0
             with torch.no_grad():
-                ids = torch.randint(64, (40, 4))
+                ids = torch.randint(64, (64, 4))
                 for _ in range(16):
                     logits = sampler(input_ids=ids).logits[:, -1] / temperature
                     ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], 1)

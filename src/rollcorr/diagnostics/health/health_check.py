@@ -326,7 +326,7 @@ def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[flo
         words = f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
         return expected_at(exact), range_at(exact, evidence.get("token_count")), words
     noise = None if evidence.diffusion else evidence.noise or _own_noise(evidence)
-    if noise is None:
+    if noise is None or math.isnan(noise.sigma):
         return {}, {}, ""
     words = f"noise of {format_number(noise.sigma)} nats per token, {noise.source}"
     ranges = ranges_from_noise(noise, evidence.current)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollcorr.diagnostics.health.evidence import FIRST_STEP
 from rollcorr.diagnostics.null.excess import k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.token_ratios import k3_of
@@ -18,6 +20,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
+STARTED, FEWEST = 2.0, 200
+"""k3 of a step over the null's from which the mismatch has started; and tokens that a comparison needs."""
 CUT = 0.99
 """Quantile of |d| at which d is cut, so that no few tokens decide."""
 
@@ -80,6 +84,24 @@ class ExcessTokens:
         """Return k3 over the null's."""
         return float(self.k3.sum() / max(self.noise.sum(), 1e-12))
 
+    @property
+    def first_step(self) -> float:
+        """Return k3 over the null's before any update; NaN where the log starts later or has few tokens there."""
+        step = self.places.get("step")
+        if step is None or step.min() > FIRST_STEP or (step == step.min()).sum() < FEWEST:
+            return math.nan
+        return self.chosen(step == step.min()).ratio
+
+    @property
+    def since_start(self) -> ExcessTokens:
+        """Return the tokens from the first step on that is above the null: a sampler may start with right weights."""
+        if "step" not in self.places:
+            return self
+        _, step = np.unique(self.places["step"], return_inverse=True)
+        step = step.reshape(-1)
+        is_hit = np.bincount(step, self.k3) >= STARTED * np.maximum(np.bincount(step, self.noise), 1e-12)
+        return self.chosen(step >= is_hit.argmax())
+
     def share(self, axis: str) -> TokenShare:
         """Return how much of Var(d) the value on an axis explains; no tokens where it is not recorded."""
         values = self.places.get(axis)
@@ -117,6 +139,12 @@ def _pairs(ids: NDArray[np.generic]) -> Ints:
     return (np.append(-1, own[:-1]) << 32) | own
 
 
+def _repeats(ids: NDArray[np.generic]) -> Ints:
+    """1 where a token equals the one before it, plus 2 where it equals the one after it."""
+    equal = ids[1:] == ids[:-1]
+    return np.append(False, equal) + 2 * np.append(equal, False)
+
+
 _Axis = Callable[[int, SampleRow, Ints], NDArray[np.generic] | None]
 _AXES: dict[str, _Axis] = {
     "rows": lambda index, row, where: np.full(len(where), index),
@@ -128,6 +156,12 @@ _AXES: dict[str, _Axis] = {
     "prompt_length": lambda index, row, where: None if row.context is None else np.full(len(where), row.context.length),
     "context_length": lambda index, row, where: None if row.context is None else row.context.length + where,
     "pair": lambda index, row, where: None if row.response_ids is None else _pairs(row.response_ids.numpy())[where],
+    "pair_at": lambda index, row, where: (
+        None if row.response_ids is None else _pairs(row.response_ids.numpy())[where] * 1_000_003 + where
+    ),
+    "repeats": lambda index, row, where: (
+        None if row.response_ids is None else _repeats(row.response_ids.numpy())[where]
+    ),
     "turn": lambda index, row, where: _turn(row, where),
     "step": lambda index, row, where: None if row.step is None else np.full(len(where), row.step),
 }

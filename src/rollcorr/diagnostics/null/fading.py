@@ -1,4 +1,4 @@
-"""An excess over a null that fades along the response: another prompt, or a stale prefix cache."""
+"""Signs of another prompt in an excess over a null: it fades along the response, is displaced, or heals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.null.excess import MIN_ROWS, cause
 from rollcorr.diagnostics.null.excess_tokens import ExcessTokens
+from rollcorr.diagnostics.null.token_share import TokenShare
 from rollcorr.diagnostics.numbers import format_number
 
 EARLY, SETTLED = 8, 32
@@ -26,6 +27,19 @@ CACHE_FADES = 9.0
 while a prompt that lacks its BOS keeps differing. It decides where the prompts' lengths leave it open."""
 SURELY_ABOVE = 2.0
 """Standard errors above `FALLS` from which the power says that the prompt itself is the same."""
+DISPLACED, HALF = 0.75, 0.5
+"""Share of the ids that are spared where the next or the last token is the same, above which one side is a token ahead
+or behind: 0.8 to 1 under other prompts, up to 0.5 under other weights; and k3 over that of other tokens at the same
+positions below which an id is spared."""
+ID_TOKENS, FEWEST_IDS, OF_PAIRS = 20, 5, 0.7
+"""Tokens of an id, and ids, that this takes; and the share that a token and the one before it may explain: where they
+explain all, equal neighbors are one pair of each id, and may be spared by chance."""
+HEALS, HEALING_STEPS = 1 / 3, 6
+"""k3 of the last third of the steps over that of the first third, below which the trainer learns the context that it
+scores in: 0.02 and 0.12 were seen, and 0.9 and more under other weights, which the same updates keep apart."""
+BY_POSITION, OF_POSITION = 5.0, 0.35
+"""Share that a token, the one before it and the position explain, over that without the position, from which positions
+are displaced; and the least such share. Under other weights 1 to 3.4, under displaced positions 7 and 14."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 
@@ -103,3 +117,47 @@ def fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, rep
         cause(first, shown, evidence, confidence=0.9 if fading.early >= large and not repeats else 0.7),
         cause(second, f"{shown}; less likely", evidence, confidence=0.3),
     ]
+
+
+def other_context(tokens: ExcessTokens, context: TokenShare) -> str:
+    """Return in words how a fixed function of the tokens shows that one side scores another context; else nothing.
+
+    Args:
+        tokens: an excess that is there from the first step on.
+        context: how much of Var(d) a token and the one before it explain.
+    """
+    displaced, at_position, healed = _displaced(tokens), tokens.share("pair_at"), _healed(tokens)
+    if displaced >= DISPLACED and context.share < OF_PAIRS:
+        return f", and {displaced:.0%} of the ids are spared beside the same id: one side is a token ahead or behind"
+    if at_position.share - 2 * at_position.error >= max(OF_POSITION, BY_POSITION * context.share):
+        return f", and the last two tokens explain it at their position alone ({at_position.share:.0%} of the variance)"
+    if healed < HEALS:
+        return f", and it fell to {healed:.0%} while the trainer learned in the context that it scores"
+    return ""
+
+
+def _displaced(tokens: ExcessTokens) -> float:
+    """Share of the ids that are spared where the next token, or the last one, is the same; 0 with few of them."""
+    repeats, position = tokens.places.get("repeats"), tokens.places["positions"]
+    if repeats is None:
+        return 0.0
+    other, shares = (repeats == 0).astype(float), []
+    usual = (np.bincount(position, tokens.k3 * other) / np.maximum(np.bincount(position, other), 1))[position]
+    _, number = np.unique(tokens.places["ids"], return_inverse=True)
+    for neighbor in (1, 2):
+        own = ((repeats & neighbor) > 0).astype(float)
+        k3, due, count = (np.bincount(number.reshape(-1), own * x) for x in (tokens.k3, usual, 1.0))
+        known = count >= ID_TOKENS
+        if known.sum() >= FEWEST_IDS:
+            shares.append(float((k3 < HALF * due)[known].mean()))
+    return max(shares, default=0.0)
+
+
+def _healed(tokens: ExcessTokens) -> float:
+    """k3 of the last third of the steps over that of the first third; 1 with few steps."""
+    step = tokens.places["step"]
+    steps = np.unique(step)
+    third = len(steps) // 3
+    if len(steps) < HEALING_STEPS:
+        return 1.0
+    return float(tokens.k3[step >= steps[-third]].mean() / tokens.k3[step < steps[third]].mean())

@@ -26,8 +26,8 @@ from rollcorr.diagnostics.faults import refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, Excess, cause
 from rollcorr.diagnostics.null.excess_place import Place, places
-from rollcorr.diagnostics.null.excess_tokens import ExcessTokens, Floats, Ints
-from rollcorr.diagnostics.null.fading import fading_causes, fading_of
+from rollcorr.diagnostics.null.excess_tokens import STARTED, ExcessTokens, Floats, Ints
+from rollcorr.diagnostics.null.fading import fading_causes, fading_of, other_context
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.token_ratios import CAP
 from rollcorr.diagnostics.null.token_share import TokenShare
@@ -45,25 +45,31 @@ STOCHASTIC = 0.08
 """Share that a token and the one before it explain, below which nothing does; two fixed policies have 0.1 and more."""
 LARGE_EXCESS = 3.0
 """k3 over the null's from which the shares are those of the excess, not of the noise."""
-SPARED, HIT, STARTED = 5.0, 20.0, 2.0
-"""k3 of a row over the null's: below the first it was spared, above the second it was hit. Of a step, from the third on
-the mismatch has started."""
-
+SPARED, HIT = 5.0, 20.0
+"""k3 of a row over the null's: below the first it was spared, above the second it was hit."""
 
 FEWEST_EQUAL = 200
 """Tokens after an equal prompt and response that tell whether d is a function of these."""
 MIXED = (0.1, 0.9)
 """Share of Var(d) that an equal prompt and response explain where rows differ by something else."""
-VARIES = 0.2
-"""The same share and two errors, below which one side draws anew: 0.03 to 0.12 under dropout."""
-LOST = 0.96
-"""Mean of π / μ below which mass is missing on one side; other weights and dropout keep it."""
+VARIES = 0.4
+"""The same share and two errors, below which one side draws anew: up to 0.22 under dropout, and from 0.69 where both
+sides are functions and the weights move."""
+SURELY_EQUAL = 2000
+"""Such tokens from which d is known to be a fixed function, whatever else it looks like."""
+LOST, EFFECTIVE = 0.96, 0.1
+"""Mean of π / μ below which mass is missing on one side; other weights and dropout keep it. And the effective share of
+the tokens below which so few hold the mean that the mass may lie in ids that were hardly sampled."""
 SEEN = 0.06
 """Share of Var(d) among tokens of one id that "seen before" explains under a penalty; up to 0.035 otherwise."""
+OF_TOKENS = 0.3
+"""The same, as a part of what a token and the one before it explain."""
 ROW_TOKENS = 8
 """Tokens of a row that is judged alone."""
 AT_NULL = (0.15, 0.9)
 """Share of the rows that are as in the null where some rows differ."""
+STARTED_MIXED = 0.75
+"""Share of Var(d) and its error that an equal prompt and response explain under weights that start to differ."""
 BETWEEN = 0.15
 """Share of the rows that may lie between the null and those that are hit."""
 ONE_SIDED = 0.25
@@ -111,6 +117,12 @@ class _Excess:
         return self.tokens.share("pair")
 
     @property
+    def fixed(self) -> bool:
+        """Whether d is certainly a fixed function of prompt and response, in most rows and from the first step on."""
+        sure = self.same.tokens >= SURELY_EQUAL and self.same.share >= MIXED[1]
+        return sure and self.known and self.spared <= MOST_ROWS and self.tokens.first_step >= STARTED
+
+    @property
     def repeated(self) -> bool:
         """Whether enough tokens follow an equal prompt and an equal response."""
         return self.same.tokens >= FEWEST_EQUAL
@@ -128,7 +140,7 @@ class _Excess:
     @cached_property
     def by_row(self) -> tuple[Ints, Floats]:
         """The rows with enough tokens, and k3 over the null's of each; without steps before the mismatch started."""
-        tokens = _since_start(self.tokens)
+        tokens = self.tokens.since_start
         of, row, count = np.unique(tokens.places["rows"], return_inverse=True, return_counts=True)
         row = row.reshape(-1)
         ratio = np.bincount(row, tokens.k3) / np.maximum(np.bincount(row, tokens.noise), 1e-12)
@@ -149,7 +161,9 @@ class _Excess:
     def no_policy(self) -> bool:
         """Whether one side is no policy over the sampled tokens: mass is missing."""
         mass, z = self.mass
-        return mass < LOST and z < -4
+        weight = np.exp(np.clip(self.tokens.d, -CAP, CAP))
+        effective = float(weight.sum() ** 2 / np.square(weight).sum()) / len(weight)
+        return mass < LOST and z < -4 and effective >= EFFECTIVE
 
     def named(self, code: str, reason: str, *, confidence: float, place: Place | None = None) -> Finding:
         """Return a cause of this excess."""
@@ -186,6 +200,8 @@ def name_causes(
         return [cause("weights_differ", times, evidence, confidence=0.5)]
     case, found = Case(None, course, by_null=True), places(tokens)
     seen = _Excess(tokens=tokens, times=times, evidence=evidence, repeats=excess.repeats, case=case, found=found)
+    if math.isfinite(seen.tokens.first_step):
+        evidence["ratio_of_first_step"] = seen.tokens.first_step
     for test in _TESTS:
         # Without the likelier one of two causes, the other one is not what is left.
         named = test(seen)
@@ -235,20 +251,10 @@ def _padding(seen: _Excess) -> list[Finding]:
 def _penalty(seen: _Excess) -> list[Finding]:
     """Among tokens of one id, those that were seen before differ from those that were not."""
     explained = seen.tokens.of_seen()
-    if explained < SEEN:
+    if explained < max(SEEN, OF_TOKENS * seen.context.share):
         return []
     reason = f", and whether an id was seen before explains {explained:.0%} of Var(d) among tokens of one id"
     return [replace(seen.named("penalty_on_one_side", reason, confidence=0.95), row_share=1.0)]
-
-
-def _since_start(tokens: ExcessTokens) -> ExcessTokens:
-    """The tokens from the first step on that is above the null: a sampler may start with the right weights."""
-    if "step" not in tokens.places:
-        return tokens
-    _, step = np.unique(tokens.places["step"], return_inverse=True)
-    step = step.reshape(-1)
-    is_hit = np.bincount(step, tokens.k3) >= STARTED * np.maximum(np.bincount(step, tokens.noise), 1e-12)
-    return tokens.chosen(step >= is_hit.argmax())
 
 
 def _row_split(seen: _Excess) -> Ints | None:
@@ -290,6 +296,25 @@ def _fades(tokens: ExcessTokens, place: Place) -> bool:
     return bool(place.values[0] == where.min()) and later.ratio < EDGE * tokens.chosen(place.tokens).ratio
 
 
+def _started_later(seen: _Excess) -> list[Finding]:
+    """Nothing before the first update, and an excess after it: only weights can start to differ in every row."""
+    mixed = seen.repeated and seen.same.share + seen.same.error < STARTED_MIXED
+    later = seen.tokens.since_start
+    if not seen.tokens.first_step < STARTED or mixed or later.ratio < LARGE_EXCESS or len(later) == len(seen.tokens):
+        return []
+    ratio = format_number(seen.tokens.first_step)
+    reason = f", and {ratio} times that before the first update: the sampler started with the trainer's weights"
+    return [seen.named("weights_differ", reason, confidence=0.95)]
+
+
+def _other_prompt(seen: _Excess) -> list[Finding]:
+    """A fixed function from the first step on that a displaced context makes, or that heals as the trainer learns."""
+    if not seen.fixed:
+        return []
+    reason = other_context(seen.tokens, seen.context)
+    return [seen.named("template", reason, confidence=0.9)] if reason else []
+
+
 def _fading(seen: _Excess) -> list[Finding]:
     """An excess that fades along the response. Where few tokens are repeated any fault fades, and some fade more."""
     fading = fading_of(seen.tokens)
@@ -323,7 +348,8 @@ def _weights(seen: _Excess) -> list[Finding]:
     placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
     spared = bool((seen.by_row[1] > HIT).any()) and seen.spared > MOST_ROWS
     no_function = known and seen.context.share < OF_CONTEXT
-    if not grows and (seen.repeats or seen.no_policy or mixed or one_sided or placed or spared or no_function):
+    looks_otherwise = seen.repeats or mixed or one_sided or placed or spared or no_function
+    if not grows and (seen.no_policy or (looks_otherwise and not seen.fixed)):
         return []
     id_share = seen.evidence.get("token_id_share")
     reason = ""
@@ -340,7 +366,7 @@ def _weights(seen: _Excess) -> list[Finding]:
 def _noise(seen: _Excess) -> list[Finding]:
     """Small, at every position, in every row and from the first step on, and no function of the last tokens."""
     everywhere = all(place.of_noise > 0.5 for place in seen.found) and _row_split(seen) is None
-    everywhere = everywhere and len(_since_start(seen.tokens)) == len(seen.tokens)
+    everywhere = everywhere and len(seen.tokens.since_start) == len(seen.tokens)
     if not everywhere or seen.no_policy or seen.tokens.k3.mean() >= SMALL or seen.context.share >= OF_CONTEXT:
         return []
     reason = f", everywhere, and the last two tokens explain {max(seen.context.share, 0.0):.0%} of the variance"
@@ -361,8 +387,10 @@ _TESTS = (
     _prompt_length,
     _some_rows,
     _sharp_place,
+    _started_later,
     _fading,
     _stochastic,
+    _other_prompt,
     _weights,
     _noise,
 )

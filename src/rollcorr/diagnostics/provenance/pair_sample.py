@@ -11,12 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 FEW_IDS = 10.0
 """Ids in effect, (Σ n)² / Σ n², below which responses repeat themselves."""
+MANY, ONE_EXPONENT = 100, 0.01
+"""Likely and unlikely tokens, and the share of them off one exponent up to which it is a temperature whatever else the
+responses lack: 0.001 under one, 0.03 and more under other weights, dropout or another prompt."""
 TOKENS = 1 << 16
 """About how many tokens the sample holds: twice as many at most, and at least one sequence."""
 
@@ -206,8 +210,15 @@ def _of_repetition(found: Provenance) -> Provenance:
     An update of the weights moves the one log-prob that there is, as a temperature does; and every response is unsure
     at its beginning alone.
     """
-    kept = [f for f in found.findings if fault(f.code).kind != "settings" and f.code != "processed"]
+    kept = [f for f in found.findings if _is_sure(f) or (fault(f.code).kind != "settings" and f.code != "processed")]
     return replace(found, findings=tuple(kept))
+
+
+def _is_sure(finding: Finding) -> bool:
+    """Whether likely and unlikely tokens, many of both, follow one exponent: an update moves some off."""
+    shown = finding.evidence
+    many = min(shown.get("likely_tokens", 0.0), shown.get("unlikely_tokens", 0.0)) >= MANY
+    return finding.code == "tempered" and many and shown["violations"] <= ONE_EXPONENT
 
 
 def _thinned(stride: int, rows: Mapping[int, SampleRow]) -> PairSample:

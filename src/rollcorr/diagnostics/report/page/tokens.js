@@ -99,7 +99,8 @@ rc.showHeavy = (run, first, label, show) => {
   const whole = few ? `${count} of ${run.count.toLocaleString("en")} ${what}s ${count > 1 ? "carry" : "carries"}` : `the worst of ${run.count.toLocaleString("en")} ${what}s carries`;
   const places = first.slice(0, count).map((i) => `${run.diffusion ? "" : "token "}${label(i)} in row ${run.row[run.rowOf[i]]} of step ${run.step[run.rowOf[i]]}, position ${i - run.starts[run.rowOf[i]]}: log μ ${rc.number(run.mu[i])}, log π ${rc.number(run.mu[i] + run.d[i])}`);
   const link = rc.el("a", { href: "#tokens", onclick: show }, `${whole} ${rc.percent(share)} of ${unit}${few ? `: look at ${count > 1 ? "them" : "it"} first` : ""}`);
-  box.append(rc.el("p", { id: "heavy" }, link, ` (${places.join("; ")})`));
+  const note = rc.el("p", { id: "heavy" }, rc.data.tokens.length > 1 ? `${run.name}: ` : "", link, ` (${places.join("; ")})`);
+  box[box.matches("h2") ? "after" : "append"](note);
 };
 
 rc.viewer = async (box) => {

@@ -17,9 +17,10 @@ typedef struct { /* a thread's memory, with room for the longest sequence */
     NearPowers near;
     CalmTokens calm;
     double powers[BLOCK / LANES + 1]; /* of λ */
-    double turned[BLOCK];             /* d of a tile */
-    double earlier[LANES];            /* of each segment: Σ λ^(distance to its end) d, then the sum over the tokens before */
-    double later[LANES];              /* of each segment: Σ λ^(distance to its start) d, then the sum over the tokens after */
+    double turned[BLOCK] __attribute__((aligned(64))); /* d of a tile */
+    /* Of each segment: Σ λ^(distance to its end) d, then the sum over the tokens before. */
+    double earlier[LANES] __attribute__((aligned(64)));
+    double later[LANES] __attribute__((aligned(64))); /* Σ λ^(distance to its start) d, then the sum over the tokens after */
     NearTile tiles[2];
     double *after;                    /* of each tile: the sum over later tokens */
     float *train, *rollout, *weights; /* of sequences that are not one run of float32 tokens */
