@@ -279,5 +279,5 @@ study-trained: $(STAMP) ## Train the cells of the published study that are left,
 training-bench: $(STAMP) ## Train each correction on each sampler over eight seeds, two cells at a time, then write the page (4 core-hours; goes on)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/bench/bench.py --jobs 2 $(ARGS)
 
-training-bench-quick: $(STAMP) ## Train one finished cell of it again, and compare its accuracy (4 minutes)
+training-bench-quick: $(STAMP) ## Train one finished cell of it again, and compare its accuracy (3 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/bench/bench.py --quick $(ARGS)
