@@ -66,7 +66,7 @@ def choosing():
     (demo,) = (row for row in evidence if row["source"] == "demo")
     yield f"has a T × KL of {float(demo['t_times_kl']):.0f} nats and an ESS of {float(demo['ess']):.2f}"
     token = [row for row in evidence if (row["sampler"], row["correction"]) == ("stale_quantized", "token_tis")]
-    yield f"of token weights decides nothing: it was {statistics.mean(float(row['ess']) for row in token):.2f}"
+    yield f"it was {statistics.mean(float(row['ess']) for row in token):.2f} in these runs"
 
     # Arithmetic: exp(−2 T × KL), and products of 1.1.
     yield f"{math.exp(-2 * 0.35):.1f} at T × KL = 0.35"
