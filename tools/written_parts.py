@@ -74,7 +74,10 @@ def _summary(folder: Path) -> str:
 def _layers() -> str:
     lines = []
     for names in reversed(LAYERS):
-        apart = sorted({name for pair in APART if set(pair) <= names for name in pair})
-        note = f"({' and '.join(apart)} never import each other)" if apart else ""
+        pairs = [pair for pair in APART if pair[0] in names]
+        mutual = sorted({tuple(sorted(pair)) for pair in pairs if pair[::-1] in pairs})
+        apart = [f"{one} ↔ {other}" for one, other in mutual]
+        apart += [f"{importing} → {other}" for importing, other in pairs if (other, importing) not in pairs]
+        note = f"  (never {', '.join(apart)})" if apart else ""
         lines.append(f"{' · '.join(sorted(names)):<40}{note}".rstrip())
     return "\n".join(lines) + "\n"
