@@ -32,7 +32,7 @@ def findings_page(generated: str, table: Table) -> str:
     """A table per kind of finding."""
     blocks = []
     for kind, heading in KINDS.items():
-        rows = [_row(fault) for fault in FAULTS.values() if fault.kind == kind]
+        rows = [_row(fault) for fault in FAULTS.values() if fault.kind == kind and fault.title]
         if rows:
             blocks.append(f"## {heading}\n\n{table(['code', 'finding', 'needs', 'fix', 'to confirm it'], rows)}")
     tables = "\n\n".join(blocks)
