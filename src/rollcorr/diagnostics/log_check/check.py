@@ -314,10 +314,10 @@ class _JudgedRows:
     """Result of the comparison with a null.
 
     Attributes:
-        used: the null; None if the log was not compared with any.
+        used: the null, if the log was compared with one.
         weights: judgment of the weights.
-        noise: noise of a token; None if unknown.
-        rest: verdict on the rows that no cause concerns; None if no cause is limited to some rows.
+        noise: noise of a token, if known.
+        rest: verdict on the remaining rows, if a cause is limited to some rows.
     """
 
     used: MismatchNull | None = None

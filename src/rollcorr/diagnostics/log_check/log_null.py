@@ -165,7 +165,7 @@ def _null_of(
         tally = replace(tally, sample=_sample_of_steps(tally))
     profile = tally.profile if steps is None else _of_steps(tally, steps)
 
-    # Check recorded settings too: raw log-probs of short, confident answers agree even if settings differ.
+    # Check recorded settings as well: raw log-probs of short, confident answers agree even if settings differ.
     findings = (*tally.claims.values(), *(f for f in tally.sample.estimate().warnings if fault(f.code).number))
     two_weights = () if engine_precision else judge_weights(profile, None).findings
     for finding in findings or two_weights:
@@ -270,7 +270,7 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
 
 
 def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
-    """Return a baseline without the rows of a certain finding; it has no null if too few rows remain."""
+    """Return a baseline without the rows of a certain finding; it has no null if not enough rows remain."""
     others = other_rows(sample, sample.estimate())
     if others is None or baseline.null is None:
         return baseline

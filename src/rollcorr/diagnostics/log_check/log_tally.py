@@ -266,7 +266,7 @@ def _metrics(part: Part) -> dict[str, float]:
 
 
 def _id_share(ids: TokenSums) -> dict[str, float]:
-    """Return the share of variance that token ids explain; empty without ids or with too few tokens."""
+    """Return the share of Var(d) that token ids explain; empty unless enough tokens have recorded ids."""
     share = ids.share()
     return {"log/token_id_share": share.share} if share.tokens >= FEW_TOKENS and not ids.repeats else {}
 

@@ -48,10 +48,10 @@ def judge_log_weights(
         tally: sums of the log.
         null: null to compare with; default: the first steps of the log.
         null_steps: first and last step to use as the null instead, known to be correct; default: the lowest steps.
-        other_rows: rows without a certain fault; None if no fault is certain.
+        other_rows: rows without a certain fault, if a fault of some rows is certain.
         ages: step → mean age of the weights, versions.
         course: series of steps, which refutes causes.
-        course_of_others: the same for `other_rows`; None if they were not judged.
+        course_of_others: the same for `other_rows`, if they were judged.
 
     Returns:
         The null, or None, and the judgment of the weights.
@@ -142,7 +142,7 @@ class RestVerdict:
     Attributes:
         zeros_from: code of the finding that explains zeros which one side contradicts, or None.
         other_rows: the remaining rows.
-        evidence: their metrics over the steps; None if there are too few rows to judge.
+        evidence: their metrics over the steps; None if there are not enough rows.
     """
 
     zeros_from: str | None
@@ -151,7 +151,7 @@ class RestVerdict:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...] | None:
-        """Return the rules' findings on the remaining rows; None if there are too few rows to judge."""
+        """Return the rules' findings on the remaining rows; None if there are not enough rows."""
         return None if self.evidence is None else measured_findings(self.evidence)
 
     @property
@@ -260,7 +260,7 @@ def judge_rest(
         ages: step → mean age of its weights, by metric name, if recorded.
 
     Returns:
-        The verdict, without evidence if there are too few rows.
+        The verdict, without evidence if there are not enough rows.
     """
     other_rows = other_rows.alike()
     evidence = None
