@@ -156,7 +156,7 @@ class Fault:
         score: directness of its evidence. A cause explains findings with a lower score.
         refuted_by: tests, each of which can refute the cause.
         explained_by: codes that explain it before any cause does; the first one present is used.
-        apart: metrics whose findings need no cause.
+        apart: metrics whose findings are not attributed to a cause.
         title: the problem.
         reason: its meaning.
         fix: the recommended change.

@@ -49,7 +49,7 @@ def judge_log_weights(
         null: null to compare with; default: the first steps of the log.
         null_steps: first and last step to use as the null instead, known to be correct; default: the lowest steps.
         other_rows: rows without a certain fault, if a fault of some rows is certain.
-        ages: step → mean age of the weights, versions.
+        ages: step → mean age of the weights in versions, by metric name.
         course: series of steps, which refutes causes.
         course_of_others: the same for `other_rows`, if they were judged.
 
@@ -170,7 +170,7 @@ class RestVerdict:
                 of all rows.
 
         Returns:
-            The findings; those with a declared cause keep it.
+            The findings, with the cause in `follows_from`.
         """
         found = [self._attributed(finding) for finding in findings]
         rises = self._rises if with_rises and any(map(is_rise, found)) else ()
