@@ -1,4 +1,4 @@
-"""The null: the mismatch of two correct sides, a log's excess over it, and the profiles of null and log."""
+"""Null mismatch of two equal policies, the excess of a log over it, and the profiles of both."""
 
 import lazy_loader as _lazy
 

@@ -1,6 +1,6 @@
-"""A log's mismatch against that of a null: how much larger it is, and whether the token id explains more of it.
+"""Excess of a log's mismatch over a null: its size, and how much more of it the token id explains.
 
-The null predicts the log's k3 at the log's own probabilities, for noise depends on them more than on anything else.
+The null predicts the log's k3 at the log's own probabilities, because noise depends on probability most.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from rollcorr.diagnostics.null.token_share import TokenShare
 from rollcorr.diagnostics.numbers import format_number
 
 SYSTEMATIC = 0.1
-"""Relative difference of k3 that two nulls of one engine may have beyond chance: other prompts, other batches."""
+"""Relative difference of k3 between two nulls of one engine beyond chance: other prompts, other batches."""
 ROUNDING = 1e-9
-"""k3 in nats below which a mismatch is float32 rounding of the log-probs themselves, and no cause is looked for."""
+"""k3 in nats below which a mismatch is float32 rounding of the log-probs, and no cause is tested."""
 NOTICEABLE = 1.5
-"""k3 over that of the null, below which nothing is said about its size."""
+"""Ratio of k3 to the null's below which its size is not reported."""
 MIN_ROWS = 8
-"""Fewer rows have no standard error to speak of."""
+"""Fewest rows for a standard error."""
 BIN_TOKENS = 50
-"""Tokens of the null that a group of neighboring bins of probabilities needs to predict the log's."""
+"""Fewest null tokens in a group of adjacent probability bins to predict the log's k3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """A log's mismatch against a null.
+    """Mismatch of a log relative to a null.
 
     Attributes:
-        k3: of the log, nats per token.
-        expected: what the null predicts at the log's probabilities, nats per token.
+        k3: mean k3 of the log, nats per token.
+        expected: k3 predicted by the null at the log's probabilities, nats per token.
         ratio: k3 / expected.
-        z: log ratio in standard errors, rows being independent, `SYSTEMATIC` included.
-        share: what the token id explains in the log.
-        null_share: and in the null.
-        repeats: the responses repeat few tokens, so that neither the id nor the position tells anything.
-        covered: share of the log's tokens that are as probable as `BIN_TOKENS` tokens of the null.
+        z: log(ratio) in standard errors; rows count as independent, and `SYSTEMATIC` is included.
+        share: share of Var(d) explained by the token id in the log.
+        null_share: the same share in the null.
+        repeats: True if responses repeat few tokens, so that neither id nor position identifies a cause; default False.
+        covered: fraction of the log's tokens in bins where the null has `BIN_TOKENS` tokens or more; default 1.
     """
 
     k3: float
@@ -56,7 +56,15 @@ class Excess:
 
 
 def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
-    """The numbers behind a judgment."""
+    """Compute the excess of a log's mismatch over a null.
+
+    Args:
+        profile: mismatch of the log.
+        null: mismatch of two equal policies.
+
+    Returns:
+        k3 relative to its prediction, with the standard error, and the shares explained by the token id.
+    """
     expected = expected_k3(profile, null.profile)
     k3 = profile.k3
     ratio = k3 / max(expected, ROUNDING)
@@ -76,32 +84,32 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
 
 
 def expected_k3(profile: MismatchProfile, null: MismatchProfile) -> float:
-    """k3 per token that the null predicts for tokens as probable as the log's, nats."""
+    """Compute the null's k3 at the log's probabilities, nats per token; the null's mean k3 for an empty log."""
     own = profile.by("surprise")[0]
     return float((own * k3_by_surprise(null)).sum() / own.sum()) if own.sum() else null.k3
 
 
 def k3_by_surprise(null: MismatchProfile) -> NDArray[np.float64]:
-    """k3 per token in each bin of probabilities, nats.
+    """Compute the null's k3 per token in each probability bin, nats, (16,).
 
-    Improbable tokens are few and hold most of k3, so bins that the null hardly visited are pooled and never left out:
-    over the null's own tokens the mean is the null's k3.
+    Improbable tokens are rare and make most of k3. Sparse bins are pooled with their neighbors and never dropped, so
+    the mean over the null's own tokens equals the null's k3.
     """
     count, _, _, k3 = null.by("surprise")
     return np.full(len(count), null.k3) if count.sum() < BIN_TOKENS else pooled_mean(count, k3)
 
 
 def pooled_mean(count: NDArray[np.float64], k3: NDArray[np.float64]) -> NDArray[np.float64]:
-    """k3 per token in each bin, from its tokens and its Σ k3, with neighbors pooled; `BIN_TOKENS` tokens at least."""
+    """Return k3 per token of each bin from token counts and Σ k3, (bins,) each; neighbors pool `BIN_TOKENS` tokens."""
     group = pooled_bins(count)
     mean: NDArray[np.float64] = (np.bincount(group, k3) / np.bincount(group, count))[group]
     return mean
 
 
 def pooled_bins(count: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The number of the group of each bin: neighbors, as many as hold `BIN_TOKENS`, from the improbable end on.
+    """Return the group index of each bin, (bins,): adjacent bins with `BIN_TOKENS` tokens, from the improbable end on.
 
-    What is left at the probable end, where k3 is small, joins the last group.
+    The remainder at the probable end, where k3 is small, joins the last group.
     """
     group = np.zeros(len(count), dtype=np.int64)
     current, held = 0, 0.0
@@ -116,7 +124,7 @@ def pooled_bins(count: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _relative_variance(profile: MismatchProfile) -> float:
-    """Squared relative standard error of the mean k3, rows being independent."""
+    """Return the squared relative standard error of mean k3, rows being independent; 1 with little data."""
     table = profile.rows
     rows, total = len(table), float(table.column("sum_k3").sum())
     if rows < MIN_ROWS or total <= 0:
@@ -124,12 +132,12 @@ def _relative_variance(profile: MismatchProfile) -> float:
     tokens = table.column("tokens")
     residual = table.column("sum_k3") - total / tokens.sum() * tokens
 
-    # The table is a sample of the rows; the mean is that of all of them.
+    # The table samples the rows, but the mean covers every row: scale the variance to all rows.
     return float((residual**2).sum() / total**2) * rows / max(profile.row_count, rows) * rows / (rows - 1)
 
 
 def cause(code: str, reason: str, evidence: dict[str, float], *, confidence: float) -> Finding:
-    """Return a finding of an excess over a null."""
+    """Return the finding of the fault `code` as the cause of an excess over a null."""
     limit = f"about {format_number(evidence['expected_k3'])}, the null's" if "expected_k3" in evidence else ""
     return replace(
         fault(code).finding,

@@ -1,8 +1,8 @@
-"""Where an excess over a null lies: values on one axis that carry it, while the rest is as in the null.
+"""Place of an excess over a null: values of one axis that carry it, while all other tokens match the null.
 
-Half of the log chooses the values of an axis, and the other half tells what share of the excess they carry: values that
-are chosen for their noise carry nothing there. Shares are compared with those of the noise that the null predicts at
-the same probabilities, so unlikely tokens are no place because unlikely tokens always differ by more.
+One half of the log chooses the values of an axis, and the other half measures their share of the excess, so values
+chosen by chance have no share. This share is compared with the share of noise that the null predicts at the same
+probabilities: improbable tokens always differ by more, and are no place by themselves.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from rollcorr.diagnostics.null.excess_tokens import ExcessTokens, Floats, Ints
 
 MOST = 0.8
-"""Share of the excess that a place carries."""
+"""Smallest share of the excess that a place carries."""
 CHOSEN = 0.9
-"""Share of the excess of one half of the log that the chosen values carry there."""
+"""Share of the excess that the chosen values carry in the half that chose them."""
 ORDINARY = 1.5
-"""k3 over the null's up to which the other tokens are as in the null."""
+"""Ratio of k3 to the null's up to which the other tokens match the null."""
 NARROW = 0.9
-"""Share of the noise up to which values are a place at all."""
+"""Largest share of the noise that a place has."""
 FEWEST = 200
-"""Tokens without which no place is looked for."""
+"""Fewest tokens for a search."""
 EXACT = 64
-"""Positions that are told apart; later ones are taken together by eighths of an octave."""
+"""Positions below this are separate values; later ones are binned by eighths of an octave."""
 ORDERED = ("from_end", "turn", "prompt_length", "positions", "context_length")
 AXES: Mapping[str, str] = {
     "from_end": "tokens before the last one",
@@ -40,20 +40,20 @@ AXES: Mapping[str, str] = {
     "probability": "log-prob, in half nats",
     "rows": "row",
 }
-"""Axes on which a place may lie, in words."""
+"""Axis of a place → its name in findings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Values on an axis that carry most of an excess.
+    """Values of one axis that carry most of an excess.
 
     Attributes:
         axis: one of `AXES`.
-        values: on it.
-        share: of the excess that they carry, in tokens that did not choose them.
-        of_noise: the share of the null's noise that they carry.
-        rest: k3 of the other tokens over the null's.
-        tokens: true on the tokens of the place, (n,).
+        values: sorted values on this axis, (v,).
+        share: share of the excess that they carry; for chosen values, measured on tokens that did not choose them.
+        of_noise: share of the null's noise that they carry.
+        rest: ratio of k3 to the null's on the other tokens.
+        tokens: True on the tokens of the place, (n,).
     """
 
     axis: str
@@ -65,18 +65,18 @@ class Place:
 
     @property
     def whole(self) -> bool:
-        """Whether the other tokens are as in the null."""
+        """Return whether the other tokens match the null."""
         return self.rest <= ORDINARY
 
     @property
     def stretches(self) -> list[list[int]]:
-        """The values as [first, last] of stretches without a gap."""
+        """Return the values as inclusive ranges [first, last] without a gap."""
         breaks = np.flatnonzero(np.diff(self.values) > 1) + 1
         return [[int(part[0]), int(part[-1])] for part in np.split(self.values, breaks)]
 
     @property
     def where(self) -> dict[str, list[int] | list[list[int]]]:
-        """The place for programs: lists of rows and ids, stretches of the other axes."""
+        """Return the place for programs: lists of rows and ids, `stretches` of all other axes."""
         listed = self.axis in ("rows", "ids")
         return {self.axis: self.values.tolist() if listed else self.stretches}
 
@@ -88,46 +88,49 @@ class Place:
 
 
 def places(tokens: ExcessTokens) -> list[Place]:
-    """Return the places that carry `MOST` of the excess: those that leave nothing first, then the densest."""
+    """Return the places that carry `MOST` of the excess.
+
+    Places whose other tokens match the null come first, then the densest: most excess relative to noise.
+    """
     if len(tokens) < FEWEST:
         return []
-    found = [place for axis in AXES for place in _on_axis(tokens, axis) if place.share >= MOST]
+    found = [place for axis in AXES for place in _places_on_axis(tokens, axis) if place.share >= MOST]
     found = [place for place in found if place.of_noise <= NARROW]
     return sorted(found, key=lambda place: (not place.whole, place.of_noise / place.share))
 
 
-def _on_axis(tokens: ExcessTokens, axis: str) -> Iterator[Place]:
-    """Yield the places on an axis: chosen values, and what lies before or after a cut."""
-    values = _binned(tokens, axis)
+def _places_on_axis(tokens: ExcessTokens, axis: str) -> Iterator[Place]:
+    """Yield the places on an axis: values before or after a cut, and the densest values."""
+    values = _axis_values(tokens, axis)
     if values is None or values.min() == values.max():
         return
     of, number = np.unique(values, return_inverse=True)
     number = number.reshape(-1).astype(np.int64)
     excess, noise = tokens.k3 - tokens.noise, tokens.noise
     if axis in ORDERED:
-        first, last = _ordinary(number, tokens), len(of) - 1 - _ordinary(len(of) - 1 - number, tokens)
+        first, last = _count_ordinary(number, tokens), len(of) - 1 - _count_ordinary(len(of) - 1 - number, tokens)
         for inside in (number >= first, number <= last, (number >= first) & (number <= last)):
-            yield _measured(tokens, axis, values, inside, inside)
+            yield _measure_place(tokens, axis, values, inside, inside)
 
-    # Rows choose the values, and other rows weigh them; rows are chosen by every second of their tokens.
+    # Half of the rows choose the values, and the other half measures them. For the axis of rows, positions are split.
     half = (tokens.places["positions" if axis == "rows" else "rows"] * 0x9E3779B1 >> 7) % 2 == 0
     elsewhere = np.zeros(len(number), dtype=np.bool_)
     for own in (half, ~half):
-        elsewhere |= ~own & np.isin(number, _chosen(number[own], excess[own], noise[own], len(of)))
-    inside = np.isin(number, _chosen(number, excess, noise, len(of)))
-    yield _measured(tokens, axis, values, inside, elsewhere)
+        elsewhere |= ~own & np.isin(number, _densest_values(number[own], excess[own], noise[own], len(of)))
+    inside = np.isin(number, _densest_values(number, excess, noise, len(of)))
+    yield _measure_place(tokens, axis, values, inside, elsewhere)
 
 
-def _ordinary(number: Ints, tokens: ExcessTokens) -> int:
-    """How many of the first values, taken together, are as in the null."""
+def _count_ordinary(number: Ints, tokens: ExcessTokens) -> int:
+    """Return how many of the lowest values, pooled, match the null."""
     k3, noise = (np.cumsum(np.bincount(number, x)) for x in (tokens.k3, tokens.noise))
     return int(np.flatnonzero(k3 <= ORDINARY * noise).max(initial=-1)) + 1
 
 
-def _measured(
+def _measure_place(
     tokens: ExcessTokens, axis: str, values: Ints, inside: NDArray[np.bool_], weighed: NDArray[np.bool_]
 ) -> Place:
-    """A place, with what the tokens carry that weigh it."""
+    """Return the place of the tokens `inside`, with its share of the excess measured on the tokens `weighed`."""
     excess, noise = tokens.k3 - tokens.noise, tokens.noise
     return Place(
         axis=axis,
@@ -139,16 +142,16 @@ def _measured(
     )
 
 
-def _chosen(number: Ints, excess: Floats, noise: Floats, size: int) -> Ints:
-    """The values that carry `CHOSEN` of the excess, the densest first."""
+def _densest_values(number: Ints, excess: Floats, noise: Floats, size: int) -> Ints:
+    """Return the indices of the densest values that carry `CHOSEN` of the excess."""
     carried, due = np.bincount(number, excess, size), np.bincount(number, noise, size)
     order = np.argsort(-carried / (due + max(due.sum(), 1e-12) / (10 * size)))
     running = np.cumsum(carried[order])
     return order[: int(np.searchsorted(running, CHOSEN * carried.sum())) + 1]
 
 
-def _binned(tokens: ExcessTokens, axis: str) -> Ints | None:
-    """The value of each token on an axis, where far ones are taken together; None if the log does not record it."""
+def _axis_values(tokens: ExcessTokens, axis: str) -> Ints | None:
+    """Return each token's value on an axis, with coarse bins for distant positions; None if the log lacks the axis."""
     if axis == "probability":
         return np.clip(np.floor(2 * tokens.rollout), -24, 0).astype(np.int64)
     values = tokens.places.get(axis)

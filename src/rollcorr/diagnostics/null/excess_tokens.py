@@ -1,4 +1,4 @@
-"""The tokens of a log's spread sample, each with its place and with the noise that a null predicts for it."""
+"""Tokens of a log's row sample, with their value on each axis and the noise that a null predicts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Ints = NDArray[np.int64]
 
 
 STARTED, FEWEST = 2.0, 200
-"""k3 of a step over the null's from which the mismatch has started; and tokens that a comparison needs."""
+"""Ratio of a step's k3 to the null's from which the mismatch has started, and the fewest tokens of a comparison."""
 CUT = 0.99
-"""Quantile of |d| at which d is cut, so that no few tokens decide."""
+"""Quantile of |d| at which d is clipped, so that outliers do not dominate."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExcessTokens:
-    """Tokens that were sampled and have both log-probs, packed; each array is (n,).
+    """Sampled tokens with both log-probs, packed; each array is (n,).
 
     Attributes:
         train: log π, nats.
         rollout: log μ, nats.
         k3: exp(d) − 1 − d with d = log π − log μ, nats.
-        noise: k3 that the null predicts at this probability, nats.
-        places: name of an axis → the value of each token on it; axes that the log does not record are absent.
+        noise: k3 predicted by the null at this probability, nats.
+        places: axis name → value of each token; axes that the log does not record are absent.
     """
 
     train: Floats
@@ -48,14 +48,23 @@ class ExcessTokens:
     def of(
         cls, sample: PairSample, null: MismatchProfile, *, leave_out: tuple[int, int] | None = None
     ) -> ExcessTokens | None:
-        """Return the tokens of a sample, without the rows of the steps of the null; None without any."""
+        """Collect the tokens of a row sample.
+
+        Args:
+            sample: rows of the log.
+            null: profile that predicts the noise.
+            leave_out: first and last step of the null, whose rows are skipped; defaults to no steps.
+
+        Returns:
+            The tokens, or None if no row contains a token with both log-probs.
+        """
         kept = [(i, row) for i, row in sorted(sample.rows.items()) if leave_out is None or not row.within(leave_out)]
         rows = {i: row.located() for i, row in kept}
         known = [row.known for row in rows.values()]
         if not any(len(where) for where in known):
             return None
 
-        # An axis is left out unless every row records it.
+        # Shares need a value for every token: drop an axis that any row lacks.
         columns = {}
         for axis, value in _AXES.items():
             parts = [value(index, row, where) for (index, row), where in zip(rows.items(), known, strict=True)]
@@ -75,18 +84,18 @@ class ExcessTokens:
         return self.train - self.rollout
 
     def chosen(self, which: NDArray[np.bool_]) -> ExcessTokens:
-        """Return some of the tokens, which (n,) is true for."""
+        """Return the tokens where `which`, (n,), is True."""
         places = {axis: values[which] for axis, values in self.places.items()}
         return ExcessTokens(self.train[which], self.rollout[which], self.k3[which], self.noise[which], places)
 
     @property
     def ratio(self) -> float:
-        """Return k3 over the null's."""
+        """Return Σ k3 over the Σ k3 that the null predicts."""
         return float(self.k3.sum() / max(self.noise.sum(), 1e-12))
 
     @property
     def first_step(self) -> float:
-        """Return k3 over the null's before any update; NaN where the log starts later or has few tokens there."""
+        """Return `ratio` before any update; NaN if the log starts later or has few tokens in that step."""
         step = self.places.get("step")
         if step is None or step.min() > FIRST_STEP or (step == step.min()).sum() < FEWEST:
             return math.nan
@@ -94,7 +103,7 @@ class ExcessTokens:
 
     @property
     def since_start(self) -> ExcessTokens:
-        """Return the tokens from the first step on that is above the null: a sampler may start with right weights."""
+        """Return the tokens from the first step above the null on: a sampler may start with correct weights."""
         if "step" not in self.places:
             return self
         _, step = np.unique(self.places["step"], return_inverse=True)
@@ -103,7 +112,7 @@ class ExcessTokens:
         return self.chosen(step >= is_hit.argmax())
 
     def share(self, axis: str) -> TokenShare:
-        """Return how much of Var(d) the value on an axis explains; no tokens where it is not recorded."""
+        """Compute the share of Var(d) explained by the value on an axis; without tokens if the axis is not recorded."""
         values = self.places.get(axis)
         if values is None or not len(self):
             return TokenSums.empty().share()
@@ -112,7 +121,7 @@ class ExcessTokens:
         return TokenSums.of(number.reshape(-1), np.clip(self.d, -cut, cut), limit=1 << 30).share()
 
     def of_seen(self) -> float:
-        """Return the share of Var(d) that "seen before" explains among tokens of one id; 0 where it is not recorded."""
+        """Compute the share of Var(d) that "seen before" explains among tokens of one id; 0 if not recorded."""
         if "seen" not in self.places:
             return 0.0
         cut = float(np.quantile(np.abs(self.d), CUT))
@@ -127,20 +136,20 @@ class ExcessTokens:
         return len(self.k3)
 
 
-def _turn(row: SampleRow, where: Ints) -> Ints:
-    """The turn of each token, from 1 on: a gap in the mask ends one."""
+def _turns(row: SampleRow, where: Ints) -> Ints:
+    """Return the turn of each token, counted from 1; a gap in the mask ends a turn."""
     mask = row.mask.numpy().astype(np.bool_)
     return (mask & ~np.append(False, mask[:-1])).cumsum()[where]
 
 
-def _pairs(ids: NDArray[np.generic]) -> Ints:
-    """A token with the one before it as one number; the first token of a row has none, and is by itself."""
+def _bigrams(ids: NDArray[np.generic]) -> Ints:
+    """Return each bigram, a token and its predecessor, as one number; the first token of a row has predecessor −1."""
     own = ids.astype(np.int64)
     return (np.append(-1, own[:-1]) << 32) | own
 
 
-def _repeats(ids: NDArray[np.generic]) -> Ints:
-    """1 where a token equals the one before it, plus 2 where it equals the one after it."""
+def _equal_neighbors(ids: NDArray[np.generic]) -> Ints:
+    """Return 1 where a token equals its predecessor, plus 2 where it equals its successor."""
     equal = ids[1:] == ids[:-1]
     return np.append(False, equal) + 2 * np.append(equal, False)
 
@@ -155,13 +164,13 @@ _AXES: dict[str, _Axis] = {
     "prefix": lambda index, row, where: None if row.context is None else row.context.prefix.numpy()[where],
     "prompt_length": lambda index, row, where: None if row.context is None else np.full(len(where), row.context.length),
     "context_length": lambda index, row, where: None if row.context is None else row.context.length + where,
-    "pair": lambda index, row, where: None if row.response_ids is None else _pairs(row.response_ids.numpy())[where],
+    "pair": lambda index, row, where: None if row.response_ids is None else _bigrams(row.response_ids.numpy())[where],
     "pair_at": lambda index, row, where: (
-        None if row.response_ids is None else _pairs(row.response_ids.numpy())[where] * 1_000_003 + where
+        None if row.response_ids is None else _bigrams(row.response_ids.numpy())[where] * 1_000_003 + where
     ),
     "repeats": lambda index, row, where: (
-        None if row.response_ids is None else _repeats(row.response_ids.numpy())[where]
+        None if row.response_ids is None else _equal_neighbors(row.response_ids.numpy())[where]
     ),
-    "turn": lambda index, row, where: _turn(row, where),
+    "turn": lambda index, row, where: _turns(row, where),
     "step": lambda index, row, where: None if row.step is None else np.full(len(where), row.step),
 }

@@ -1,4 +1,4 @@
-"""Signs of another prompt in an excess over a null: it fades along the response, is displaced, or heals."""
+"""Evidence of a different prompt: the excess over a null fades along the response, is displaced, or heals."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from rollcorr.diagnostics.null.token_share import TokenShare
 from rollcorr.diagnostics.numbers import format_number
 
 EARLY, SETTLED = 8, 32
-"""Tokens of a response that count as its beginning, and the position from which it has settled."""
+"""Length of the beginning of a response in tokens, and the position from which k3 has settled."""
 OTHER_PROMPT, OTHER_PROMPT_ALONE = 0.4, 0.06
-"""k3 of the beginning, nats per token, above which the prompts differ; the second where their lengths are not known."""
+"""k3 of the beginning in nats per token, above which prompts differ; the second limit is for unknown prompt lengths."""
 FALLS = -0.5
-"""Power of the prompt's length by which the excess at the beginning goes, below which the prompt itself differs: a
-token more or less weighs about 1/length or less, so the power is −1 or lower, and that of a stale cache is about 0."""
+"""Power b of (early excess) ~ (prompt length)^b, below which the prompt itself differs. An extra or missing token
+weighs about 1/length or less, so b is −1 or lower; a stale cache has b of about 0."""
 REPEATED_FALLS = -0.3
-"""The same where the responses repeat few tokens."""
+"""The same limit for responses that repeat few tokens."""
 CACHE_FADES = 9.0
-"""Fading below which it is no stale cache: the response's own keys are right and soon outweigh those of the prompt,
-while a prompt that lacks its BOS keeps differing. It decides where the prompts' lengths leave it open."""
+"""Fading below which a stale cache is ruled out. The response's own keys are correct and soon outweigh stale keys of
+the prompt, while a prompt without its BOS token keeps differing. Decides only where prompt lengths do not."""
 SURELY_ABOVE = 2.0
-"""Standard errors above `FALLS` from which the power says that the prompt itself is the same."""
+"""Standard errors above `FALLS` from which the prompt itself counts as the same."""
 DISPLACED, HALF = 0.75, 0.5
-"""Share of the ids that are spared where the next or the last token is the same, above which one side is a token ahead
-or behind: 0.8 to 1 under other prompts, up to 0.5 under other weights; and k3 over that of other tokens at the same
-positions below which an id is spared."""
+"""Share of ids that are spared where the next or the previous token is equal, above which one side is a token ahead or
+behind: 0.8 to 1 for other prompts, up to 0.5 for other weights. An id is spared if its k3 is below the second number
+times the k3 of other tokens at the same positions."""
 ID_TOKENS, FEWEST_IDS, OF_PAIRS = 20, 5, 0.7
-"""Tokens of an id, and ids, that this takes; and the share that a token and the one before it may explain: where they
-explain all, equal neighbors are one pair of each id, and may be spared by chance."""
+"""Fewest tokens of an id and fewest ids for this test, and the largest share explained by bigrams: if bigrams explain
+everything, equal neighbors are one bigram per id, which may be spared by chance."""
 HEALS, HEALING_STEPS = 1 / 3, 6
-"""k3 of the last third of the steps over that of the first third, below which the trainer learns the context that it
-scores in: 0.02 and 0.12 were seen, and 0.9 and more under other weights, which the same updates keep apart."""
+"""k3 of the last third of the steps over the first third, below which the trainer learns the context that it scores in:
+0.02 and 0.12 were measured, and 0.9 or more for other weights, which the same updates keep apart. And the fewest
+steps for this test."""
 BY_POSITION, OF_POSITION = 5.0, 0.35
-"""Share that a token, the one before it and the position explain, over that without the position, from which positions
-are displaced; and the least such share. Under other weights 1 to 3.4, under displaced positions 7 and 14."""
+"""Share explained by bigram and position over the share of the bigram, from which positions are displaced; and the
+smallest such share. Measured: 1 to 3.4 for other weights, 7 and 14 for displaced positions."""
 ALIKE = 0.2
-"""Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
+"""Standard deviation of log prompt length, below which no power is fitted."""
 
 
 class Fading(NamedTuple):
-    """How the mismatch goes along a response.
+    """Decay of the mismatch along a response.
 
     Attributes:
-        ratio: k3 of the beginning over k3 after it has settled, each against the null; NaN with few rows.
-        error: standard error of its log, rows being independent.
+        ratio: k3 of the beginning over k3 after it has settled, each relative to the null; NaN with few rows.
+        error: standard error of log(ratio); rows count as independent.
         early: k3 of the beginning, nats per token.
-        power: of the prompt's length that k3 of the beginning goes by; NaN where the lengths are not known or alike.
-        power_error: its standard error.
+        power: b of (k3 of the beginning) ~ (prompt length)^b; default NaN, where lengths are unknown or similar.
+        power_error: standard error of `power`; default NaN.
     """
 
     ratio: float
@@ -63,7 +64,14 @@ class Fading(NamedTuple):
 
 
 def fading_of(tokens: ExcessTokens) -> Fading:
-    """k3 at the beginning of the responses against k3 later, each over what the null has at these probabilities."""
+    """Compute k3 at the beginning of the responses over later k3, each relative to the null at the same probabilities.
+
+    Args:
+        tokens: tokens of the excess.
+
+    Returns:
+        The fading; NaN with few rows that are long enough.
+    """
     rows, first, row = np.unique(tokens.places["rows"], return_index=True, return_inverse=True)
     row = row.reshape(-1)
     early, settled = tokens.places["positions"] < EARLY, tokens.places["positions"] >= SETTLED
@@ -74,7 +82,7 @@ def fading_of(tokens: ExcessTokens) -> Fading:
     if len(table) < MIN_ROWS or min(total[:4]) <= 0:
         return Fading(math.nan, math.nan, math.nan)
 
-    # A jackknife over rows: each is left out in turn.
+    # Jackknife over rows, because tokens of one row are not independent.
     without = total - table
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(without[:, 0] / without[:, 2]) - np.log(without[:, 1] / without[:, 3])
@@ -84,8 +92,8 @@ def fading_of(tokens: ExcessTokens) -> Fading:
     if "prompt_length" not in tokens.places:
         return fading
 
-    # The power b of early ~ length^b over rows: least squares of the logarithms. What the null expects is added, so
-    # that no row is below the noise.
+    # Fit b of early ~ length^b over rows by least squares of the logarithms. Adding the null's k3 keeps every row
+    # above the noise.
     length, of_row = tokens.places["prompt_length"][first][long_rows], table[:, 0] + table[:, 2]
     known = (length > 0) & (of_row > 0)
     x, y = np.log(length[known]), np.log(of_row[known])
@@ -98,9 +106,16 @@ def fading_of(tokens: ExcessTokens) -> Fading:
 
 
 def fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, repeats: bool = False) -> list[Finding]:
-    """An excess that fades: another prompt where it is large, or larger for short prompts; else a stale cache.
+    """Return the causes of an excess that fades: a different prompt or a stale prefix cache, the likelier one first.
 
-    Where the responses repeat few tokens, the size says nothing: all of it lies at the beginning.
+    A different prompt has a large excess, or one that is larger for short prompts. For responses that repeat few tokens
+    the power decides if it is known, because all of the excess lies at the beginning.
+
+    Args:
+        times: size of the excess, in words.
+        fading: decay of the excess.
+        evidence: numbers of the excess.
+        repeats: True if the responses repeat few tokens; default False.
     """
     evidence = {**evidence, "fading": fading.ratio, "early_k3": fading.early}
     if math.isfinite(fading.power):
@@ -120,13 +135,13 @@ def fading_causes(times: str, fading: Fading, evidence: dict[str, float], *, rep
 
 
 def other_context(tokens: ExcessTokens, context: TokenShare) -> str:
-    """Return in words how a fixed function of the tokens shows that one side scores another context; else nothing.
+    """Return evidence, in words, that one side scores a different context; empty without any.
 
     Args:
-        tokens: an excess that is there from the first step on.
-        context: how much of Var(d) a token and the one before it explain.
+        tokens: an excess that is a fixed function of the tokens from the first step on.
+        context: share of Var(d) explained by bigrams.
     """
-    displaced, at_position, healed = _displaced(tokens), tokens.share("pair_at"), _healed(tokens)
+    displaced, at_position, healed = _spared_id_share(tokens), tokens.share("pair_at"), _healing_ratio(tokens)
     if displaced >= DISPLACED and context.share < OF_PAIRS:
         return f", and {displaced:.0%} of the ids are spared beside the same id: one side is a token ahead or behind"
     if at_position.share - 2 * at_position.error >= max(OF_POSITION, BY_POSITION * context.share):
@@ -136,8 +151,8 @@ def other_context(tokens: ExcessTokens, context: TokenShare) -> str:
     return ""
 
 
-def _displaced(tokens: ExcessTokens) -> float:
-    """Share of the ids that are spared where the next token, or the last one, is the same; 0 with few of them."""
+def _spared_id_share(tokens: ExcessTokens) -> float:
+    """Return the share of ids that are spared where the next, or the previous, token is equal; 0 with few ids."""
     repeats, position = tokens.places.get("repeats"), tokens.places["positions"]
     if repeats is None:
         return 0.0
@@ -153,8 +168,8 @@ def _displaced(tokens: ExcessTokens) -> float:
     return max(shares, default=0.0)
 
 
-def _healed(tokens: ExcessTokens) -> float:
-    """k3 of the last third of the steps over that of the first third; 1 with few steps."""
+def _healing_ratio(tokens: ExcessTokens) -> float:
+    """Return k3 of the last third of the steps over k3 of the first third; 1 with few steps."""
     step = tokens.places["step"]
     steps = np.unique(step)
     third = len(steps) // 3

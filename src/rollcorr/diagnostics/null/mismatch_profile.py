@@ -1,9 +1,9 @@
-"""The profile of a mismatch: how d = log π − log μ spreads by probability, position, length, row and token id.
+"""Mismatch profile: distribution of d = log π − log μ over probability, position, length, row and token id.
 
-Everything in it is a sum, so profiles of parts merge exactly, and profiles merged in the order of a log are the same to
-the last bit whoever read it. Its size depends on neither the log nor the vocabulary (`token_share.MOST_IDS`).
+A profile contains only sums, so profiles of parts merge exactly. Merged in the order of the log, they are bitwise equal
+for every reader. Its size depends on neither the log nor the vocabulary (`token_share.MOST_IDS`).
 
-Bins are octaves, read off the exponent of a float32: bin b holds [2^(b − offset), 2^(b − offset + 1)).
+Bins are octaves, read from the exponent of a float32: bin b covers [2^(b − offset), 2^(b − offset + 1)).
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ SURPRISE_BINS, SURPRISE_OFFSET = 16, 11
 POSITION_BINS = 18
 """Bins of the position in the response, counted from 1: 1, 2–3, 4–7, … 131,072 and more."""
 LENGTH_BINS = 18
-"""Bins of the valid tokens of a row, as for positions."""
+"""Bins of the number of valid tokens of a row, with the edges of the position bins."""
 SIZE_OCTAVES, SIZE_OFFSET = 32, 25
 """Octaves of |d|: 2^−25, below float32 rounding, to 64 nats."""
 FINE, COARSE = 8, 4
-"""Parts of an octave: in the histogram of d, and in those of rows."""
+"""Bins per octave: in the histogram of d, and in the histograms of rows."""
 CELL = ("tokens", "sum_d", "sum_d2", "sum_k3")
 LENGTH = ("rows", "tokens", "sum_d", "sum_d2", "sum_k3", "sum_mean2")
-"""Sums of each bin of lengths; the last is Σ over rows of (mean d)²."""
+"""Sums of each length bin; the last is Σ over rows of (mean d)²."""
 ROW_STATISTICS = ("k3", "mean", "std")
-"""Statistics of a row whose distribution is kept: k3 per token, mean d and the standard deviation of d, nats."""
+"""Row statistics with a histogram: k3 per token, mean d and standard deviation of d, nats."""
 
 
-def _cells() -> Floats:
+def _empty_cells() -> Floats:
     return np.zeros((len(CELL), SURPRISE_BINS, POSITION_BINS))
 
 
-def _sizes() -> Floats:
+def _empty_sizes() -> Floats:
     return np.zeros((2, SIZE_OCTAVES * FINE))
 
 
-def _row_sizes() -> Floats:
+def _empty_row_sizes() -> Floats:
     return np.zeros((len(ROW_STATISTICS), 2, SIZE_OCTAVES * COARSE))
 
 
 @dataclass(frozen=True, eq=False)
 class MismatchProfile:
-    """How the log-ratio of two policies spreads.
+    """Distribution of the log-ratio of two policies, as float64 sums; the default is empty.
 
     Attributes:
-        cells: (4, surprise bin, position bin), the sums `CELL` over tokens.
-        lengths: (6, length bin), the sums `LENGTH`.
-        sizes: (2, bins) tokens by the sign (negative first) and the size of d.
-        row_sizes: (3, 2, bins) rows by sign and size of each of `ROW_STATISTICS`.
-        ids: sums for each token id; empty where the log has no ids.
-        rows: a bounded table of rows.
+        cells: sums `CELL` over tokens, (4, surprise bin, position bin).
+        lengths: sums `LENGTH` over rows, (6, length bin).
+        sizes: token counts by sign (negative first) and size of d, (2, bins).
+        row_sizes: row counts by sign and size of each of `ROW_STATISTICS`, (3, 2, bins).
+        ids: sums of each token id; empty if the log has no ids.
+        rows: bounded table of rows.
         missing: tokens of the response mask without both log-probs.
     """
 
-    cells: Floats = field(default_factory=_cells)
+    cells: Floats = field(default_factory=_empty_cells)
     lengths: Floats = field(default_factory=lambda: np.zeros((len(LENGTH), LENGTH_BINS)))
-    sizes: Floats = field(default_factory=_sizes)
-    row_sizes: Floats = field(default_factory=_row_sizes)
+    sizes: Floats = field(default_factory=_empty_sizes)
+    row_sizes: Floats = field(default_factory=_empty_row_sizes)
     ids: TokenSums = field(default_factory=TokenSums.empty)
     rows: RowTable = field(default_factory=RowTable)
     missing: int = 0
@@ -83,24 +83,24 @@ class MismatchProfile:
         index: NDArray[np.int64] | None = None,
         id_limit: int = MOST_IDS,
     ) -> MismatchProfile:
-        """The profile of a packed batch.
+        """Compute the profile of a packed batch.
 
         Args:
-            train: log π, (N,) float32.
-            rollout: log μ, (N,) float32. What is not finite on either side is missing.
-            mask: true on sampled tokens, (N,).
+            train: log π, nats, (N,) float32.
+            rollout: log μ, nats, (N,) float32. A token with a non-finite value on either side is missing.
+            mask: True on sampled tokens, (N,).
             lengths: tokens of each row, masked ones included, (B,), summing to N.
-            ids: token ids, (N,); None where they are not recorded.
-            prompts: tokens of each prompt, (B,); None where they are not recorded.
-            index: position of each row in the log, (B,), rising; None counts from 0.
-            id_limit: ids with sums of their own.
+            ids: token ids, (N,); defaults to None, not recorded.
+            prompts: tokens of each prompt, (B,); defaults to None, not recorded.
+            index: position of each row in the log, (B,), rising; defaults to 0, 1, ….
+            id_limit: number of ids with separate sums.
         """
         ratios = TokenRatios.of(train, rollout, mask, lengths, index=index, ids=ids, prompts=prompts)
         return cls.of_ratios(ratios, id_limit=id_limit)
 
     @classmethod
     def of_ratios(cls, ratios: TokenRatios, *, id_limit: int = MOST_IDS) -> MismatchProfile:
-        """The profile of ratios; `id_limit`: ids with sums of their own."""
+        """Compute the profile of token ratios, with separate sums for `id_limit` ids."""
         table = np.empty((len(ratios.lengths), len(FIELDS)))
         table[:, :-1] = ratios.by_row()
         table[:, -1] = -1 if ratios.prompts is None else ratios.prompts
@@ -109,14 +109,14 @@ class MismatchProfile:
             cells=_cells_of(ratios),
             lengths=_by_length(table[measured]),
             sizes=_sizes_of(ratios),
-            row_sizes=np.stack([_by_size(x, COARSE) for x in _row_statistics(table[measured])]),
+            row_sizes=np.stack([_size_histogram(x, COARSE) for x in _row_statistics(table[measured])]),
             ids=TokenSums.of_ratios(ratios, limit=id_limit),
             rows=RowTable.of(table[measured], ratios.index[measured]),
             missing=ratios.missing,
         )
 
     def merge(self, later: MismatchProfile) -> MismatchProfile:
-        """The profile of both stretches of the log together; `later` comes after."""
+        """Return the profile of both parts of the log; `later` comes second."""
         return MismatchProfile(
             cells=self.cells + later.cells,
             lengths=self.lengths + later.lengths,
@@ -128,22 +128,22 @@ class MismatchProfile:
         )
 
     def folded(self, limit: int = STEP_IDS) -> MismatchProfile:
-        """The same with sums for fewer ids, to be held for several steps."""
+        """Return this profile with sums for `limit` ids, small enough to keep one per step."""
         return replace(self, ids=self.ids.with_limit(limit))
 
     def counted(self) -> MismatchProfile:
-        """The same with every token counted, to be sent elsewhere."""
+        """Return this profile with all queued tokens counted, ready to be sent to a different process."""
         return replace(self, ids=self.ids.counted())
 
     def scaled(self, factor: float) -> MismatchProfile:
-        """The same with a smaller weight of each token, and the latest rows of the table."""
+        """Return this profile with each token weighted by `factor` <= 1 and only the latest rows of the table."""
         first = len(self.rows) - int(factor * len(self.rows))
         rows = replace(self.rows, index=self.rows.index[first:], values=self.rows.values[first:])
         sums = {name: getattr(self, name) * factor for name in ("cells", "lengths", "sizes", "row_sizes")}
         return replace(self, **sums, ids=self.ids.scaled(factor), rows=rows, missing=int(factor * self.missing))
 
     def without(self, part: MismatchProfile) -> MismatchProfile:
-        """The profile of the other rows, `part` being some of these."""
+        """Return the profile of the remaining rows; `part` is the profile of some rows of this one."""
         own = self.ids if self.ids.limit == part.ids.limit else self.ids.folded(part.ids.limit)
         return MismatchProfile(
             cells=self.cells - part.cells,
@@ -157,50 +157,50 @@ class MismatchProfile:
 
     @property
     def tokens(self) -> int:
-        """Valid tokens with both log-probs."""
+        """Return the number of valid tokens with both log-probs."""
         return int(self.cells[0].sum())
 
     @property
     def row_count(self) -> int:
-        """Rows with such a token."""
+        """Return the number of rows with such a token."""
         return int(self.lengths[0].sum())
 
     @property
     def k3(self) -> float:
-        """Mean k3 per token, nats; NaN without tokens."""
+        """Return mean k3 per token, nats; NaN without tokens."""
         return _ratio(self.cells[3].sum(), self.tokens)
 
     @property
     def mean(self) -> float:
-        """Mean d, nats; NaN without tokens."""
+        """Return mean d, nats; NaN without tokens."""
         return _ratio(self.cells[1].sum(), self.tokens)
 
     @property
     def std(self) -> float:
-        """Standard deviation of d, nats; NaN without tokens."""
+        """Return the standard deviation of d, nats; NaN without tokens."""
         return (
             float(np.sqrt(max(_ratio(self.cells[2].sum(), self.tokens) - self.mean**2, 0.0))) if self.tokens else np.nan
         )
 
     @property
     def share(self) -> TokenShare:
-        """How much of Var(d) the token id explains."""
+        """Compute the share of Var(d) explained by the token id."""
         return self.ids.share()
 
     def by(self, what: str) -> Floats:
-        """The sums `CELL` by "surprise" (4, 16) or by "position" (4, 18); by "length" the sums `LENGTH` (6, 18)."""
+        """Return the sums `CELL` by "surprise" (4, 16) or "position" (4, 18), or `LENGTH` by "length" (6, 18)."""
         if what == "length":
             return self.lengths
         return self.cells.sum({"surprise": 2, "position": 1}[what])
 
     def quantile(self, q: float, of: str = "d") -> float:
-        """A quantile of d over tokens, or of a row statistic: "k3", "mean", "std". Nats.
+        """Return a quantile of d over tokens, or of a row statistic over rows, nats; NaN without any.
 
-        It is read off a histogram: right to a part of an octave, 9 % for d and 19 % for rows.
+        It is read from a histogram with a resolution of a part of an octave: 9 % for d and 19 % for rows.
 
         Args:
             q: in [0, 1].
-            of: what it is a quantile of.
+            of: "d", or one of `ROW_STATISTICS`; default "d".
         """
         counts, parts = (self.sizes, FINE) if of == "d" else (self.row_sizes[ROW_STATISTICS.index(of)], COARSE)
         values = size_edges(parts)
@@ -213,19 +213,19 @@ class MismatchProfile:
 
 
 def size_edges(parts: int) -> Floats:
-    """Edges of the bins of |x|, rising: `parts` for each octave, evenly spaced within it."""
+    """Return the rising edges of the bins of |x|: `parts` evenly spaced bins per octave, (32 · parts + 1,)."""
     within = 1 + np.arange(parts) / parts
     octaves = np.exp2(np.arange(-SIZE_OFFSET, SIZE_OCTAVES - SIZE_OFFSET, dtype=np.float64))
     return np.append((octaves[:, None] * within).ravel(), 2.0 ** (SIZE_OCTAVES - SIZE_OFFSET))
 
 
 def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int64]:
-    """The bin of −log μ of each token."""
+    """Return the bin of −log μ of each token, same shape."""
     return np.clip(_exponent(surprise) + SURPRISE_OFFSET, 0, SURPRISE_BINS - 1)
 
 
 def _exponent(values: NDArray[np.generic]) -> NDArray[np.int32]:
-    """⌊log2 x⌋ of positive numbers, from the bits of their float32; −127 for 0 and what is negative."""
+    """Return ⌊log2 x⌋ of positive numbers, from the bits of their float32; −127 for zero and negative numbers."""
     exponents: NDArray[np.int32] = np.maximum(values, np.float32(0), dtype=np.float32).view(np.int32)
     exponents >>= 23
     exponents -= 127
@@ -233,7 +233,7 @@ def _exponent(values: NDArray[np.generic]) -> NDArray[np.int32]:
 
 
 def _cells_of(ratios: TokenRatios) -> Floats:
-    """The sums `CELL` by surprise and position. Positions count masked tokens too: they are what the models saw."""
+    """Return the sums `CELL` by surprise and position. Positions include masked tokens, which the models saw too."""
     bins = SURPRISE_BINS * POSITION_BINS
     cell = surprise_bins(ratios.surprise).astype(np.int64)
     cell *= POSITION_BINS
@@ -241,7 +241,7 @@ def _cells_of(ratios: TokenRatios) -> Floats:
     by_position = np.minimum(_exponent(position), POSITION_BINS - 1)
     cell += np.concatenate([by_position[:0], *(by_position[:length] for length in ratios.lengths.tolist())])
 
-    # Tokens that do not count go to a cell of their own, which is cut off.
+    # Invalid tokens go to an extra cell, which is dropped.
     if ratios.count < len(cell):
         np.copyto(cell, bins, where=~ratios.valid)
     weights = (None, ratios.d, ratios.d * ratios.d, ratios.k3)
@@ -250,14 +250,14 @@ def _cells_of(ratios: TokenRatios) -> Floats:
 
 
 def _sizes_of(ratios: TokenRatios) -> Floats:
-    """How many tokens fall in each bin of sign and size of d. Those that do not count hold 0, and are taken out."""
-    sizes = _by_size(ratios.d, FINE)
+    """Return token counts by sign and size of d. Invalid tokens have d = 0, and are subtracted from that bin."""
+    sizes = _size_histogram(ratios.d, FINE)
     sizes[1, 0] -= len(ratios.d) - ratios.count
     return sizes
 
 
-def _by_size(values: Floats, parts: int) -> Floats:
-    """How many values fall in each bin of sign and size: (2, bins)."""
+def _size_histogram(values: Floats, parts: int) -> Floats:
+    """Return the number of values in each bin of sign and size, (2, bins)."""
     bits = values.astype(np.float32).view(np.int32)
     within = 23 - int(np.log2(parts))
     bins = SIZE_OCTAVES * parts
@@ -265,19 +265,19 @@ def _by_size(values: Floats, parts: int) -> Floats:
     size >>= within
     size -= (127 - SIZE_OFFSET) * parts
     np.clip(size, 0, bins - 1, out=size)
-    size += ((bits >> 31) + 1) * bins  # positive ones after the negative ones
+    size += ((bits >> 31) + 1) * bins  # negative values first
     return np.bincount(size, minlength=2 * bins).reshape(2, bins).astype(np.float64)
 
 
 def _row_statistics(table: Floats) -> tuple[Floats, Floats, Floats]:
-    """k3 per token, mean d and std d of each row of a table."""
+    """Return k3 per token, mean d and standard deviation of d of each row, nats, (r,) each."""
     count, total, square, k3 = table[:, :4].T
     mean = total / count
     return k3 / count, mean, np.sqrt(np.maximum(square / count - mean * mean, 0.0))
 
 
 def _by_length(table: Floats) -> Floats:
-    """The sums `LENGTH` of each bin of lengths."""
+    """Return the sums `LENGTH` of each length bin, (6, 18)."""
     count, total, square, k3 = table[:, :4].T
     bins = np.minimum(_exponent(count), LENGTH_BINS - 1)
     sums = (None, count, total, square, k3, (total / count) ** 2)

@@ -1,8 +1,8 @@
-"""A null: what two correct policies differ by here, measured once and kept as a readable JSON file.
+"""Null of a log: the mismatch of two equal policies, measured once and stored as a readable JSON file.
 
 A null is the mismatch profile of rollouts whose two sides are known to be the same policy: a log of the first steps of
-a run that was right, or rollouts that an engine made for it (`rollcorr.engines.measure_null`). A log is judged against
-a null of the same engine, sampling settings and vocabulary; another one is refused.
+a correct run, or rollouts that an engine generated for it (`rollcorr.engines.measure_null`). A log is judged against a
+null of the same engine, sampling settings and vocabulary; any other null is refused.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rollcorr.run_directory.stored_run import BadInputError
 FORMAT, VERSION = "rollcorr-null", 1
 PICTURE_FORMAT = "rollcorr-picture-null"
 LARGEST_FILE = 1 << 26
-"""Bytes of a null file; one of this release has 2 MB at most."""
+"""Largest size of a null file, bytes; this release writes 2 MB at most."""
 FEW_TOKENS = 1000
-"""A null with fewer tokens does not know how rare events are."""
+"""Fewest tokens of a null: smaller ones do not measure how often rare events occur."""
 
 Kind = Literal["log", "engine", "first steps"]
 Sides = Literal["run", "engine", "trainer"]
@@ -48,11 +48,11 @@ class NullPart(NamedTuple):
     """One measurement of a null.
 
     Attributes:
-        first_step: the first training step of its rollouts; None where none is recorded.
-        last_step: the last one.
-        rows: its rows.
-        tokens: its valid tokens.
-        k3: of these, nats per token.
+        first_step: first training step of its rollouts; None if not recorded.
+        last_step: last training step of its rollouts; None if not recorded.
+        rows: number of rows.
+        tokens: number of valid tokens.
+        k3: mean k3, nats per token.
     """
 
     first_step: int | None
@@ -63,25 +63,26 @@ class NullPart(NamedTuple):
 
 
 class NullMismatchError(BadInputError):
-    """A null that is not of the kind of log that it was given for."""
+    """Raised for a null that does not match the log: engine, settings, vocabulary or sides differ."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MismatchNull:
-    """What two correct policies differ by.
+    """Mismatch of two equal policies.
 
     Attributes:
-        name: what to call it in a verdict: the file's name, or "steps 1 to 5 of this run".
-        kind: where it was measured: in a log, by an engine, or in the first steps of the log that is judged.
+        name: name in a verdict: the file's name, or "steps 1 to 5 of this run".
+        kind: source of the measurement: a log, an engine, or the first steps of the judged log.
         profile: the mismatch.
-        share: what the token id explained, from exact ids; a file keeps the sums of ids only folded to 1,024.
-        origin: the engines, versions, models and sampling settings behind it.
-        sides: which two log-probs were compared, as `rollcorr null --sides`; None where a file does not record it.
-        sample: d of the valid tokens of some rows, nats, a tensor's worth of at most 131,072 values in all.
-        engine_precision: the precision of the engine's weights, as the user declared it, for example "int4"; "" if not.
-        unvetted: why nothing tells whether the two sides have the same weights; "" if the log-probs were judged.
-        doubted: what the log-probs have that noise seldom has and other weights often have; "" without that.
-        measured: each measurement that adds up to this null.
+        share: share of Var(d) explained by the token id, from exact ids; a file contains sums of
+            ids folded to 1,024.
+        origin: engines, versions, models and sampling settings of the measurement.
+        sides: the two compared log-probs, as in `rollcorr null --sides`; default "run"; None if not recorded.
+        sample: d of the valid tokens of some rows, nats, (tokens,) each; at most 131,072 values per measurement.
+        engine_precision: precision of the engine's weights as declared by the user, for example "int4"; default "".
+        unvetted: reason why equal weights could not be verified; "" if the log-probs were judged.
+        doubted: property of the log-probs that is rare in noise and common for different weights; "" without any.
+        measured: measurements that add up to this null.
     """
 
     name: str
@@ -98,7 +99,7 @@ class MismatchNull:
 
     @property
     def label(self) -> str:
-        """The name in a verdict, with what the verdict has to mention."""
+        """Return the name in a verdict, with the marks that the verdict has to mention."""
         marks = (self.engine_precision, self.unvetted and "unvetted", self.doubted and "doubtful")
         return f"{self.name} ({', '.join(filter(None, marks))})" if any(marks) else self.name
 
@@ -109,7 +110,7 @@ class MismatchNull:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What every verdict with this null mentions."""
+        """Return the remarks of every verdict with this null."""
         return tuple(
             f"{self.name} {text}"
             for text in (
@@ -121,12 +122,12 @@ class MismatchNull:
         )
 
     def merge(self, later: MismatchNull) -> MismatchNull:
-        """Return the null of both measurements together, with the rows of `later` behind its own.
+        """Return the null of both measurements, with the rows of `later` appended.
 
-        The share that the token id explains is the mean of both, weighted by their tokens: files do not keep exact ids.
+        The shares explained by the token id are pooled by tokens, because files do not contain exact ids.
 
         Raises:
-            NullMismatchError: they are of other engines, sampling settings, vocabularies, sides or declared precisions.
+            NullMismatchError: engines, sampling settings, vocabularies, sides or declared precisions differ.
         """
         self.check_origin(later.origin, largest_id=later.profile.ids.largest)
         for what, ours, theirs in (
@@ -144,7 +145,7 @@ class MismatchNull:
         return replace(
             self,
             profile=self.profile.folded().merge(shifted),
-            share=_pooled(self.share, later.share),
+            share=_pool_shares(self.share, later.share),
             origin=self.origin.merge(later.origin),
             sample=(*self.sample, *later.sample),
             unvetted=self.unvetted and later.unvetted,
@@ -153,10 +154,10 @@ class MismatchNull:
         )
 
     def check_sides(self) -> None:
-        """Check that it compares what a run compares: the engine with the trainer.
+        """Check that the null compares the same sides as a run: the engine with the trainer.
 
         Raises:
-            NullMismatchError: it compares one of them with itself, which shows less noise than a run has.
+            NullMismatchError: it compares one side with itself, which has less noise than a run.
         """
         if self.sides in ("engine", "trainer"):
             raise NullMismatchError(
@@ -168,14 +169,14 @@ class MismatchNull:
         """Check that a log may be compared with this null.
 
         Args:
-            origin: what the log records.
-            largest_id: the largest token id of the log; −1 when it records none.
+            origin: origin recorded by the log.
+            largest_id: largest token id of the log; default −1, if it records none.
 
         Returns:
-            Remarks on what differs or is not recorded, without forbidding the comparison.
+            Remarks on differences and missing records that do not forbid the comparison.
 
         Raises:
-            NullMismatchError: another engine, other sampling settings, another vocabulary, or other sides than a run's.
+            NullMismatchError: engine, sampling settings or vocabulary differ, or the sides differ from a run's.
         """
         self.check_sides()
         for what in ("engine", "sampling"):
@@ -210,7 +211,7 @@ class MismatchNull:
         return tuple(remarks)
 
     def to_json(self) -> str:
-        """The null as a JSON document, the readable part first."""
+        """Return the null as a JSON document, with the readable part first."""
         profile = self.profile
         document = {
             "format": FORMAT,
@@ -245,28 +246,28 @@ class MismatchNull:
                 "rows": {
                     "stride": profile.rows.stride,
                     "index": profile.rows.index.tolist(),
-                    **{name: _short(profile.rows.column(name)) for name in FIELDS},
+                    **{name: _rounded(profile.rows.column(name)) for name in FIELDS},
                 },
             },
-            "sample": [_short(row) for row in self.sample],
+            "sample": [_rounded(row) for row in self.sample],
         }
         return json.dumps(_without_nan(document), allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the null, whole or not at all."""
+        """Write the null with an atomic write."""
         write_text_durably(Path(path), self.to_json() + "\n")
 
 
 def read_null(path: str | os.PathLike[str]) -> MismatchNull:
-    """Read a null.
+    """Read a null file.
 
     Raises:
-        BadInputError: there is no such file, it is no null, it is damaged, or a newer release wrote it.
+        BadInputError: the file is missing, contains no null, is damaged, or was written by a newer release.
     """
     path = Path(path)
     try:
         with open_input(path) as file:
-            document = load_json(file.read(LARGEST_FILE))  # what is longer is cut, and then no JSON
+            document = load_json(file.read(LARGEST_FILE))  # a longer file is cut, and then fails to parse
     except OSError as error:
         raise BadInputError(
             f"{path}: {error.strerror or error}; `rollcorr null LOG -o {path.name}` writes one"
@@ -312,7 +313,7 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
     settings = tuple(json.dumps(entry, sort_keys=True) for entry in origin["sampling"])
     kind: Kind = "engine" if document["kind"] == "engine" else "log"
 
-    # The two sides of a log are those of a run. Earlier releases did not record those of an engine's null.
+    # A log compares the sides of a run. Earlier releases did not record the sides of an engine's null.
     sides: Sides | None = document.get("sides", None if kind == "engine" else "run")
     if sides is not None and sides not in _SIDES_IN_WORDS:
         raise ValueError(f"sides {sides!r} is none of {', '.join(_SIDES_IN_WORDS)}")
@@ -325,14 +326,14 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
         sides=sides,
         sample=tuple(_array(row, (None,)) for row in document["sample"]),
         measured=tuple(NullPart(**part) for part in document.get("measured", ())),
-        # Earlier releases recorded nothing of these; ids that repeat too few tokens still show.
+        # Earlier releases did not record these fields; whether ids repeat is still computed.
         **{name: str(document.get(name, "")) for name in ("engine_precision", "doubted")},
         unvetted=str(document.get("unvetted", unvetted_by_ids(profile))),
     )
 
 
 def unvetted_by_ids(profile: MismatchProfile) -> str:
-    """Return why token ids cannot tell other weights from noise in a null; empty if they can."""
+    """Return why token ids cannot separate different weights from noise in a null; empty if they can."""
     effective = profile.ids.effective
     if not math.isfinite(effective):
         return "without token ids, other weights cannot be told from noise"
@@ -341,8 +342,8 @@ def unvetted_by_ids(profile: MismatchProfile) -> str:
     return ""
 
 
-def _pooled(one: TokenShare, other: TokenShare) -> TokenShare:
-    """The share of two samples together, from their variances weighted by their tokens."""
+def _pool_shares(one: TokenShare, other: TokenShare) -> TokenShare:
+    """Return the share of two samples together, from their variances weighted by tokens."""
     if not (one.tokens and other.tokens):
         return one if one.tokens else other
     tokens = one.tokens + other.tokens
@@ -366,8 +367,8 @@ def _number(value: float | None) -> Any:  # noqa: ANN401 (int where it was one)
     return np.nan if value is None else value
 
 
-def _short(values: NDArray[np.float64]) -> list[float]:
-    """Numbers at six digits, as far as d is known."""
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    """Return the numbers rounded to six digits, the precision of d."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Where log-probs come from, as a log records it: engines, versions, models, sampling settings."""
+"""Origin of log-probs as recorded by a log: engines, versions, models, sampling settings."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, fields
 from rollcorr.rollout_log import RolloutBatch
 
 MOST_KINDS = 16
-"""Different values of one kind that are kept; a log with more has no single origin."""
+"""Largest number of stored values per field; a log with more has no single origin."""
 COLUMNS = {"engine": "engine", "engine_version": "engine_version", "model": "model"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The different values that a log records, sorted; empty where it records none.
+    """Distinct values recorded by a log, sorted; each field defaults to empty, not recorded.
 
     Attributes:
         engine: engines that sampled.
-        engine_version: their versions.
+        engine_version: versions of these engines.
         model: models that sampled.
         sampling: sampling settings, each as JSON with sorted keys.
     """
@@ -31,28 +31,28 @@ class Origin:
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Origin:
-        """What a batch records."""
-        found = {name: _distinct(batch, name) for name in COLUMNS}
+        """Return the origin that a batch records."""
+        found = {name: _distinct_values(batch, name) for name in COLUMNS}
         settings: set[str] = set()
         if batch.has("sampling"):
             settings = {settings_text(row) for row in batch.objects("sampling") if row}
-        return cls(**{name: _few(values) for name, values in found.items()}, sampling=_few(settings))
+        return cls(**{name: _limited(values) for name, values in found.items()}, sampling=_limited(settings))
 
     def merge(self, other: Origin) -> Origin:
-        """What both record together."""
-        return Origin(**{f.name: _few({*getattr(self, f.name), *getattr(other, f.name)}) for f in fields(Origin)})
+        """Return the union of both origins."""
+        return Origin(**{f.name: _limited({*getattr(self, f.name), *getattr(other, f.name)}) for f in fields(Origin)})
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Sampling settings as one text, whatever the order of their names; what is not set is left out."""
+    """Return sampling settings as JSON with sorted names; unset values are omitted."""
     return json.dumps({name: value for name, value in sorted(settings.items()) if value is not None})
 
 
-def _distinct(batch: RolloutBatch, column: str) -> set[str]:
+def _distinct_values(batch: RolloutBatch, column: str) -> set[str]:
     if not batch.has(column):
         return set()
     return {value for value in batch.records.column(column).unique().to_pylist() if value is not None}
 
 
-def _few(values: set[str]) -> tuple[str, ...]:
+def _limited(values: set[str]) -> tuple[str, ...]:
     return tuple(sorted(values)[:MOST_KINDS])

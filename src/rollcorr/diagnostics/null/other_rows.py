@@ -1,7 +1,7 @@
-"""The weights behind the other rows, where some rows hold values that are not the log-probs of their tokens.
+"""Judgment of the remaining rows, where some rows contain values that are not the log-probs of their tokens.
 
-A shift or a placeholder in a tenth of the rows makes most of k3. It says nothing about the weights, and what the other
-rows say would drown in it. So these are compared with the null by themselves, from the spread sample of the log.
+A shift or a placeholder in a tenth of the rows makes most of k3. It is no evidence about the weights, and would hide
+the evidence of the other rows. These rows of the log's sample are therefore compared with the null separately.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
 from rollcorr.diagnostics.provenance.provenance_findings import SURE, Provenance
 
 MOSTLY = 0.5
-"""Share of a row's tokens from which all of it is left out: of a shifted row one token keeps its value."""
+"""Covered share of a row's tokens from which the row is excluded: one token of a shifted row keeps its value."""
 HIT = 20.0
-"""k3 of a row over the null's, above which it counts as one more row of the same fault, which was not certain there."""
+"""Ratio of a row's k3 to the null's above which the row counts as hit by the same fault, though not certain there."""
 FEW = 0.25
-"""The most of such rows, as a share of those that are certain. More of them are a fault of their own."""
+"""Largest number of such rows relative to the certain ones; more of them are a separate fault."""
 NOT_OF_THEIR_TOKENS = "values that are not the log-probs of their tokens"
 OF_OTHER_SETTINGS = "log-probs of other sampling settings"
-BESIDE = 9
-"""Rows of the log, itself and its neighbors, that a row is compared with where there is no null."""
+WINDOW = 9
+"""Rows of the moving window, centered on a row, whose median replaces a null."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRows:
-    """The rows of a sample that no certain finding of the log-probs covers, as far as it does not.
+    """Rows of a sample without the tokens that a certain finding on the log-probs covers.
 
     Attributes:
-        cause: the certain finding; of several, that of most tokens.
-        rows: row of the log → its tokens that are not covered.
-        left_out: rows that are left out.
-        in_part: rows of which only some tokens are.
-        every: the sample's rows are all rows of the log.
+        cause: the certain finding; of several, the one with the most tokens.
+        rows: row of the log → the row, with a mask of its uncovered tokens.
+        left_out: number of excluded rows.
+        in_part: number of rows with some excluded tokens.
+        every: True if the sample contains all rows of the log.
     """
 
     cause: Finding
@@ -56,39 +56,39 @@ class OtherRows:
 
     @property
     def held(self) -> str:
-        """What the rows that are left out hold, in words."""
+        """Return in words which values the excluded rows contain."""
         return OF_OTHER_SETTINGS if fault(self.cause.code).kind == "settings" else NOT_OF_THEIR_TOKENS
 
     @property
     def profile(self) -> MismatchProfile:
-        """Their mismatch."""
+        """Compute the mismatch profile of these rows."""
         return profile_of(self.rows)
 
     @property
     def judgeable(self) -> bool:
-        """Whether they are enough to judge weights by."""
+        """Return whether the rows suffice to judge weights."""
         return enough(self.profile)
 
     def outside(self, steps: tuple[int, int] | None) -> OtherRows:
-        """Without the rows of some steps, from the first to the last."""
+        """Return these rows without the rows of some steps, given as (first, last)."""
         if steps is None:
             return self
         return replace(self, rows={index: row for index, row in self.rows.items() if not row.within(steps)})
 
     def alike(self) -> OtherRows:
-        """Without the few that the same fault has hit though it is not certain there.
+        """Return these rows without the few that the same fault probably hit, although it is not certain there.
 
-        They stand out from the rows beside them in the log, which have the same weights.
+        They stand out from neighboring rows of the log, which have the same weights.
         """
-        k3 = np.array([_k3(row) for row in self.rows.values()])
-        if len(k3) < BESIDE:
+        k3 = np.array([_mean_k3(row) for row in self.rows.values()])
+        if len(k3) < WINDOW:
             return self
-        around = np.lib.stride_tricks.sliding_window_view(np.pad(k3, BESIDE // 2, mode="symmetric"), BESIDE)
+        around = np.lib.stride_tricks.sliding_window_view(np.pad(k3, WINDOW // 2, mode="symmetric"), WINDOW)
         usual = np.maximum(np.median(around, axis=1), ROUNDING)
         return self._without([index for index, hit in zip(self.rows, k3 > HIT * usual, strict=True) if hit])
 
     def _without(self, hit: Sequence[int]) -> OtherRows:
-        """Without these rows, unless they are so many that they are a fault of their own."""
+        """Return these rows without the rows `hit`; unchanged if there are enough of them for a separate fault."""
         if len(hit) > FEW * self.left_out:
             return self
         return replace(
@@ -99,13 +99,14 @@ class OtherRows:
 
 
 def other_rows(sample: PairSample, provenance: Provenance, *, settings: bool = False) -> OtherRows | None:
-    """The other rows of a sample; None where no finding of some rows is certain.
+    """Return the remaining rows of a sample; None if no finding on some rows is certain.
 
     Args:
-        sample: whole rows of the log.
-        provenance: the estimate of that sample.
-        settings: rows with sampling settings of their own are left out too; None without such rows. Other weights can
-            look like settings in some rows, so these explain a log only if its other rows are ordinary.
+        sample: complete rows of the log.
+        provenance: estimate of that sample.
+        settings: also exclude rows with their own sampling settings; returns None without such rows. Default False.
+            Different weights can look like settings in some rows, so settings explain a log only if its other rows are
+            ordinary.
     """
     sure = [
         finding for finding in provenance.findings if finding.severity != "note" and (finding.confidence or 0.0) >= SURE
@@ -129,7 +130,7 @@ def other_rows(sample: PairSample, provenance: Provenance, *, settings: bool = F
     others: dict[int, SampleRow] = {}
     in_part = 0
     for (index, row), covered in zip(rows.items(), parts, strict=True):
-        if _few_of(covered, row.mask.bool()):
+        if _is_mostly_uncovered(covered, row.mask.bool()):
             others[index] = row._replace(mask=row.mask.bool() & ~covered)
             in_part += bool((covered & row.mask.bool()).any())
     return OtherRows(
@@ -149,25 +150,25 @@ def judge_other_rows(
     start_is_right: bool = True,
     course: Evidence | None = None,
 ) -> WeightJudgment | None:
-    """What `judge_weights` says of the rows that no certain finding of the log-probs covers.
+    """Judge the weights with `judge_weights` from the rows that no certain finding on the log-probs covers.
 
     Args:
-        null: what to compare them with.
-        others: these rows.
-        leave_out: first and last step whose rows are the null's.
-        start_is_right: as for `judge_weights`.
-        course: their series of steps.
+        null: null to compare with.
+        others: the rows to judge.
+        leave_out: first and last step whose rows form the null; defaults to no steps.
+        start_is_right: as in `judge_weights`; default True.
+        course: metrics of these rows over the steps; defaults to no metrics.
 
     Returns:
-        The judgment; None where too little is left: 8 rows and as many tokens as a null needs.
+        The judgment; None below 8 rows or with fewer tokens than a null needs.
     """
-    # A row in which the fault is not certain would make an excess alone.
+    # A single row with an uncertain fault can make an excess.
     certain = others.left_out
     others = others.outside(leave_out)
-    others = others._without([index for index, row in others.rows.items() if _times(row, null) > HIT])
+    others = others._without([index for index, row in others.rows.items() if _ratio_to_null(row, null) > HIT])
     profile = others.profile
 
-    # The first steps of a log know the share of folded ids alone, and exact ids explain more.
+    # A null of first steps has folded ids, and exact ids would explain more.
     if null.kind == "first steps":
         profile = profile.folded(FIRST_IDS)
     if not enough(profile):
@@ -192,7 +193,7 @@ def judge_other_rows(
 def _remark(
     others: OtherRows, profile: MismatchProfile, certain: int, *, against: str, outside: tuple[int, int] | None
 ) -> str:
-    """Which rows were compared, and which were not."""
+    """Return a remark on which rows were compared and which were excluded."""
     of_sample = "" if others.every else " of the sample"
     parts = []
     if certain:
@@ -216,32 +217,32 @@ def _rows(count: int) -> str:
 
 
 def enough(profile: MismatchProfile) -> bool:
-    """Whether a profile has as many rows and tokens as judging weights takes."""
+    """Return whether a profile has the rows and tokens that a judgment of weights needs."""
     return profile.row_count >= MIN_ROWS and profile.tokens >= FEW_TOKENS
 
 
-def _k3(row: SampleRow) -> float:
-    """Mean k3 per token of a row, nats."""
+def _mean_k3(row: SampleRow) -> float:
+    """Return mean k3 per token of a row, nats; 0 without tokens."""
     log_ratio = row.log_ratio
     return float(k3_of(log_ratio).mean()) if len(log_ratio) else 0.0
 
 
-def _few_of(covered: Tensor, mask: Tensor) -> bool:
-    """Whether less than half of a row's tokens are covered."""
+def _is_mostly_uncovered(covered: Tensor, mask: Tensor) -> bool:
+    """Return whether less than `MOSTLY` of a row's tokens are covered."""
     return float((covered & mask).sum()) < MOSTLY * float(mask.sum())
 
 
-def _times(row: SampleRow, null: MismatchNull) -> float:
-    """k3 of a row over what the null predicts at its probabilities."""
+def _ratio_to_null(row: SampleRow, null: MismatchNull) -> float:
+    """Return k3 of a row over the null's prediction at its probabilities."""
     known = row.known
     if not len(known):
         return 0.0
     expected = float(k3_by_surprise(null.profile)[surprise_bins(-row.rollout.float().numpy()[known])].mean())
-    return _k3(row) / max(expected, ROUNDING)
+    return _mean_k3(row) / max(expected, ROUNDING)
 
 
 def profile_of(rows: Mapping[int, SampleRow]) -> MismatchProfile:
-    """The mismatch of some rows of a log."""
+    """Compute the mismatch profile of some rows of a log."""
     if not rows:
         return MismatchProfile()
 

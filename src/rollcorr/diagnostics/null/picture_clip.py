@@ -1,7 +1,7 @@
-"""The clip ε of PPO that the noise of denoising steps allows in bypass mode, where the ratio is π_θ / μ.
+"""Clip range ε of PPO above the noise of denoising steps in bypass mode, where the ratio is π_θ / μ.
 
-Before any update log r = log π − log μ is noise: of mean −KL / D and deviation √(2 KL) / D. A smaller ε stops gradients
-that no update has moved.
+Before any update log r = log π − log μ is noise with mean −KL / D and standard deviation √(2 KL) / D. A smaller ε clips
+gradients that no update has moved.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 
-# Clips in use, from the widest.
+# Common clip ranges, widest first.
 CUSTOMARY = (1e-3, 1e-4, 1e-5)
-# Share of the steps that may be clipped before the first update, and the quantile of |r − 1| that the advice exceeds:
-# half of the share is left to chance.
+# Largest share of steps clipped before the first update, and the quantile of |r − 1| below the advised ε: half of
+# this share remains as a margin.
 MOST_CLIPPED, KEPT = 0.05, 0.975
 
 
 def clip_advice(rows: PictureRows) -> str:
-    """Return a sentence on ε for steps without a fault; empty without any."""
+    """Return a sentence on ε for denoising steps without a fault; empty without any finite log-ratio."""
     deviation = np.abs(np.expm1(rows.column("train") - rows.column("rollout")))
     deviation = deviation[np.isfinite(deviation)]
     if not len(deviation):

@@ -1,8 +1,8 @@
-"""The verdict on pictures: the exact KL of their denoising steps against a null, in joint units at each timestep.
+"""Verdict on pictures: the exact KL of their denoising steps against a null, in joint units at each timestep.
 
-R is the KL over the null's at that timestep. What R does tells the causes apart: it grows from 1 with stale weights, is
-large for some pictures with other prompts, and from the first step on with guidance, which depends on the prompt, or
-with another precision, which does not.
+R is the KL over the null's KL at that timestep. Its course separates the causes: R grows from 1 with stale weights, is
+large for some pictures with other prompts, and is large from the first step on with different guidance, which depends
+on the prompt, or different precision, which does not.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.numbers import format_number
 from rollcorr.run_directory.stored_run import BadInputError
 
-# Times its start that R must reach to be a rise, as of the metrics of language models.
+# Growth of R since its start that counts as a rise, as for the metrics of language models.
 RISE = 2.4
-# Times the median of its step from which a picture is far above the rest; ordinary ones stay below 2.
+# Ratio of a picture to the median of its step that makes it an outlier; ordinary pictures stay below 2.
 FAR = 8.0
-# Largest number of a step that no update came before.
+# Largest step number before any update: trainers count from 0 or from 1.
 FIRST_STEP = 1
-# Error of the velocity, whose size is about 1, that no precision makes; fp8 makes 0.05.
+# Error of the velocity, whose size is about 1, beyond rounding of any precision; fp8 makes 0.05.
 LARGE_ERROR = 0.25
-# Standard deviation of log KL at one step and timestep: noise of any precision has 0.15 at most, guidance 0.32.
+# Limit of the standard deviation of log KL at one step and timestep: rounding has 0.15 at most, guidance 0.32.
 SPREAD = 0.3
 MEASURE = (
     "measure a null of pictures (`rollcorr null --config FILE -o null.json`, or `rollcorr null LOG` on steps with "
@@ -40,12 +40,15 @@ MEASURE = (
 
 
 def judge_pictures(rows: PictureRows, null: PictureNull | None) -> WeightJudgment:
-    """Judge denoising steps.
+    """Judge the policies behind denoising steps.
 
     Args:
-        rows: of a log.
-        null: what two correct policies differ by; None leaves the policies unjudged, unless the log itself shows that
-            they differ.
+        rows: denoising steps of a log.
+        null: exact KL of two equal policies; None leaves the policies unjudged, unless the log itself shows that they
+            differ.
+
+    Returns:
+        Findings with the name of the null, or the reason why the policies were not judged.
     """
     rows = _measured(rows)
     if not len(rows):
@@ -63,10 +66,16 @@ def judge_pictures(rows: PictureRows, null: PictureNull | None) -> WeightJudgmen
 
 
 def guarded_null(rows: PictureRows, *, name: str, origin: Origin, quantized: bool = False) -> PictureNull:
-    """Return the null of some denoising steps; a sampler that is declared as quantized may differ by any size.
+    """Return the null of denoising steps, after a check that they come from equal policies.
+
+    Args:
+        rows: denoising steps.
+        name: name of the null in verdicts.
+        origin: engines and models behind the steps.
+        quantized: the sampler is declared as quantized and may differ by any size; default False.
 
     Raises:
-        BadInputError: they have no exact KL, or visibly two policies.
+        BadInputError: the steps have no exact KL, or visibly come from two policies.
     """
     null = PictureNull.of(rows, name=name, origin=origin)
     rows = _measured(rows)
@@ -82,16 +91,16 @@ def _measured(rows: PictureRows) -> PictureRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _Course:
-    """R of each denoising step, and its course.
+    """R of each denoising step, and its course over the training steps.
 
     Attributes:
-        ratio: R, (n,); without a null in units of the first step.
-        far: the pictures far above the others of their step, (n,) bool.
-        steps: the training steps, rising; −1 without a record.
-        medians: R of the ordinary pictures of each.
-        ages: the age of the weights at each, updates; NaN without a record.
-        error: error of the velocity, the median; NaN if unknown.
-        spread: standard deviation of log KL within a step and timestep, without pictures far above.
+        ratio: R, (n,); without a null, relative to the first step.
+        far: True on the steps of outlier pictures, (n,) bool.
+        steps: training steps, rising, (s,); −1 if not recorded.
+        medians: median R of each training step, (s,).
+        ages: median age of the weights at each training step, updates, (s,); NaN if not recorded.
+        error: median error of the velocity; NaN if unknown.
+        spread: standard deviation of log KL within a step and timestep, without outlier pictures.
     """
 
     ratio: Column
@@ -104,19 +113,19 @@ class _Course:
 
     @classmethod
     def of(cls, rows: PictureRows, null: PictureNull | None) -> _Course:
-        """The course of some denoising steps."""
+        """Compute R and its course from denoising steps."""
         of_step = np.nan_to_num(rows.column("step"), nan=-1)
         steps, index = np.unique(of_step, return_inverse=True)
         base = null or PictureNull.of(rows.where(index == 0), name="the first step", origin=Origin())
         ratio = np.maximum(rows.column("kl"), LEAST_KL * rows.column("dimensions")) / base.expected(rows)
 
-        # One picture is far above the rest if all of its steps together are.
+        # Average over the steps of a picture: a single step may stand out by chance.
         medians = np.array([np.median(ratio[index == i]) for i in range(len(steps))])
         of_picture = np.unique(rows.column("picture"), return_inverse=True)[1]
         relative = np.bincount(of_picture, ratio / medians[index]) / np.bincount(of_picture)
         far = (relative > FAR)[of_picture]
 
-        # What is left within a step and timestep does not depend on either.
+        # Center within each step and timestep, so that the spread depends on neither.
         cells = np.unique(np.stack([of_step, rows.column("timestep")])[:, ~far], axis=1, return_inverse=True)[1]
         logs = np.log(np.maximum(ratio[~far], 1e-30))
         centered = logs - (np.bincount(cells, logs) / np.bincount(cells))[cells]
@@ -134,24 +143,24 @@ class _Course:
 
     @property
     def depends_on_prompts(self) -> bool:
-        """Whether the mismatch is larger or more uneven than any precision makes it."""
+        """Return whether the mismatch is larger or more uneven than rounding of any precision makes it."""
         return self.error > LARGE_ERROR or self.spread > SPREAD
 
     @property
     def starts_before_updates(self) -> bool:
-        """Whether the first step of a training run is among the steps."""
+        """Return whether the steps include the first step of a training run."""
         return bool(self.steps[0] in (0, FIRST_STEP))
 
     @property
     def growth(self) -> float:
-        """R of the last third of the steps over that of the first one; 1 if there are fewer than three."""
+        """Return R of the last third of the steps over R of the first step; 1 with fewer than three steps."""
         if len(self.steps) < 3:
             return 1.0
         return float(np.median(self.medians[-(len(self.steps) // 3) :]) / self.medians[0])
 
     @property
     def growth_with_age(self) -> float:
-        """R at the oldest weights over R at the youngest; 1 if one age, or none, is recorded."""
+        """Return R at the oldest weights over R at the youngest; 1 if fewer than two ages are recorded."""
         low, high = np.min(self.ages), np.max(self.ages)
         if not high > low:
             return 1.0
@@ -160,19 +169,19 @@ class _Course:
 
 
 def _findings(rows: PictureRows, null: PictureNull | None) -> Iterator[Finding]:
-    """What the densities, the course over the steps and the comparison with a null show."""
+    """Yield the findings of the densities, of the course over the steps, and of the comparison with a null."""
     densities = density_finding(rows)
     if densities is not None:
         yield densities
     course = _Course.of(rows, null)
     times, ordinary = float(np.mean(course.ratio)), float(np.median(course.ratio))
 
-    # The steps of a rise are not those of one cause that acts from the start.
+    # Densities that differ act from the start, so they exclude a rise.
     rise = _rise(course)
     if rise is not None and densities is None:
         yield rise
     if densities is None and course.far.any():
-        yield from _of_some_pictures(course, rest_is_ordinary=null is not None and ordinary <= ABOVE)
+        yield from _outlier_findings(course, rest_is_ordinary=null is not None and ordinary <= ABOVE)
     if null is None or not times > ABOVE:
         return
     expected = float(np.mean(null.expected(rows)))
@@ -185,16 +194,16 @@ def _findings(rows: PictureRows, null: PictureNull | None) -> Iterator[Finding]:
         evidence={"exact_kl": float(rows.column("kl").mean()), "expected_kl": expected, "ratio": times},
     )
     if densities is None and rise is None and ordinary > ABOVE:
-        yield from _from_the_start(course)
+        yield from _steady_excess_finding(course)
 
 
 def _rise(course: _Course) -> Finding | None:
-    """The mismatch has grown: with the recorded age of the weights, or since the first step."""
+    """Return the finding that R grew with the age of the weights or since the first step; None if it did not."""
     factor, code = course.growth_with_age, "stale_by_lag"
     if not factor > RISE:
         factor, code = course.growth, "frozen_sampler"
     if not min(factor, float(course.medians.max())) > RISE:
-        return None  # also one that ends at the noise of the null
+        return None  # also for a rise that ends at the noise of the null
     row, age = fault(code), format_number(float(np.nanmax(course.ages))) if code == "stale_by_lag" else ""
     first = next(int(s) for s, r in zip(course.steps, course.medians, strict=True) if r > RISE * course.medians[0])
     return replace(
@@ -210,8 +219,8 @@ def _rise(course: _Course) -> Finding | None:
     )
 
 
-def _of_some_pictures(course: _Course, *, rest_is_ordinary: bool) -> Iterator[Finding]:
-    """Some pictures are far above the others, which are as in the null or not."""
+def _outlier_findings(course: _Course, *, rest_is_ordinary: bool) -> Iterator[Finding]:
+    """Yield the finding of outlier pictures, and a note if the other pictures match the null."""
     share, largest = float(course.far.mean()), float(course.ratio.max())
     yield replace(
         fault("other_prompts").finding,
@@ -226,8 +235,8 @@ def _of_some_pictures(course: _Course, *, rest_is_ordinary: bool) -> Iterator[Fi
         yield replace(fault("ordinary_noise").finding, title="the other pictures are as in the null")
 
 
-def _from_the_start(course: _Course) -> Iterator[Finding]:
-    """The cause of an excess that does not grow: guidance or precision, unless old weights may be behind it."""
+def _steady_excess_finding(course: _Course) -> Iterator[Finding]:
+    """Yield the cause of an excess without growth, guidance or precision, unless old weights may explain it."""
     fresh = course.starts_before_updates or not np.nanmax(course.ages, initial=-1)
     uneven = course.spread > SPREAD
     if not (fresh or uneven):

@@ -1,7 +1,7 @@
-"""A null for pictures: the exact KL of denoising steps between two policies that are known to be the same.
+"""Null for pictures: the exact KL of denoising steps between two policies that are known to be equal.
 
-It holds the KL of each timestep value, per dimension: the joint KL grows with D, so a null of one size serves
-another. Between timesteps the error of the velocity is compared, which depends little on σ.
+It contains the KL per dimension at each timestep value: the joint KL grows with D, so a null of one size serves other
+sizes. Between timesteps it compares the error of the velocity, which depends little on σ.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
 PICTURE_VERSION = 1
-# A null of fewer pictures does not know how much they differ.
+# Fewest pictures of a null: fewer do not show how much pictures differ.
 FEW_PICTURES = 16
-# Pictures from which older measurements lose weight.
+# Number of pictures from which older measurements decay.
 MOST_PICTURES = 64
-# Times the null's KL above which a later measurement is not one of equal weights.
+# Ratio to the null's KL from which a later measurement has different weights.
 ABOVE = 3.0
-# Two timestep values are the same if they differ by this share of the larger one, or less.
+# Largest relative difference of equal timestep values.
 SAME_TIMESTEP = 1e-3
-# KL per dimension, nats, that rounding of the means in float32 may cause.
+# KL per dimension, nats, that float32 rounding of the means may cause.
 LEAST_KL = 1e-12
 
 
 class TimestepNoise(NamedTuple):
-    """Denoising steps at one timestep.
+    """Noise of the denoising steps at one timestep.
 
     Attributes:
-        timestep: its value; −1 if none is recorded.
-        steps: how many.
-        kl: their mean KL per dimension, nats.
-        scale: KL per dimension of a velocity that is off by 1; NaN if unknown.
+        timestep: value of the timestep; −1 if not recorded.
+        steps: number of denoising steps.
+        kl: mean KL per dimension, nats.
+        scale: KL per dimension of a velocity with error 1, nats; NaN if unknown.
     """
 
     timestep: float
@@ -53,15 +53,15 @@ class TimestepNoise(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PictureNull:
-    """What two correct policies differ by at each timestep.
+    """Exact KL between two equal policies at each timestep.
 
     Attributes:
-        name: what verdicts call it.
-        pictures: how many were measured.
-        dimensions: D of these pictures, for the record.
-        cells: one for each timestep value, from noise to data.
-        origin: the engines and models behind it.
-        last_step: the training step of the newest measurement; 0 before the first one.
+        name: name in verdicts.
+        pictures: number of measured pictures.
+        dimensions: median D of these pictures.
+        cells: noise at each timestep value, from noise to data.
+        origin: engines and models of the measurement.
+        last_step: training step of the newest measurement; default 0, before the first step.
     """
 
     name: str
@@ -73,15 +73,15 @@ class PictureNull:
 
     @classmethod
     def of(cls, rows: PictureRows, *, name: str, origin: Origin) -> PictureNull:
-        """The null of some denoising steps.
+        """Compute the null of denoising steps.
 
         Args:
-            rows: of two policies that are the same.
-            name: what verdicts call it.
-            origin: the engines and models behind it.
+            rows: denoising steps of two equal policies.
+            name: name in verdicts.
+            origin: engines and models of the measurement.
 
         Raises:
-            BadInputError: none of them has an exact KL.
+            BadInputError: no step has an exact KL.
         """
         rows = rows.where(np.isfinite(rows.column("kl")))
         if not len(rows):
@@ -102,21 +102,21 @@ class PictureNull:
         return cls(name=name, pictures=pictures, dimensions=int(size), cells=tuple(cells), origin=origin)
 
     def expected(self, rows: PictureRows) -> Column:
-        """The joint KL that each denoising step has by noise alone, (n,) nats: in proportion to its D."""
+        """Compute the joint KL of each denoising step due to noise, (n,) nats: proportional to its D."""
         times, cells = np.nan_to_num(rows.column("timestep"), nan=-1), np.array(self.cells)
         distance = np.abs(times[:, None] - cells[:, 0])
         known, _, kl, scale = cells[distance.argmin(1)].T
 
-        # A timestep that the null lacks takes the error of the velocity from the nearest one that it has.
+        # For an unknown timestep, use the velocity error of the nearest known one.
         near = distance.min(1) <= SAME_TIMESTEP * np.maximum(known, 1.0)
         ratio = np.where(near | ~np.isfinite(rows.kl_scale / scale), 1.0, rows.kl_scale / scale)
         return np.asarray(np.maximum(kl * ratio, LEAST_KL) * rows.column("dimensions"))
 
     def followed_by(self, later: PictureNull) -> PictureNull:
-        """Return this null with a later measurement, in which older ones decay so that it follows the policy.
+        """Return this null with a later measurement; older measurements decay, so that the null follows the policy.
 
         Raises:
-            BadInputError: the KL of `later` is several times this null's, as that of weights which did not arrive.
+            BadInputError: the KL of `later` is several times this null's KL, as for weights that did not arrive.
         """
         known = {cell.timestep: cell for cell in self.cells}
         both = [(known[cell.timestep].kl, cell.kl, cell.steps) for cell in later.cells if cell.timestep in known]
@@ -127,7 +127,7 @@ class PictureNull:
                 "weights may not be equal; look at the weight sync"
             )
 
-        # A timestep that is not measured again stays as it is.
+        # Keep timesteps that were not measured again.
         factor = min(1.0, max(0, MOST_PICTURES - later.pictures) / self.pictures)
         for cell in later.cells:
             old = known.get(cell.timestep, cell._replace(steps=0))
@@ -145,19 +145,19 @@ class PictureNull:
 
     @property
     def exact_kl(self) -> float:
-        """Mean exact KL of its steps, nats over all D."""
+        """Return the mean exact KL of its steps, nats over all D."""
         _, steps, kl, _ = np.array(self.cells).T
         return float(kl @ steps / steps.sum() * self.dimensions)
 
     def remarks(self, origin: Origin) -> tuple[str, ...]:
-        """Return what a verdict with this null mentions: another engine than the log's."""
+        """Return the remarks of a verdict with this null: an engine that differs from the log's."""
         ours, theirs = self.origin.engine, origin.engine
         if not ours or set(theirs) <= set(ours):
             return ()
         return (f"{self.name} was measured with engine {', '.join(ours)}; this log has {', '.join(theirs)}",)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the null as JSON, whole or not at all."""
+        """Write the null as JSON with an atomic write."""
         document = {"format": PICTURE_FORMAT, "version": PICTURE_VERSION, "pictures": self.pictures}
         document |= {"dimensions": self.dimensions, "last_step": self.last_step, "origin": asdict(self.origin)}
         cells = [{key: None if value != value else value for key, value in c._asdict().items()} for c in self.cells]
@@ -165,10 +165,10 @@ class PictureNull:
 
 
 def read_picture_null(path: str | os.PathLike[str]) -> PictureNull | None:
-    """Read a null of pictures; None if there is no such file, or it is no null of pictures.
+    """Read a null of pictures; returns None if the file is missing or has a different format.
 
     Raises:
-        BadInputError: it is damaged, or a newer release wrote it.
+        BadInputError: the file is damaged, or a newer release wrote it.
     """
     path = Path(path)
     try:

@@ -1,11 +1,11 @@
-"""Tokens that the two sides of a mixture-of-experts model route to other experts: do they carry the mismatch?
+"""Mismatch of tokens that the two sides of a mixture-of-experts model route to different experts.
 
-The router's choice is a step function. Where two experts are about equally good, rounding decides, and the two sides
-then compute other functions of the same context. A log that records the share of layers whose experts differ
-(`routing_difference`) tells these tokens apart. The others are an internal null: what the two sides differ by, at the
-same probabilities, where they use the same experts.
+The router's choice is a step function. If two experts score about equally, rounding decides, and the two sides compute
+different functions of the same context. A log that records the share of layers whose experts differ
+(`routing_difference`) identifies these tokens. The tokens with equal routing are an internal null: their k3, at the
+same probabilities, is the noise of the same experts.
 
-    beyond = Σ_{routing differs} (k3 − k3 of the others at the same probability),    share = beyond / Σ k3
+    beyond = Σ_{routing differs} (k3 − k3 of equal routing at the same probability),    share = beyond / Σ k3
 """
 
 from __future__ import annotations
@@ -25,36 +25,41 @@ from rollcorr.diagnostics.null.token_ratios import Floats, TokenRatios, slice_su
 from rollcorr.diagnostics.numbers import format_number
 
 FEW_ROUTED = 200
-"""Fewer tokens whose routing differs are not judged."""
+"""Fewest tokens with different routing for a judgment."""
 TIMES = 3.0
-"""k3 of these tokens over that of the others at the same probability, from which routing matters."""
+"""Ratio of their k3 to k3 of equal routing at the same probability, from which routing matters."""
 CARRIES = 0.5
-"""Share of all k3 that must go beyond that of the others, before routing is the cause."""
+"""Share of all k3 beyond equal routing from which routing is the cause."""
 Z = 4.0
-"""Standard errors from which a difference is believed."""
+"""Standard errors from which a difference is significant."""
 
 
-def _no_cells() -> Floats:
+def _empty_cells() -> Floats:
     return np.zeros((2, 2, SURPRISE_BINS))
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingSums:
-    """Tokens and Σ k3 by probability, of tokens with the same routing and of the others.
+    """Token counts and Σ k3 by probability, for tokens with equal and with different routing; the default is empty.
 
     Attributes:
-        cells: (same or other routing, tokens or Σ k3, surprise bin).
-        by_row: over rows, of the tokens with other routing: Σ (row's tokens)², Σ (row's k3)², Σ tokens · k3.
-        differing: Σ of the share of layers that differ, over all tokens.
+        cells: (equal or different routing, tokens or Σ k3, surprise bin), (2, 2, 16).
+        by_row: sums over rows, from tokens with different routing: Σ (row's tokens)², Σ (row's k3)², Σ tokens · k3.
+        differing: Σ over all tokens of the share of layers that differ.
     """
 
-    cells: Floats = field(default_factory=_no_cells)
+    cells: Floats = field(default_factory=_empty_cells)
     by_row: Floats = field(default_factory=lambda: np.zeros(3))
     differing: float = 0.0
 
     @classmethod
     def of(cls, ratios: TokenRatios, difference: NDArray[np.float32]) -> RoutingSums:
-        """The sums of a packed batch; `difference`: share of layers whose experts differ, (N,), NaN where unknown."""
+        """Compute the sums of a packed batch.
+
+        Args:
+            ratios: log-ratios of the batch.
+            difference: share of layers whose experts differ, (N,); NaN where unknown.
+        """
         known = ratios.valid & (difference >= 0)
         other = known & (difference > 0)
         bins = surprise_bins(ratios.surprise)
@@ -68,22 +73,22 @@ class RoutingSums:
         return cls(np.array(cells, dtype=np.float64), by_row, float(difference[known].sum(dtype=np.float64)))
 
     def merge(self, later: RoutingSums) -> RoutingSums:
-        """The sums of both stretches; `later` comes after."""
+        """Return the sums of both parts; `later` comes second."""
         return RoutingSums(self.cells + later.cells, self.by_row + later.by_row, self.differing + later.differing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingExcess:
-    """What the tokens with other routing add.
+    """Excess of the tokens with different routing.
 
     Attributes:
-        tokens: with other routing.
-        token_share: of all tokens whose routing is known.
+        tokens: number of tokens with different routing.
+        token_share: their share of all tokens with known routing.
         layers: mean share of the layers that differ, over all tokens.
-        k3: their k3 per token, nats.
-        ratio: their k3 over that of the others at the same probability.
-        z: its logarithm in standard errors, rows being independent, `SYSTEMATIC` included.
-        share: of all k3 that goes beyond that of the others.
+        k3: their mean k3, nats per token.
+        ratio: their k3 over k3 of equal routing at the same probability.
+        z: log(ratio) in standard errors; rows count as independent, and `SYSTEMATIC` is included.
+        share: share of all k3 beyond equal routing.
     """
 
     tokens: int
@@ -96,7 +101,7 @@ class RoutingExcess:
 
 
 def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
-    """The numbers behind the judgment; None where too few tokens have the same, or another, routing."""
+    """Compute the excess of tokens with different routing; None with few tokens of either routing."""
     (same_count, same_k3), (count, k3) = sums.cells
     tokens, total = float(count.sum()), float(k3.sum())
     if tokens < FEW_ROUTED or same_count.sum() < FEW_TOKENS or total <= 0:
@@ -105,7 +110,7 @@ def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
     if expected <= 0:
         return None
 
-    # The error of a ratio of sums over rows.
+    # Standard error of a ratio of sums over rows.
     mean = total / tokens
     tokens_square, k3_square, product = sums.by_row.tolist()
     residual = max(k3_square - 2 * mean * product + mean**2 * tokens_square, 0.0)
@@ -123,16 +128,16 @@ def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
 
 
 def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bool) -> tuple[Finding, ...]:
-    """Whether other routing is why the two sides differ.
+    """Judge whether different routing explains the mismatch.
 
     Args:
-        sums: of the log.
-        null: what the log was compared with; None without one.
+        sums: sums of the log.
+        null: null that the log was compared with; None without one.
         in_excess: the comparison found more than noise. With a null and no excess, routing is part of its noise.
 
     Returns:
-        A warning where tokens with other routing carry the excess and the others are ordinary; a note where they differ
-        more than the others and do not explain it; nothing else.
+        A warning if tokens with different routing carry the excess and all other tokens are ordinary; a note if they
+        differ more without explaining it; otherwise empty.
     """
     found = routing_excess(sums)
     if found is None or found.ratio < TIMES or found.z < Z:
@@ -144,7 +149,7 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
     )
     carries, ordinary = found.share >= CARRIES, True
     if null is not None:
-        same = _against(sums.cells[0], null)
+        same = _ratio_to_null(sums.cells[0], null)
         ordinary = same < NOTICEABLE
         reason += f". Where the routing is the same, k3 is {format_number(same)} times what {null.name} predicts"
     is_cause = carries and ordinary and (null is None or in_excess)
@@ -170,8 +175,8 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
     return (replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note"),)
 
 
-def _against(cells: Floats, null: MismatchNull) -> float:
-    """k3 of some tokens over what the null has at their probabilities."""
+def _ratio_to_null(cells: Floats, null: MismatchNull) -> float:
+    """Return k3 of some tokens over the null's k3 at the same probabilities; cells (2, 16)."""
     count, k3 = cells
     expected = float((count * k3_by_surprise(null.profile)).sum())
     return float(k3.sum()) / expected if expected > 0 else math.inf

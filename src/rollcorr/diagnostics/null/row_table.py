@@ -1,4 +1,4 @@
-"""A bounded, evenly spread table of rows: what each row's d adds up to."""
+"""Bounded, evenly spread table of rows with the sums of d of each row."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROWS = 4096
-"""About how many rows the table holds: twice as many at most."""
+"""Approximate number of rows in the table; at most twice this number."""
 FIELDS = ("tokens", "sum_d", "sum_d2", "sum_k3", "min_d", "max_d", "prompt")
-"""Columns of the table: the number of valid tokens of a row; Σ d, Σ d², Σ k3 and the extremes of d over them; the
-number of tokens of the prompt, −1 where it is not recorded."""
+"""Columns of the table: number of valid tokens of a row; Σ d, Σ d², Σ k3, minimum and maximum of d over them, nats;
+number of prompt tokens, −1 if not recorded."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Every k-th row of a log, k being the smallest power of 2 for which they are few enough.
+    """Every k-th row of a log; k is the smallest power of 2 that bounds the table.
 
-    So the table of a whole is the merged tables of its parts, however the log was cut.
+    The merged tables of all parts therefore equal the table of the complete log, at any split.
 
     Attributes:
-        stride: k.
-        index: (r,) int64, positions of the rows in the log.
-        values: (r, 7) float64, the columns `FIELDS`.
+        stride: k; default 1.
+        index: positions of the rows in the log, (r,) int64; default empty.
+        values: columns `FIELDS`, (r, 7) float64; default empty.
     """
 
     stride: int = 1
@@ -32,16 +32,16 @@ class RowTable:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], index: NDArray[np.int64]) -> RowTable:
-        """The table of some rows: values (r, 7) and positions in the log (r,), rising."""
+        """Return the table of rows with values (r, 7) and rising positions in the log (r,)."""
         return _thinned(1, index, values)
 
     def merge(self, later: RowTable) -> RowTable:
-        """The table of both stretches of the log together; `later` comes after."""
+        """Return the table of both parts of the log; `later` comes second."""
         stride = max(self.stride, later.stride)
         return _thinned(stride, np.concatenate([self.index, later.index]), np.concatenate([self.values, later.values]))
 
     def without(self, part: RowTable) -> RowTable:
-        """The table without the rows of another one."""
+        """Return the table without the rows of `part`."""
         rest = ~np.isin(self.index, part.index)
         return RowTable(self.stride, self.index[rest], self.values[rest])
 
@@ -49,7 +49,7 @@ class RowTable:
         return len(self.index)
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One column of `FIELDS`, (r,)."""
+        """Return one column of `FIELDS`, (r,)."""
         return self.values[:, FIELDS.index(name)]
 
 

@@ -1,4 +1,4 @@
-"""The null that lies beside a run, as the noise that a verdict compares with."""
+"""Null in a run directory, used as the noise of a verdict."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rollcorr.diagnostics.null.picture_null import PictureNull, read_picture_nul
 from rollcorr.run_directory.directory import RunDirectory
 
 GOOD_TOKENS = 10_000
-"""With fewer tokens the rare ones, which thresholds are about, are hardly in a null."""
+"""Recommended tokens of a null: fewer hardly contain the rare tokens that thresholds depend on."""
 
 
 def is_large(null: MismatchNull) -> bool:
-    """Whether a null is large enough to judge weights by."""
+    """Return whether a null is large enough to judge weights."""
     return null.profile.tokens >= FEW_TOKENS and null.profile.row_count >= MIN_ROWS
 
 
 def remark_on_size(null: MismatchNull) -> str:
-    """What a null is too small for, how many tokens it needs, and why; empty for one that is large enough."""
+    """Return the limits of a small null with the number of tokens that it needs; empty for a large one."""
     has = f"{null.profile.tokens:,} tokens in {null.profile.row_count:,} sequences"
     if not is_large(null):
         return (
@@ -42,16 +42,16 @@ def remark_on_size(null: MismatchNull) -> str:
 
 
 def follow_policy(null: MismatchNull, later: MismatchNull, *, most_tokens: int = GOOD_TOKENS) -> MismatchNull:
-    """Return a null with a later measurement, in which older ones decay so that it follows the policy.
+    """Return a null with a later measurement; older measurements decay, so that the null follows the policy.
 
     Args:
-        null: the null so far.
-        later: a measurement with equal weights on both sides.
-        most_tokens: tokens from which older measurements lose weight.
+        null: current null.
+        later: measurement with equal weights on both sides.
+        most_tokens: number of tokens from which older measurements decay; default `GOOD_TOKENS`.
 
     Raises:
-        NullMismatchError: as `MismatchNull.merge`; or k3 of `later` is several times the null's, as that of weights
-            which did not arrive.
+        NullMismatchError: as `MismatchNull.merge`; or k3 of `later` is several times the null's k3, as for weights that
+            did not arrive.
     """
     limit = ABOVE_NULL * max(null.profile.k3, LEAST_K3)
     if is_large(null) and later.profile.k3 >= limit:
@@ -68,11 +68,11 @@ def follow_policy(null: MismatchNull, later: MismatchNull, *, most_tokens: int =
 
 
 def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
-    """The noise of a token as a null measured it; one that is too small or doubtful gives the noise alone.
+    """Return the noise of a token as measured by a null; a small or doubtful null contributes the noise only.
 
     Args:
-        null: the null.
-        is_null: the two policies behind it are known to be the same.
+        null: measured null.
+        is_null: the two policies behind it are known to be equal; default True.
     """
     profile = null.profile
     unusable = f"is doubtful: {null.doubted}" if null.doubted else ""
@@ -85,10 +85,10 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
 
 
 def null_beside(run: str | os.PathLike[str]) -> MismatchNull | None:
-    """Return the null in a run's directory, named by its path; None if there is none, or a link to a file elsewhere.
+    """Return the null in a run directory, named by its path; None if the file is missing, a link, or of pictures.
 
     Raises:
-        BadInputError: the file cannot be read as a null, or its null is of one side compared with itself.
+        BadInputError: the file cannot be read as a null, or its null compares one side with itself.
     """
     file = RunDirectory(Path(run)).null
     if file.is_symlink() or not file.is_file() or read_picture_null(file):
@@ -99,14 +99,14 @@ def null_beside(run: str | os.PathLike[str]) -> MismatchNull | None:
 
 
 def picture_null_beside(run: str | os.PathLike[str]) -> PictureNull | None:
-    """Return the null of pictures in a run's directory; None if there is none, or another one, or a link."""
+    """Return the null of pictures in a run directory; None if the file is missing, a link, or not of pictures."""
     file = RunDirectory(Path(run)).null
     null = None if file.is_symlink() else read_picture_null(file)
     return null and replace(null, name=str(file))
 
 
 def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
-    """Return the noise of the null in a run's directory; None and Raises as in `null_beside`.
+    """Return the noise of the null in a run directory; None and Raises as in `null_beside`.
 
     A null of pictures has no noise of a token: it judges rows, not metrics.
     """

@@ -1,7 +1,6 @@
-"""d = log π − log μ of each token of a packed batch, computed once for everything that is summed over it.
+"""Log-ratio d = log π − log μ of each token of a packed batch, computed once for all sums.
 
-Tokens that do not count keep their place and hold 0, so that sums by row are sums over slices, and no array has to be
-packed anew.
+Invalid tokens keep their place with value 0, so that sums by row are sums over slices, and no array is packed again.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 CAP = 20.0
-"""Nats to which d is cut for k3, as the metrics do."""
+"""Nats to which d is clipped for k3, as in the metrics."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRatios:
-    """The log-ratio of each token.
+    """Log-ratios of a packed batch.
 
     Attributes:
-        d: log π − log μ, nats, (N,); 0 where the token does not count.
-        k3: exp(d) − 1 − d with d cut to ±`CAP`, nats, (N,); 0 likewise.
-        surprise: −log μ, nats, (N,) float32; anything where the token does not count.
-        valid: (N,), true on tokens that count: they were sampled, and both sides are finite.
-        lengths: (B,) tokens of each row, others included, summing to N.
-        mask: (N,), true on tokens that were sampled.
-        count: tokens that count.
-        index: (B,) position of each row in the log, rising.
-        ids: (N,) token ids; None where a row lacks them.
-        prompts: (B,) tokens of each prompt; None where they are not recorded.
+        d: log π − log μ, nats, (N,); 0 on invalid tokens.
+        k3: exp(d) − 1 − d with d clipped to ±`CAP`, nats, (N,); 0 on invalid tokens.
+        surprise: −log μ, nats, (N,) float32; arbitrary on invalid tokens.
+        valid: True on sampled tokens with finite values on both sides, (N,).
+        lengths: tokens of each row, invalid ones included, (B,), summing to N.
+        mask: True on sampled tokens, (N,).
+        count: number of valid tokens.
+        index: position of each row in the log, rising, (B,).
+        ids: token ids, (N,); None if a row lacks them, the default.
+        prompts: tokens of each prompt, (B,); default None, not recorded.
     """
 
     d: Floats
@@ -58,19 +57,19 @@ class TokenRatios:
         ids: NDArray[np.integer] | None = None,
         prompts: NDArray[np.int64] | None = None,
     ) -> TokenRatios:
-        """The ratios of a packed batch.
+        """Compute the log-ratios of a packed batch.
 
         Args:
-            train: log π, (N,) float32.
-            rollout: log μ, (N,) float32. What is not finite on either side is missing.
-            mask: true on sampled tokens, (N,).
+            train: log π, nats, (N,) float32.
+            rollout: log μ, nats, (N,) float32. A token with a non-finite value on either side is missing.
+            mask: True on sampled tokens, (N,).
             lengths: tokens of each row, masked ones included, (B,), summing to N.
-            index: position of each row in the log, (B,), rising; None counts from 0.
-            ids: token ids, (N,); None where they are not recorded.
-            prompts: tokens of each prompt, (B,); None where they are not recorded.
+            index: position of each row in the log, rising, (B,); defaults to 0, 1, ….
+            ids: token ids, (N,); defaults to None, not recorded.
+            prompts: tokens of each prompt, (B,); defaults to None, not recorded.
         """
         d = train.astype(np.float64)
-        with np.errstate(invalid="ignore"):  # −inf − (−inf)
+        with np.errstate(invalid="ignore"):  # −inf − (−inf) is NaN: invalid
             d -= rollout
         valid = np.isfinite(d)
         valid &= mask
@@ -82,7 +81,7 @@ class TokenRatios:
         return cls(d, k3_of(d), -rollout, valid, lengths, mask, count, index, ids, prompts)
 
     def of_rows(self, rows: NDArray[np.bool_]) -> TokenRatios:
-        """The ratios of some rows, which (B,) is true for."""
+        """Return the log-ratios of the rows where `rows`, (B,), is True."""
         tokens = np.repeat(rows, self.lengths)
         valid = self.valid[tokens]
         return TokenRatios(
@@ -100,18 +99,18 @@ class TokenRatios:
 
     @property
     def missing(self) -> int:
-        """Sampled tokens without both log-probs."""
+        """Return the number of sampled tokens without both log-probs."""
         return int(np.count_nonzero(self.mask)) - self.count
 
     def by_row(self) -> Floats:
-        """Of each row the tokens that count, Σ d, Σ d², Σ k3, and the smallest and largest d: (B, 6)."""
+        """Compute the valid tokens, Σ d, Σ d², Σ k3, and minimum and maximum of d of each row: (B, 6)."""
         table = np.zeros((len(self.lengths), 6))
         whole = self.count == len(self.d)
         table[:, 0] = self.lengths if whole else slice_sums(self.valid, self.lengths)
         for column, values in enumerate((self.d, self.d * self.d, self.k3), start=1):
             table[:, column] = slice_sums(values, self.lengths)
 
-        # Zeros in place of tokens that do not count would hide an extreme on their other side.
+        # The zeros of invalid tokens would hide a positive minimum or a negative maximum.
         filled = self.lengths > 0
         starts = (self.lengths.cumsum() - self.lengths)[filled]
         if len(starts):
@@ -123,14 +122,14 @@ class TokenRatios:
 
 
 def k3_of(d: Floats | float) -> Floats:
-    """Compute k3 = exp(d) − 1 − d, nats, with d cut to ±`CAP`: beyond it one token decides every sum. Same shape."""
+    """Compute k3 = exp(d) − 1 − d, nats, same shape; d is clipped to ±`CAP`, beyond it one token decides every sum."""
     cut = torch.from_numpy(np.asarray(d, dtype=np.float64)).clamp(-CAP, CAP)
     k3: Floats = cut.expm1().sub_(cut).numpy()
     return k3
 
 
 def slice_sums(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> Floats:
-    """Sums over consecutive slices of the given lengths, which may be 0: (slices,)."""
+    """Return sums over consecutive slices of the given lengths, which may be 0: (slices,)."""
     sums = np.zeros(len(lengths))
     filled = lengths > 0
     starts = (lengths.cumsum() - lengths)[filled]

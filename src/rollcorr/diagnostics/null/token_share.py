@@ -1,12 +1,12 @@
-"""How much of Var(d) the token id explains: sums per id that merge, and an estimate without bias for rare ids.
+"""Share of Var(d) explained by the token id: mergeable sums per id, and an estimate without bias for rare ids.
 
-Rounding noise depends on the context and hardly on the sampled id. Other weights move the logit of an id wherever it is
-sampled, and another output head does little else. So the share tells the two apart where their size does not.
+Rounding noise depends on the context and hardly on the sampled id. Different weights move the logit of an id in every
+context, and a different output head does little else. So the share separates the two where their size does not.
 
     Var(d) = Var(E[d | id]) + E[Var(d | id)],    share = Var(E[d | id]) / Var(d)
 
 The plain ratio of sums of squares grows with the number of rare ids: an id seen once explains itself. Products of two
-different tokens of one id have the expectation E[d | id]², whatever the spread within each id, so
+different tokens of one id have the expectation E[d | id]², for any spread within each id, so
 
     E[E[d | id]²] ≈ Σ_i (S_i² − Q_i) / (n_i − 1) / Σ_i n_i    over the ids seen at least twice,
 
@@ -27,28 +27,28 @@ from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
 
 MOST_IDS = 1 << 18
-"""Ids that have sums of their own; larger ones share them (id modulo this). Three float64 for each: 6 MB at most."""
+"""Number of ids with separate sums; larger ids share them (id modulo this). Three float64 per id: 6 MB at most."""
 STEP_IDS = 1 << 10
-"""Ids that have sums of their own within one training step; the others share them."""
+"""The same limit within one training step."""
 FIRST_IDS = 1 << 15
-"""The same for the first steps of a log, which serve as its null: where unlike ids share sums, less is explained."""
+"""The same limit for the first steps of a log, which serve as its null: shared sums of unlike ids explain less."""
 AT_ONCE = 1 << 19
-"""Tokens that are counted at once: new sums of many ids, for each batch, would cost more than the counting."""
+"""Queued tokens that are counted at once: allocating sums of all ids per batch would cost more than counting."""
 
 Tokens = tuple[NDArray[np.integer], NDArray[np.float64]]
-"""Ids and d of some tokens, (n,) each."""
+"""Ids and d in nats of some tokens, (n,) each."""
 
 
 class TokenShare(NamedTuple):
-    """What the token id explains.
+    """Share of Var(d) explained by the token id.
 
     Attributes:
-        share: between / variance; slightly below 0 where the id explains nothing. NaN without spread or repeated ids.
-        error: its standard error, from normal tails within an id.
+        share: between / variance; slightly below 0 if the id explains nothing. NaN without variance or repeated ids.
+        error: standard error of the share, for normal d within an id.
         between: Var(E[d | id]), nats².
         variance: Var(d) over the same tokens, nats².
-        tokens: tokens whose id was seen at least twice.
-        ids: different ids seen at least twice.
+        tokens: number of tokens whose id was seen at least twice.
+        ids: number of different ids seen at least twice.
     """
 
     share: float
@@ -61,13 +61,13 @@ class TokenShare(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenSums:
-    """Tokens, Σ d and Σ d² of each id.
+    """Token count, Σ d and Σ d² of each id.
 
     Attributes:
-        known: (3, ids) float64, of the tokens that have been counted; counts are exact up to 2^53.
-        largest: largest id seen; −1 without any.
-        limit: ids with sums of their own, a power of 2; id i has column i modulo this.
-        waiting: ids and d of tokens that are not counted yet, in the order in which they came.
+        known: sums of the counted tokens, (3, ids) float64; counts are exact up to 2^53.
+        largest: largest id; default −1, if there is no id.
+        limit: number of ids with separate sums, a power of 2; id i has column i modulo this.
+        waiting: queue of ids and d of tokens that are not counted yet, in order of arrival; default empty.
     """
 
     known: NDArray[np.float64]
@@ -77,14 +77,14 @@ class TokenSums:
 
     @classmethod
     def empty(cls, limit: int = MOST_IDS) -> TokenSums:
-        """No token yet."""
+        """Return the sums of no token."""
         return cls(np.zeros((3, 0)), -1, limit)
 
     @classmethod
     def of(cls, ids: NDArray[np.integer], log_ratio: NDArray[np.float64], *, limit: int = MOST_IDS) -> TokenSums:
-        """The sums of some tokens: ids (n,) and d (n,), finite. Negative ids are padding and left out.
+        """Return the sums of tokens with ids (n,) and finite d (n,), nats. Negative ids are padding, and are dropped.
 
-        Where the limit is high the arrays are held until they are counted, and must not change.
+        With a `limit` above `STEP_IDS` the arrays are queued, and must not change until they are counted.
         """
         if len(ids) and ids.min() < 0:
             ids, log_ratio = ids[ids >= 0], log_ratio[ids >= 0]
@@ -97,7 +97,7 @@ class TokenSums:
 
     @classmethod
     def of_ratios(cls, ratios: TokenRatios, *, limit: int = MOST_IDS) -> TokenSums:
-        """The sums of the tokens that count; empty where their ids are not recorded."""
+        """Return the sums of the valid tokens; empty if their ids are not recorded."""
         if ratios.ids is None:
             return cls.empty(limit)
         if ratios.count == len(ratios.d):
@@ -106,86 +106,86 @@ class TokenSums:
 
     @cached_property
     def sums(self) -> NDArray[np.float64]:
-        """(3, ids) of all tokens."""
-        return _added(self.known, _count(self.waiting, self.largest, self.limit)) if self.waiting else self.known
+        """Return the sums of all tokens, queued ones included, (3, ids)."""
+        return _add_padded(self.known, _count(self.waiting, self.largest, self.limit)) if self.waiting else self.known
 
     def counted(self) -> TokenSums:
-        """The same with nothing waiting."""
+        """Return these sums with an empty queue."""
         return TokenSums(self.sums, self.largest, self.limit)
 
     def with_limit(self, limit: int) -> TokenSums:
-        """The same tokens with sums for fewer ids; those that wait are not counted for it."""
+        """Return the same tokens with sums for fewer ids; does not count a queue without counted tokens."""
         if self.known.size:
             return self.folded(limit)
         return TokenSums(self.known, self.largest, limit, self.waiting)
 
     def merge(self, other: TokenSums) -> TokenSums:
-        """The sums of both together; both have the same limit."""
-        known, waiting = _added(self.known, other.known), (*self.waiting, *other.waiting)
+        """Return the sums of both; they have the same limit."""
+        known, waiting = _add_padded(self.known, other.known), (*self.waiting, *other.waiting)
         merged = TokenSums(known, max(self.largest, other.largest), self.limit, waiting)
         return merged.counted() if sum(len(ids) for ids, _ in waiting) >= AT_ONCE else merged
 
     def without(self, part: TokenSums) -> TokenSums:
-        """The sums of the rest, after a part that is in them was taken out."""
+        """Return the sums of the remaining tokens after `part`, some of these tokens, is removed."""
         rest = self.sums.copy()
         rest[:, : part.sums.shape[1]] -= part.sums
         return TokenSums(rest, self.largest, self.limit)
 
     def scaled(self, factor: float) -> TokenSums:
-        """The sums of a smaller weight of each token."""
+        """Return the sums with each token weighted by `factor`."""
         return TokenSums(self.sums * factor, self.largest, self.limit)
 
     def folded(self, limit: int = STEP_IDS) -> TokenSums:
-        """The same tokens with sums for fewer ids; as if they had been counted with that limit."""
+        """Return the same tokens with sums for `limit` ids, as if they had been counted with that limit."""
         width = -(-self.sums.shape[1] // limit) * limit
         padded = np.zeros((3, width))
         padded[:, : self.sums.shape[1]] = self.sums
         total = padded.reshape(3, -1, limit).sum(1) if width else padded
-        return TokenSums(total[:, : _size(self.largest, limit)], self.largest, limit)
+        return TokenSums(total[:, : _column_count(self.largest, limit)], self.largest, limit)
 
     @property
     def effective(self) -> float:
-        """How many ids there are in effect, (Σ n)² / Σ n²: 1 if every token is the same; NaN without a token."""
+        """Return the effective number of ids, (Σ n)² / Σ n²: 1 if all tokens are equal; NaN without tokens."""
         count = self.sums[0]
         square = float(count @ count)
         return float(count.sum()) ** 2 / square if square else np.nan
 
     @property
     def repeats(self) -> bool:
-        """Whether the policy says so few different tokens that which one it is, and where, tells nothing.
+        """Return whether the responses have so few different tokens that neither id nor position identifies a cause.
 
-        The same contexts then come again and again. Rounding, which is a function of the context, looks like a property
-        of the id, and a response is unsure at its beginning alone.
+        The same contexts then recur. Rounding, a function of the context, looks like a property of the id, and a
+        response is uncertain only at its beginning.
         """
         return self.effective < FEW_IDS
 
     def share(self) -> TokenShare:
-        """How much of Var(d) the id explains."""
+        """Compute the share of Var(d) explained by the id."""
         count, total, square = self.sums[:, self.sums[0] >= 2] if self.sums.size else np.zeros((3, 0))
         tokens = float(count.sum())
         if not tokens:
             return TokenShare(np.nan, np.nan, np.nan, np.nan, 0, 0)
 
-        # Both expectations are of products of different tokens, so neither holds the spread within an id.
+        # Both expectations use products of different tokens, so neither includes the spread within an id.
         squared_mean = (total.sum() ** 2 - square.sum()) / (tokens * (tokens - 1))
         between = float(((total * total - square) / (count - 1)).sum() / tokens - squared_mean)
         variance = float(square.sum() / tokens - squared_mean)
         if variance <= 0:
             return TokenShare(np.nan, np.nan, between, variance, int(tokens), len(count))
 
-        # Of normal values, Σ over pairs of an id has the variance 2 n (n − 1) σ⁴.
+        # For normal d, Σ over pairs of one id has the variance 2 n (n − 1) σ⁴.
         spread = square / count
         error = float(np.sqrt((2 * spread * spread * count / (count - 1)).sum()) / tokens / variance)
         return TokenShare(between / variance, error, between, variance, int(tokens), len(count))
 
 
 def _count(tokens: Sequence[Tokens], largest: int, limit: int) -> NDArray[np.float64]:
-    """Tokens, Σ d and Σ d² of each id: (3, ids)."""
+    """Compute the token count, Σ d and Σ d² of each id, (3, ids)."""
     column = np.concatenate([ids for ids, _ in tokens], dtype=np.int64)
     if largest >= limit:
         column &= limit - 1
     log_ratio = np.concatenate([d for _, d in tokens])
-    size = _size(largest, limit)
+    size = _column_count(largest, limit)
     sums = np.empty((3, size))
     sums[0] = np.bincount(column, minlength=size)
     sums[1] = np.bincount(column, log_ratio, size)
@@ -194,8 +194,8 @@ def _count(tokens: Sequence[Tokens], largest: int, limit: int) -> NDArray[np.flo
     return sums
 
 
-def _added(one: NDArray[np.float64], two: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum of two tables of sums, the narrower one filled up with zeros."""
+def _add_padded(one: NDArray[np.float64], two: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum of two tables, with the narrower one zero-padded."""
     large, small = (one, two) if one.shape[1] >= two.shape[1] else (two, one)
     if not small.shape[1]:
         return large
@@ -204,6 +204,6 @@ def _added(one: NDArray[np.float64], two: NDArray[np.float64]) -> NDArray[np.flo
     return total
 
 
-def _size(largest: int, limit: int) -> int:
-    """Columns for ids up to the largest: a power of 2, so that few merges have to grow."""
+def _column_count(largest: int, limit: int) -> int:
+    """Return the number of columns for ids up to the largest: a power of 2, so that few merges resize."""
     return min(1 << max(largest, 0).bit_length(), limit)

@@ -1,8 +1,8 @@
-"""k3 by training step and by the version of the weights that sampled: is it the age, or the sampler?
+"""k3 by training step and by the version of the weights that sampled: separates old weights from a stuck sampler.
 
-A log that records `policy_versions` says how old the weights behind each token were. If k3 grows with that age within a
-step, the weights are as old as the log says. If it grows with the step while the recorded age stays the same, the
-versions are wrong: the sampler never took new weights over.
+A log that records `policy_versions` contains the age of the weights behind each token. If k3 grows with that age within
+a step, the weights are as old as recorded. If it grows with the step at a constant recorded age, the versions are
+incorrect: the sampler never loaded new weights.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rollcorr.diagnostics.numbers import format_number
 
 Cell = tuple[float, float]
 MOST_CELLS = 1 << 14
-"""Pairs of step and version that are kept; those of the lowest steps where there are more."""
+"""Largest number of pairs of step and version; the lowest steps are kept."""
 BY_LAG = 1.5
-"""k3 at the highest age over that at the lowest, within steps, from which age explains it."""
+"""Ratio of k3 at the highest age to k3 at the lowest, within steps, from which age explains it."""
 CELL_TOKENS = 200
-"""Fewer tokens of an age within a step are not compared."""
+"""Fewest tokens of an age within a step for a comparison."""
 
 
 @dataclass(frozen=True)
 class VersionCells:
-    """Tokens and Σ k3 by (step, version).
+    """Token counts and Σ k3 by (step, version).
 
     Attributes:
-        cells: (step, version) → tokens, Σ k3.
+        cells: (step, version) → tokens, Σ k3 in nats; default empty.
     """
 
     cells: Mapping[tuple[int, int], Cell] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class VersionCells:
     def of(
         cls, step: NDArray[np.int64], version: NDArray[np.int64], k3: NDArray[np.float64], tokens: NDArray[np.float64]
     ) -> VersionCells:
-        """The cells of some rows or spans: each (n,), with their tokens and their Σ k3."""
+        """Compute the cells of rows or spans: step, version, Σ k3 in nats and tokens, (n,) each."""
         cells: dict[tuple[int, int], Cell] = {}
         pairs, inverse = np.unique(np.stack([step, version]), axis=1, return_inverse=True)
         inverse = inverse.reshape(-1)
@@ -55,7 +55,7 @@ class VersionCells:
         return cls(cells)
 
     def merge(self, later: VersionCells) -> VersionCells:
-        """The cells of both together."""
+        """Return the cells of both parts."""
         if not later.cells:
             return self
         cells = dict(self.cells)
@@ -67,7 +67,7 @@ class VersionCells:
         return VersionCells(cells)
 
     def by_step(self) -> list[tuple[int, float, float]]:
-        """(step, k3 per token, mean lag) of each step, rising."""
+        """Return (step, k3 per token in nats, mean lag in versions) of each step, rising."""
         rows = []
         for step, lags in self.by_lag().items():
             count, total = (sum(cell[part] for cell in lags.values()) for part in (0, 1))
@@ -75,9 +75,9 @@ class VersionCells:
         return rows
 
     def by_lag(self) -> dict[int, dict[int, Cell]]:
-        """Step → lag → tokens, Σ k3; steps and lags rising.
+        """Return step → lag in versions → tokens, Σ k3 in nats; steps and lags are rising.
 
-        The lag is in versions. The policy's version is that of `PolicyClock`, which sees the whole log first.
+        The policy's version is computed by `PolicyClock`, which reads the complete log first.
         """
         newest: dict[int, int] = {}
         for step, version in sorted(self.cells):
@@ -86,7 +86,7 @@ class VersionCells:
         for step, version in newest.items():
             clock.see(step, torch.tensor(version, device="cpu"))
 
-        # Versions must not rise and fall: the newest one until a step counts.
+        # The policy's version never decreases: use the newest one up to each step.
         policy, seen = {}, next(iter(newest.values()), 0)
         for step, version in newest.items():
             seen = max(seen, version)
@@ -100,9 +100,9 @@ class VersionCells:
         return steps
 
     def growth_with_age(self) -> tuple[float, float, int]:
-        """k3 at the lowest and at the highest age within a step, and the number of steps that have two ages.
+        """Return k3 at the lowest and at the highest age within a step, and the number of steps that have two ages.
 
-        Both are geometric means over those steps, nats per token. NaN without any.
+        Both are geometric means over those steps, nats per token; NaN without such steps.
         """
         by_step: dict[int, list[tuple[int, float]]] = {}
         for (step, version), (count, total) in self.cells.items():
@@ -120,13 +120,13 @@ class VersionCells:
 
 
 class LagRow(NamedTuple):
-    """The mismatch of the tokens of one lag.
+    """Mismatch of the tokens of one lag.
 
     Attributes:
         lag: age of the weights that sampled, in versions.
-        tokens: how many have this lag.
-        k3_kl: k3 per token, nats.
-        error: its standard error from the spread over steps, nats; NaN for a single step.
+        tokens: number of tokens with this lag.
+        k3_kl: mean k3, nats per token.
+        error: standard error of `k3_kl` from the spread over steps, nats; NaN for a single step.
     """
 
     lag: int
@@ -136,7 +136,7 @@ class LagRow(NamedTuple):
 
 
 def lag_rows(steps: Mapping[int, Mapping[int, Cell]]) -> tuple[LagRow, ...]:
-    """Return the rows of all steps, from `VersionCells.by_lag`, by lag."""
+    """Return the mismatch by lag over all steps, from `VersionCells.by_lag`."""
     table: dict[int, list[Cell]] = {}
     for lags in steps.values():
         for lag, cell in lags.items():
@@ -145,7 +145,7 @@ def lag_rows(steps: Mapping[int, Mapping[int, Cell]]) -> tuple[LagRow, ...]:
 
 
 def _mean_and_error(cells: NDArray[np.float64]) -> tuple[int, float, float]:
-    """Return the tokens of some steps, k3 per token and its standard error; tokens of one step are not independent."""
+    """Return the tokens of some steps, k3 per token and its standard error; tokens of one step are dependent."""
     count, total = cells.sum(0)
     mean, steps = total / count, len(cells)
     if steps < 2:
@@ -155,7 +155,7 @@ def _mean_and_error(cells: NDArray[np.float64]) -> tuple[int, float, float]:
 
 
 def lag_metrics(rows: Iterable[LagRow]) -> dict[str, float]:
-    """Return the metrics of rows, prefixed; the split is left out if no token has lag 0."""
+    """Return the metrics of lag rows by prefixed name; the split is omitted if no token has lag 0."""
     sums = [0.0] * 5
     for lag, tokens, k3, _ in rows:
         fresh = lag == 0
@@ -165,10 +165,10 @@ def lag_metrics(rows: Iterable[LagRow]) -> dict[str, float]:
 
 
 def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
-    """Return the finding that the mismatch follows the recorded age of the weights within a step, if it does.
+    """Return the finding that k3 grows with the recorded age of the weights within a step; empty if it does not.
 
-    The rows of one step are scored by one policy, so only the age of the sampler's weights tells them apart. A growth
-    over the steps is a rule of the series (`weight_sync_rules`).
+    The same policy scores all rows of a step, so only the age of the sampler's weights separates them. Growth over the
+    steps is a rule of the series (`weight_sync_rules`).
     """
     youngest, oldest, steps = versions.growth_with_age()
     if not steps or oldest < BY_LAG * youngest:

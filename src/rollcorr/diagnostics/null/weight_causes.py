@@ -1,14 +1,14 @@
-"""Which cause an excess over a null has: weights, a stale prefix cache, another prompt, padding, a stochastic trainer.
+"""Cause of an excess over a null: weights, a stale prefix cache, a different prompt, padding, a stochastic trainer.
 
-All of them make k3 larger. They differ in where it is larger.
+Each cause increases k3. They differ in the tokens where k3 is larger.
 
-- *Weights that differ* show at every position, and as a function of the context: the token id explains a part of the
-  variance, and the token with the one before it explains more.
-- *A stochastic trainer* (dropout) shows at every position too, and nothing explains it.
-- *A prompt that differs* shows most at the first tokens and fades as the response takes over. So does *a stale prefix
-  cache*, but weaker, and not more for shorter prompts: a missing or an extra token weighs most in a short one. Weights
-  fade a little too, as the context grows, but they stay a function of the last tokens, which a prompt is not.
-- *Padding that is not masked* spares the longest prompts, which have none.
+- *Weights that differ* act at every position, and as a function of the context: the token id explains a part of the
+  variance, and the bigram, the token with its predecessor, explains more.
+- *A stochastic trainer* (dropout) acts at every position too, and no token or bigram explains it.
+- *A prompt that differs* acts most on the first tokens and fades along the response. So does *a stale prefix cache*,
+  but weaker, and independent of the prompt's length: a missing or an extra token weighs most in a short prompt. The
+  effect of weights fades a little as the context grows, but remains a function of the last tokens, unlike a prompt.
+- *Unmasked padding* spares the longest prompts, which have no padding.
 """
 
 from __future__ import annotations
@@ -35,68 +35,68 @@ from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 
 FADES, SURELY_FADES = 2.2, 1.5
-"""Excess of the beginning over that of the rest from which it is said to fade; and less 1.5 standard errors."""
+"""Excess of the beginning over the later excess from which it fades; and the same less 1.5 standard errors."""
 REPEATED_FADES, REPEATED_SURELY = 8.0, 6.0
-"""The same where the responses repeat few tokens."""
+"""The same limits for responses that repeat few tokens."""
 WEIGHTS_FADE, WEIGHTS_CONTEXT = 4.0, 0.38
-"""Fading below which weights may be the cause, and the share that a token and the one before it must then explain: of
-logs that fade so little, it was 0.42 or more for other weights, and 0.33 or less for other prompts and stale caches."""
+"""Fading below which weights may be the cause, and the share that bigrams must then explain. At such fading, logs had
+0.42 or more for other weights, and 0.33 or less for other prompts and stale caches."""
 STOCHASTIC = 0.08
-"""Share that a token and the one before it explain, below which nothing does; two fixed policies have 0.1 and more."""
+"""Share explained by bigrams below which d is random; two deterministic policies have 0.1 or more."""
 LARGE_EXCESS = 3.0
-"""k3 over the null's from which the shares are those of the excess, not of the noise."""
+"""Ratio of k3 to the null's from which the shares describe the excess instead of the noise."""
 SPARED, HIT = 5.0, 20.0
-"""k3 of a row over the null's: below the first it was spared, above the second it was hit."""
+"""Ratio of a row's k3 to the null's: a row is spared below the first number, and hit above the second."""
 
 FEWEST_EQUAL = 200
-"""Tokens after an equal prompt and response that tell whether d is a function of these."""
+"""Fewest tokens after an equal prompt and response to test whether d is a function of both."""
 MIXED = (0.1, 0.9)
-"""Share of Var(d) that an equal prompt and response explain where rows differ by something else."""
+"""Range of the share of Var(d) that an equal prompt and response explain if a different property splits the rows."""
 VARIES = 0.4
-"""The same share and two errors, below which one side draws anew: up to 0.22 under dropout, and from 0.69 where both
+"""The same share and two errors, below which one side is random: up to 0.22 with dropout, and 0.69 or more if both
 sides are functions and the weights move."""
 SURELY_EQUAL = 2000
-"""Such tokens from which d is known to be a fixed function, whatever else it looks like."""
+"""Number of such tokens from which d is known to be a fixed function, whatever the other tests show."""
 LOST, EFFECTIVE = 0.96, 0.1
-"""Mean of π / μ below which mass is missing on one side; other weights and dropout keep it. And the effective share of
-the tokens below which so few hold the mean that the mass may lie in ids that were hardly sampled."""
+"""Mean of π / μ below which one side lacks probability mass; other weights and dropout keep it. And the effective share
+of the tokens below which few tokens dominate the mean, so that the mass may lie in ids that were hardly sampled."""
 SEEN = 0.06
 """Share of Var(d) among tokens of one id that "seen before" explains under a penalty; up to 0.035 otherwise."""
 OF_TOKENS = 0.3
-"""The same, as a part of what a token and the one before it explain."""
+"""The same, relative to the share explained by bigrams."""
 ROW_TOKENS = 8
-"""Tokens of a row that is judged alone."""
+"""Fewest tokens of a row for a separate judgment."""
 AT_NULL = (0.15, 0.9)
-"""Share of the rows that are as in the null where some rows differ."""
+"""Range of the share of rows that match the null if only some rows differ."""
 STARTED_MIXED = 0.75
-"""Share of Var(d) and its error that an equal prompt and response explain under weights that start to differ."""
+"""Smallest share of Var(d), plus its error, that an equal prompt and response explain if weights start to differ."""
 BETWEEN = 0.15
-"""Share of the rows that may lie between the null and those that are hit."""
+"""Largest share of rows between the null and the rows that are hit."""
 ONE_SIDED = 0.25
-"""Distance from a half of the share of tokens that are higher on one side, which other weights do not reach."""
+"""Distance from 0.5 of the share of tokens with d > 0, which other weights do not reach."""
 CONCENTRATED = 0.45
-"""Share of the noise of ids or probabilities that carry an excess which is not that of all weights."""
+"""Share of the noise of ids or probabilities below which their excess is not an excess of all weights."""
 MOST_ROWS = 0.5
-"""Share of the rows that weights which differ do not spare."""
+"""Largest share of the rows that different weights spare."""
 OF_CONTEXT = 0.1
-"""Share that a token and the one before it explain, from which weights that differ are named."""
+"""Smallest share explained by bigrams to name different weights."""
 EDGE = 0.5
-"""k3 of the later half of a place over that of all of it, below which it fades."""
+"""Ratio of k3 in the later half of a place to k3 in all of it, below which the place fades."""
 SMALL = 0.03
-"""k3 in nats per token up to which precision of a cache or of kernels is likely."""
+"""Largest k3, nats per token, at which the precision of a cache or of kernels is a likely cause."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Excess:
-    """An excess over a null, with what the tests look at.
+    """Excess over a null with the statistics that the tests read.
 
     Attributes:
-        tokens: of the spread sample.
-        times: its size, in words.
-        evidence: its numbers.
-        repeats: the responses repeat few tokens.
-        case: the series of steps, which refutes causes.
-        found: places that carry most of it, the densest first.
+        tokens: tokens of the row sample.
+        times: size of the excess, in words.
+        evidence: numbers of the excess.
+        repeats: True if the responses repeat few tokens.
+        case: series of steps, which refutes causes.
+        found: places that carry most of the excess, as sorted by `places`; default empty.
     """
 
     tokens: ExcessTokens
@@ -108,28 +108,28 @@ class _Excess:
 
     @cached_property
     def same(self) -> TokenShare:
-        """How much of Var(d) the prompt and the response up to a token explain: all of it, unless something varies."""
+        """Compute the share of Var(d) explained by an equal prompt and response: 1 if d is a function of both."""
         return self.tokens.share("prefix")
 
     @cached_property
     def context(self) -> TokenShare:
-        """How much of Var(d) a token and the one before it explain."""
+        """Compute the share of Var(d) explained by bigrams."""
         return self.tokens.share("pair")
 
     @property
     def fixed(self) -> bool:
-        """Whether d is certainly a fixed function of prompt and response, in most rows and from the first step on."""
+        """Return whether d is surely a fixed function of prompt and response, in most rows and from step one on."""
         sure = self.same.tokens >= SURELY_EQUAL and self.same.share >= MIXED[1]
         return sure and self.known and self.spared <= MOST_ROWS and self.tokens.first_step >= STARTED
 
     @property
     def repeated(self) -> bool:
-        """Whether enough tokens follow an equal prompt and an equal response."""
+        """Return whether enough tokens follow an equal prompt and an equal response."""
         return self.same.tokens >= FEWEST_EQUAL
 
     @cached_property
     def mass(self) -> tuple[float, float]:
-        """Mean of π / μ, which is 1 for two policies over the same tokens, and its distance from 1 in errors."""
+        """Compute the mean of π / μ, which is 1 for two policies over the same tokens, and its z-score."""
         ratio = np.exp(np.clip(self.tokens.d, -CAP, CAP)) - 1
         _, row = np.unique(self.tokens.places["rows"], return_inverse=True)
         sums, count = np.bincount(row.reshape(-1), ratio), np.bincount(row.reshape(-1))
@@ -139,7 +139,7 @@ class _Excess:
 
     @cached_property
     def by_row(self) -> tuple[Ints, Floats]:
-        """The rows with enough tokens, and k3 over the null's of each; without steps before the mismatch started."""
+        """Return the rows with enough tokens, and their k3 over the null's, since the mismatch started."""
         tokens = self.tokens.since_start
         of, row, count = np.unique(tokens.places["rows"], return_inverse=True, return_counts=True)
         row = row.reshape(-1)
@@ -148,25 +148,25 @@ class _Excess:
 
     @property
     def spared(self) -> float:
-        """Share of the rows that are as in the null."""
+        """Return the share of the rows that match the null."""
         ratio = self.by_row[1]
         return float((ratio < SPARED).mean()) if len(ratio) else 0.0
 
     @property
     def known(self) -> bool:
-        """Whether the shares of Var(d) are those of the excess, not of the noise, and of enough tokens."""
+        """Return whether the excess has enough tokens, and a size at which shares of Var(d) describe it."""
         return self.context.tokens >= FEW_TOKENS and self.evidence["ratio"] >= LARGE_EXCESS
 
     @property
     def no_policy(self) -> bool:
-        """Whether one side is no policy over the sampled tokens: mass is missing."""
+        """Return whether one side is not normalized over the sampled tokens: probability mass is missing."""
         mass, z = self.mass
         weight = np.exp(np.clip(self.tokens.d, -CAP, CAP))
         effective = float(weight.sum() ** 2 / np.square(weight).sum()) / len(weight)
         return mass < LOST and z < -4 and effective >= EFFECTIVE
 
     def named(self, code: str, reason: str, *, confidence: float, place: Place | None = None) -> Finding:
-        """Return a cause of this excess."""
+        """Return the finding of a cause of this excess."""
         where = {} if place is None else place.where
         shown = "" if place is None else f"; {place}"
         return replace(
@@ -185,11 +185,11 @@ def name_causes(
     """Return the causes of an excess that no test refutes, most likely first, each with its confidence as a name.
 
     Args:
-        null: what the log was compared with.
-        excess: the comparison.
-        sample: whole rows of the log.
-        leave_out: first and last step whose rows in the sample are the null's.
-        course: the series of steps, which refutes causes that cannot have made it.
+        null: null that the log was compared with.
+        excess: result of the comparison.
+        sample: complete rows of the log.
+        leave_out: first and last step whose rows in the sample form the null; defaults to no steps.
+        course: metrics over the steps, which refute causes that cannot produce them; defaults to no metrics.
     """
     evidence = {"k3": excess.k3, "expected_k3": excess.expected, "ratio": excess.ratio, "z": excess.z}
     if excess.share.tokens:
@@ -203,7 +203,7 @@ def name_causes(
     if math.isfinite(seen.tokens.first_step):
         evidence["ratio_of_first_step"] = seen.tokens.first_step
     for test in _TESTS:
-        # Without the likelier one of two causes, the other one is not what is left.
+        # If the likelier of two causes is refuted, the other one does not follow: run the next test.
         named = test(seen)
         stand = [finding for finding in named if refutation(finding.code, case) is None]
         if named and stand[:1] == named[:1]:
@@ -212,13 +212,13 @@ def name_causes(
 
 
 def _last_token(seen: _Excess) -> list[Finding]:
-    """The last token of the rows carries the excess."""
+    """Test whether the last token of the rows carries the excess."""
     place = next((p for p in seen.found if p.axis == "from_end" and p.values.max() == 0 and p.whole), None)
     return [] if place is None else [seen.named("last_token_differs", "", confidence=0.95, place=place)]
 
 
 def _prompt_length(seen: _Excess) -> list[Finding]:
-    """Prompts of some lengths alone: the longest were cut, or all but the longest have padding that is not masked."""
+    """Test whether some prompt lengths carry it: long prompts were cut, or short ones have unmasked padding."""
     place = next((p for p in seen.found if p.axis == "prompt_length" and p.whole), None)
     if place is None:
         return []
@@ -230,7 +230,7 @@ def _prompt_length(seen: _Excess) -> list[Finding]:
 
 
 def _padding(seen: _Excess) -> list[Finding]:
-    """The longest prompts alone are spared: they have no padding."""
+    """Test whether only the longest prompts are spared, because they have no padding."""
     if "prompt_length" not in seen.tokens.places:
         return []
     rows, ratio = seen.by_row
@@ -249,7 +249,7 @@ def _padding(seen: _Excess) -> list[Finding]:
 
 
 def _penalty(seen: _Excess) -> list[Finding]:
-    """Among tokens of one id, those that were seen before differ from those that were not."""
+    """Test whether tokens that were seen before differ from unseen tokens of the same id."""
     explained = seen.tokens.of_seen()
     if explained < max(SEEN, OF_TOKENS * seen.context.share):
         return []
@@ -258,7 +258,7 @@ def _penalty(seen: _Excess) -> list[Finding]:
 
 
 def _row_split(seen: _Excess) -> Ints | None:
-    """The rows that are hit, if the others are as in the null and few lie between; None otherwise."""
+    """Return the rows that are hit, if all remaining rows match the null and few lie between; None otherwise."""
     of, ratio = seen.by_row
     if len(ratio) < MIN_ROWS:
         return None
@@ -268,7 +268,7 @@ def _row_split(seen: _Excess) -> Ints | None:
 
 
 def _some_rows(seen: _Excess) -> list[Finding]:
-    """Rows that are hit beside rows that are as in the null."""
+    """Test whether some rows are hit while most rows match the null."""
     rows = _row_split(seen)
     elsewhere = any(p.whole and p.axis in ("step", "turn", "positions") for p in seen.found)
     if rows is None or elsewhere:
@@ -280,7 +280,7 @@ def _some_rows(seen: _Excess) -> list[Finding]:
 
 
 def _sharp_place(seen: _Excess) -> list[Finding]:
-    """All of the excess lies in one place, and what is there has no name."""
+    """Test whether one place carries all of the excess, without a known cause."""
     place = next((p for p in seen.found if p.whole and p.axis not in ("rows", "step", "probability")), None)
     if place is None or seen.repeats or any(_fades(seen.tokens, p) for p in seen.found if p.whole):
         return []
@@ -288,7 +288,7 @@ def _sharp_place(seen: _Excess) -> list[Finding]:
 
 
 def _fades(tokens: ExcessTokens, place: Place) -> bool:
-    """Whether a place at the beginning has little of the excess in its later half: it has no edge."""
+    """Return whether a place at the beginning has little of the excess in its later half, and thus no edge."""
     where = tokens.places.get(place.axis)
     if place.axis not in ("positions", "context_length") or where is None or len(place.values) < 4:
         return False
@@ -297,7 +297,7 @@ def _fades(tokens: ExcessTokens, place: Place) -> bool:
 
 
 def _started_later(seen: _Excess) -> list[Finding]:
-    """Nothing before the first update, and an excess after it: only weights can start to differ in every row."""
+    """Test whether the excess starts after the first update: only weights can start to differ in every row."""
     mixed = seen.repeated and seen.same.share + seen.same.error < STARTED_MIXED
     later = seen.tokens.since_start
     if not seen.tokens.first_step < STARTED or mixed or later.ratio < LARGE_EXCESS or len(later) == len(seen.tokens):
@@ -308,7 +308,7 @@ def _started_later(seen: _Excess) -> list[Finding]:
 
 
 def _other_prompt(seen: _Excess) -> list[Finding]:
-    """A fixed function from the first step on that a displaced context makes, or that heals as the trainer learns."""
+    """Test for a fixed function from the first step on that a displaced context makes, or that heals in training."""
     if not seen.fixed:
         return []
     reason = other_context(seen.tokens, seen.context)
@@ -316,7 +316,7 @@ def _other_prompt(seen: _Excess) -> list[Finding]:
 
 
 def _fading(seen: _Excess) -> list[Finding]:
-    """An excess that fades along the response. Where few tokens are repeated any fault fades, and some fade more."""
+    """Test whether the excess fades along the response; if few tokens are repeated, every fault fades a little."""
     fading = fading_of(seen.tokens)
     fades, surely = (REPEATED_FADES, REPEATED_SURELY) if seen.repeats else (FADES, SURELY_FADES)
     of_weights = seen.known and fading.ratio < WEIGHTS_FADE and seen.context.share >= WEIGHTS_CONTEXT
@@ -326,7 +326,7 @@ def _fading(seen: _Excess) -> list[Finding]:
 
 
 def _stochastic(seen: _Excess) -> list[Finding]:
-    """Nothing explains d: not the token, not the one before it, and not an equal prompt with an equal response."""
+    """Test whether d is random: unexplained by the bigram, or by an equal prompt with an equal response."""
     share = seen.same if seen.repeated else seen.context
     if not seen.repeated and not seen.known:
         return []
@@ -340,7 +340,7 @@ def _stochastic(seen: _Excess) -> list[Finding]:
 
 
 def _weights(seen: _Excess) -> list[Finding]:
-    """A function of the last tokens, at every position, on both sides of 0."""
+    """Test whether d is a function of the last tokens, at every position and on both sides of 0."""
     known = seen.known
     grows = refutation("stochastic_trainer", seen.case) is not None
     mixed = seen.repeated and seen.same.share < MIXED[1]
@@ -364,7 +364,7 @@ def _weights(seen: _Excess) -> list[Finding]:
 
 
 def _noise(seen: _Excess) -> list[Finding]:
-    """Small, at every position, in every row and from the first step on, and no function of the last tokens."""
+    """Test for a small excess at every position, in every row and from the first step on, that no bigram explains."""
     everywhere = all(place.of_noise > 0.5 for place in seen.found) and _row_split(seen) is None
     everywhere = everywhere and len(seen.tokens.since_start) == len(seen.tokens)
     if not everywhere or seen.no_policy or seen.tokens.k3.mean() >= SMALL or seen.context.share >= OF_CONTEXT:
@@ -374,7 +374,7 @@ def _noise(seen: _Excess) -> list[Finding]:
 
 
 def _unknown(seen: _Excess) -> list[Finding]:
-    """No cause fits: where it is."""
+    """Return the finding of an unknown cause, with the place of the excess."""
     place = next(iter(seen.found), None)
     everywhere = "" if place is not None else "; everywhere: no rows, positions, ids or lengths carry most of it"
     return [seen.named("unknown", everywhere, confidence=0.9, place=place)]
@@ -394,4 +394,4 @@ _TESTS = (
     _weights,
     _noise,
 )
-"""Tests of an excess, the most direct first."""
+"""Tests of an excess, most direct first."""

@@ -1,7 +1,7 @@
-"""What a log shows beyond a null: are the weights of the two sides the same?
+"""Judgment of weights from a log and a null: do the two sides have equal weights?
 
-Settings leave patterns in pairs of log-probs; other weights leave none. Two numbers tell them from noise: the mismatch
-against that of a null, at the same probabilities, and the share of Var(d) that the token id explains.
+Settings leave patterns in pairs of log-probs; different weights leave none. Two numbers separate weights from noise:
+the mismatch relative to a null, at the same probabilities, and the share of Var(d) explained by the token id.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from rollcorr.diagnostics.numbers import format_number
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 
 SHARE, WIDE_SHARE = 0.2, 0.3
-"""Share of Var(d) that the id explains, above which the weights differ whatever the size: with a vocabulary of up to
-`WIDE` ids, and with a larger one. Rounding explains 0.06 in bf16 and 0.13 in int8 of the first, 0.13 and 0.22 of the
-second: a head of many rows rounds each of them by an error of its own."""
+"""Share of Var(d) explained by the id, above which weights differ at any size of k3: with a vocabulary of up to `WIDE`
+ids, and with a larger one. Rounding explains 0.06 in bf16 and 0.13 in int8 of the first, 0.13 and 0.22 of the second:
+each row of a large head has its own rounding error."""
 WIDE = 1 << 15
 LARGE_K3 = 0.01
 """k3 per token, nats, above which a null is doubtful unless a quantized engine is declared: 16 bits round less."""
 DOUBTFUL = 0.7
-"""Share of `share_limit` from which a null is doubtful: rounding to 16 bits stays below a third of that limit."""
+"""Fraction of `share_limit` from which a null is doubtful: 16-bit rounding stays below a third of that limit."""
 MORE = 0.05
-"""Share beyond that of the null from which the id is said to explain more."""
+"""Share beyond the null's share from which the id explains more."""
 FACTOR = 3.0
-"""k3 over that of the null, from which a log is never called healthy."""
+"""Ratio of k3 to the null's from which a log is never reported as healthy."""
 Z = 4.0
-"""Standard errors from which a difference is believed."""
+"""Standard errors from which a difference is significant."""
 
 NOT_JUDGED = "weights not judged"
-"""How the sentence on a log without a null begins."""
+"""Beginning of the sentence on a log without a null."""
 DECLARE = "measure it with equal weights, or declare a quantized engine (rollcorr null --engine-precision int8)"
-"""What to do about a doubtful null."""
+"""Fix for a doubtful null."""
 OF_ALL_TOKENS = ("weights_differ", "noise_without_pattern", "stochastic_trainer", "unknown")
-"""Causes of a small excess that a null which does not fit any more would show as well."""
+"""Causes of a small excess that an outdated null would show as well."""
 OF_NOISE, COVERED = ("noise_without_pattern", "stochastic_trainer"), 0.5
-"""Causes of any excess over a null that hardly has tokens as probable as the log's; and the share that it must have."""
+"""Causes of any excess over a null with few tokens as probable as the log's; and the share of tokens that it covers."""
 AGAIN = "measure the null again: rollcorr null --engine NAME --model DIR --prompts LOG -o NULL"
-"""What to do if a null may not fit the policy any more."""
+"""Fix for a null that may not match the policy any more."""
 _START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightJudgment:
-    """What can be said about the weights.
+    """Judgment of the weights; each field defaults to empty.
 
     Attributes:
         findings: causes, most likely first, then notes.
-        not_judged: what could not be judged, and why.
-        judged_against: the null; empty without one.
-        remarks: what the reader should know about the comparison.
-        excess: its numbers; None without a null.
+        not_judged: questions that could not be judged, with the reason.
+        judged_against: label of the null; empty without one.
+        remarks: remarks on the comparison for the reader.
+        excess: numbers of the comparison; None without a null.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -76,15 +76,18 @@ def judge_weights(
     start_is_right: bool = True,
     course: Evidence | None = None,
 ) -> WeightJudgment:
-    """Say whether the two sides have the same weights.
+    """Judge whether the two sides have equal weights.
 
     Args:
-        profile: the mismatch of the log, or of its rows that are not the null.
-        null: what to compare it with; None where there is nothing.
-        sample: whole rows of the log, which tell one cause from another.
-        leave_out: first and last step whose rows in the sample are the null's.
-        start_is_right: the null is known to be right. False: it is the start of the same run, which nobody judged.
-        course: the series of steps, which refutes causes.
+        profile: mismatch of the log, or of its rows outside of the null.
+        null: null to compare with; None without one.
+        sample: complete rows of the log, which separate the causes; defaults to no rows.
+        leave_out: first and last step whose rows in the sample form the null; defaults to no steps.
+        start_is_right: the null is known to be correct; default True. False: it is the unjudged start of the same run.
+        course: metrics over the steps, which refute causes; defaults to no metrics.
+
+    Returns:
+        Findings, or the reasons why the weights were not judged.
     """
     if null is None:
         return _without_null(profile)
@@ -104,13 +107,13 @@ def judge_weights(
         numbers = _numbers(excess)
         findings = [replace(row, metric="k3_kl", value=excess.k3, limit=limit, reason=reason, evidence=numbers)]
 
-    # A null that is too small was looked at, and nothing was judged by it.
+    # Report no null if the judgment could not use it, for example because it is small.
     against = "" if any(sentence.startswith(NOT_JUDGED) for sentence in not_judged) else null.label
     return WeightJudgment(findings=tuple(findings), not_judged=tuple(not_judged), judged_against=against, excess=excess)
 
 
 def _without_null(profile: MismatchProfile) -> WeightJudgment:
-    """The share alone speaks."""
+    """Judge the weights by the share of the token id only."""
     share, limit = profile.share, share_limit(profile)
     explains = share.share >= max(limit, 2 * share.error) and not profile.ids.repeats
     if share.tokens >= FEW_TOKENS and explains and profile.k3 > ROUNDING:
@@ -135,7 +138,7 @@ def _without_null(profile: MismatchProfile) -> WeightJudgment:
 
 
 def doubt_of(profile: MismatchProfile) -> str:
-    """Return what makes a null doubtful; empty if it shows no more than a 16-bit engine does."""
+    """Return the reason why a null is doubtful; empty if it shows no more than a 16-bit engine does."""
     share, limit = profile.share, DOUBTFUL * share_limit(profile)
     if profile.k3 > LARGE_K3:
         return f"its k3 of {format_number(profile.k3)} nats is above {LARGE_K3:g}, more than rounding to 16 bits makes"
@@ -152,7 +155,7 @@ def _with_null(
     leave_out: tuple[int, int] | None,
     course: Evidence | None,
 ) -> tuple[list[Finding], list[str]]:
-    """The causes that the comparison names, and what it could not judge."""
+    """Return the causes from the comparison, and the reasons why it could not judge."""
     if null.profile.tokens < FEW_TOKENS or null.profile.row_count < MIN_ROWS:
         few = f"{null.profile.row_count} rows, {null.profile.tokens:,} tokens"
         return [], [f"{NOT_JUDGED}: {null.name} has {few}; {MIN_ROWS} and {FEW_TOKENS:,} are needed"]
@@ -177,7 +180,7 @@ def _with_null(
     confidence = max(excess.z**2 / (1 + excess.z**2) if larger else 0.0, 0.9 if by_id else 0.0)
     found = name_causes(null, excess, sample, leave_out=leave_out, course=course)
 
-    # A policy that becomes sharper, or other prompts, make as much: only the ids could tell weights from that.
+    # A sharper policy, or other prompts, make as large an excess: only the ids could separate weights from these.
     code, reason = found[0].code, f"k3 is {format_number(excess.ratio)} times that of {null.name}: "
     if excess.ratio < FACTOR and not by_id and code in OF_ALL_TOKENS:
         reason += "other weights, or a sharper policy"
@@ -190,12 +193,12 @@ def _with_null(
 
 
 def share_limit(profile: MismatchProfile) -> float:
-    """The share that only other weights reach, given how large the ids are."""
+    """Return the share of Var(d) that only different weights reach, given the largest id."""
     return SHARE if profile.ids.largest < WIDE else WIDE_SHARE
 
 
 def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
-    """Whether the token id explains more than in the null, beyond chance.
+    """Return whether the token id explains more than in the null, beyond chance.
 
     A mismatch of about the null's size must reach the limit, or exceed the null by more than half of it: a quantized
     engine errs by token as well, by a share that moves with the weights (0.03 to 0.13 within one run at int8).
@@ -211,7 +214,7 @@ def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
 
 
 def _measure_again(excess: Excess, reason: str, fix: str) -> Finding:
-    """Return the finding of a log that its null does not fit, or fits too well."""
+    """Return the finding that the null must be measured again, with the reason and the fix."""
     row = fault("measure_null_again").finding
     numbers = _numbers(excess)
     return replace(row, severity="note", metric="k3_kl", value=excess.k3, reason=reason, fix=fix, evidence=numbers)
