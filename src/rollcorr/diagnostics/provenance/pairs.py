@@ -145,7 +145,7 @@ def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> floa
 
     - likelier tokens are not certain as well: other weights can make any token certain, and a filled-in zero can occur
       at any token;
-    - clearly more than a few tokens only nearly reach 1, which a low temperature or other weights cause.
+    - the tokens that nearly reach 1 exceed a tenth of the certain ones, as under a low temperature or other weights.
 
     Args:
         base: log-probs of the sampled tokens, (n,) nats.
