@@ -1,4 +1,4 @@
-"""The health check: ranges of single metrics, and rules that need more than one."""
+"""The health check: healthy ranges of single metrics, and rules over several metrics."""
 
 import lazy_loader as _lazy
 

@@ -1,8 +1,8 @@
-"""The judgments on denoising steps, in joint units: over all D latent dimensions of a step.
+"""Rules on denoising steps, in joint units: over all D latent dimensions of a step.
 
-The customary log-prob is an average over D, so its difference looks tiny at any size of picture: 1e-3 per dimension is
-66 nats at D = 65,536. What counts is the exact KL of a step, KL = ‖m_π − m_μ‖² / 2s², and the joint log-ratio
-J = D (log π − log μ), which under the rollout policy is normal with mean −KL and variance 2 KL.
+Log-probs of denoising steps are usually averages over D, so their differences look small at any image size: 1e-3 per
+dimension is 66 nats at D = 65,536. The rules use the exact KL of a step, KL = ‖m_π − m_μ‖² / 2s², and the joint
+log-ratio J = D (log π − log μ), which under the rollout policy is normal with mean −KL and variance 2 KL.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from rollcorr.diagnostics.health.noise import RANGE_Z
 from rollcorr.diagnostics.health.trend import Change
 
 KL_WARNS = 0.1
-"""Nats of exact KL per step above which a note asks for a null: large pictures reach 2 by the noise of bf16 alone."""
+"""Exact KL per step, nats, above which a note asks for a null: large images reach 2 with bf16 noise."""
 SMALL_KL = 1.0
-"""Nats up to which k3 of J is the KL too."""
+"""Largest exact KL, nats, for which k3 of J estimates the KL."""
 CONTRADICTION_Z = 6.0
-"""Standard errors between the mean of J and what it must be, above which the log-probs and the means disagree."""
+"""Standard errors between the mean of J and its expected value above which log-probs and means disagree."""
 ONE_SIDED = 0.25
-"""Largest difference between the shares of gradients that are zeroed for A < 0 and for A > 0."""
+"""Largest difference between the shares of zeroed gradients for A < 0 and for A > 0."""
 GROWTH = 5.0
-"""Times its start that |Δ log p| of a timestep may reach."""
+"""Largest ratio of a timestep's |Δ log p| to its start."""
 FIRST_STEPS = 5
-"""Steps that measured a timestep and serve as its start."""
+"""Number of first values of a timestep whose median is its start."""
 RISE_BY_TIMESTEP = 1.5
-"""Growth of |Δ log p| at the median timestep that a rise of the KL needs: its square is that of the KL."""
+"""Smallest growth of |Δ log p| at the median timestep for a rise of the KL, which grows by its square."""
 FEWEST_VALUES = 4
-"""Steps of one timestep that show its growth."""
+"""Fewest values of a timestep to compute its growth."""
 LEAST = 1e-12
-"""Least |Δ log p| of a start."""
+"""Lower bound of a start's |Δ log p|, nats per dimension."""
 NEGATIVE, POSITIVE = "actor/zeroed_fraction_negative", "actor/zeroed_fraction_positive"
 BY_TIMESTEP = "log_prob_abs_diff/t_"
 
@@ -68,23 +68,39 @@ STEP_ADVICE: Mapping[str, tuple[str, str]] = {
         "find out why the sampler returns none for them; `nonfinite=` says what the correction does with them",
     ),
 }
-"""The ranges that hold for denoising steps, with what a value outside means there, and what to try."""
+"""Metrics whose healthy range applies to denoising steps → (reason, fix) of a value outside the range."""
 
 
 def step_range(name: str, limits: HealthyRange) -> HealthyRange | None:
-    """A metric's healthy range, in words for denoising steps; None where the range is one of language models."""
+    """Return a metric's healthy range with the texts for denoising steps.
+
+    Args:
+        name: bare name of the metric.
+        limits: the metric's range in the registry.
+
+    Returns:
+        The range; `None` if it applies only to language models.
+    """
     advice = STEP_ADVICE.get("rollout_rs_masked_fraction" if name.endswith("masked_fraction") else name)
     return None if advice is None else replace(limits, reason=advice[0], fix=advice[1])
 
 
 def expected_at(exact_kl: float) -> dict[str, float]:
-    """What J shows at an exact KL: its mean is −KL, and while the KL is small k3 is the KL too."""
+    """Return the expected metrics of J at an exact KL, nats: the mean of −J is the KL, as is k3 for a small KL."""
     expected = {"kl_joint": exact_kl}
     return expected | {"k3_kl_joint": exact_kl} if exact_kl <= SMALL_KL else expected
 
 
 def range_at(exact_kl: float, steps: float) -> dict[str, tuple[float, float]]:
-    """The range of the mean of −J over that many denoising steps, whose variance is 2 KL each; empty if unknown."""
+    """Compute the 95 % range of the mean of −J, nats, over a number of denoising steps of variance 2 KL each.
+
+    Args:
+        exact_kl: exact KL per step, nats.
+        steps: number of denoising steps.
+
+    Returns:
+        Metric → (low, high), nats; empty if either argument is not positive.
+    """
     if not (exact_kl > 0 and steps > 0):
         return {}
     error = RANGE_Z * math.sqrt(2 * exact_kl / steps)
@@ -94,12 +110,13 @@ def range_at(exact_kl: float, steps: float) -> dict[str, tuple[float, float]]:
 def rises_of_pictures(
     history: Sequence[tuple[int, Mapping[str, float]]], changes: Mapping[str, Change]
 ) -> Mapping[str, Change]:
-    """Return the rise of the exact KL, if there is one at equal timesteps too.
+    """Return the rise of the exact KL, if |Δ log p| at equal timesteps also rose.
 
-    Windows at other timesteps change the KL tenfold from step to step; averages over D follow them, and are left out.
+    Windows at different timesteps change the KL tenfold between steps. Averages over D follow these changes, so their
+    rises are ignored.
 
     Args:
-        history: the steps, as of `Evidence`.
+        history: (step, numbers by bare name), as in `Evidence`.
         changes: metric → its latest lasting rise.
     """
     rises = {name: change for name, change in changes.items() if name == "exact_kl_mean"}
@@ -109,7 +126,7 @@ def rises_of_pictures(
 
 
 def _by_timestep(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, list[float]]:
-    """Timestep, as in the name of its metric → |Δ log p| of each step that measured it."""
+    """Return timestep, as in its metric's name → |Δ log p| of each step that measured it, nats per dimension."""
     values: dict[str, list[float]] = {}
     for _, metrics in history:
         for name in metrics:
@@ -119,24 +136,24 @@ def _by_timestep(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
 
 
 def step_divergence(evidence: Evidence) -> Finding | None:
-    """The exact KL of a step is above 0.1 nats; without the means, the mean of −J is. A null judges it."""
+    """Return a note if the exact KL of a step, or without it the mean of −J, exceeds 0.1 nats. A null judges it."""
     exact = evidence.get("exact_kl_mean")
     name = "kl_joint" if math.isnan(exact) else "exact_kl_mean"
 
-    # −J is noisy around the KL. k3 of J is never negative, so both must say it.
+    # −J is noisy around the KL, and k3 of J is never negative, so require both above the limit.
     if name == "kl_joint" and not evidence.get("k3_kl_joint") > KL_WARNS:
         return None
     return fault("step_divergence").above(evidence, name, KL_WARNS, severity="note")
 
 
 def densities_contradict_means(evidence: Evidence) -> Finding | None:
-    """The mean of J is not −KL: one side's densities are of other steps, as with a schedule that is off by one."""
+    """Return an error if the mean of J is not −KL: one side's densities use other steps, as in a shifted schedule."""
     mean_j, count = -evidence.get("kl_joint"), evidence.current.get("token_count", 0.0)
     exact = evidence.get("exact_kl_mean")
     if math.isnan(mean_j) or not count > 1:
         return None
 
-    # J has mean −KL and variance 2 KL. Without the means only the sign is known: the mean of J is never above 0.
+    # J has mean −KL and variance 2 KL. Without the exact KL only the sign is known: the mean of J is at most 0.
     known = not math.isnan(exact)
     expected = -exact if known else 0.0
     spread = math.sqrt(2 * max(exact if known else KL_WARNS, 1e-6) / count)
@@ -158,7 +175,7 @@ def densities_contradict_means(evidence: Evidence) -> Finding | None:
 
 
 def one_sided_gradients(evidence: Evidence) -> Finding | None:
-    """The clip zeroes far more of the gradients of one sign of the advantage: what is learned is lopsided."""
+    """Return a finding if the clip zeroes far more gradients for one sign of the advantage, which biases learning."""
     negative, positive = evidence.get(NEGATIVE), evidence.get(POSITIVE)
     gap = abs(negative - positive)
     name, side = (NEGATIVE, "negative") if negative > positive else (POSITIVE, "positive")
@@ -176,7 +193,7 @@ def one_sided_gradients(evidence: Evidence) -> Finding | None:
 
 
 def growth_by_timestep(evidence: Evidence) -> Finding | None:
-    """|Δ log p| of a timestep has grown to several times its start: the two sides drift apart there."""
+    """Return a finding if |Δ log p| of a timestep has grown to several times its start: the sides drift apart there."""
     ends = {
         time: (median(values[:FIRST_STEPS]), median(values[-FIRST_STEPS:]))
         for time, values in _by_timestep(evidence.history).items()
@@ -205,4 +222,4 @@ DIFFUSION_RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     one_sided_gradients,
     growth_by_timestep,
 )
-"""The rules of denoising steps; `judge` asks them where the log-probs are densities of a diffusion sampler."""
+"""Rules on denoising steps; `judge` runs them if the log-probs are densities of a diffusion sampler."""

@@ -1,4 +1,4 @@
-"""What a health check reads: metrics now, metrics over time, and the configuration behind them."""
+"""Input of a health check: current metrics, their history, and the configuration."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rollcorr.diagnostics.health.trend import AGE, Change, SeriesWatch
 from rollcorr.run_directory.metrics_file import StepStore
 
 RECENT_STEPS = 10
-"""Steps at the end of a series that decide its verdict."""
+"""Number of steps at the end of a series that decide its verdict."""
 RISES = ("exact_kl_mean", "k3_kl", "log_ratio_std")
-"""The metrics of which a lasting rise is one of the mismatch; the first one that rose is shown."""
+"""Metrics whose lasting rise is a rise of the mismatch; a finding shows the first one that rose."""
 ABOVE_NULL = 3.0
-"""k3 over that of a null, above which the weights are not the same."""
+"""Ratio of k3 to the null's k3 above which the two sides' weights differ."""
 FIRST_STEP = 1
-"""Largest number of a step that no update came before: trainers count from 0 or from 1."""
+"""Largest number of the step before the first update: trainers count from 0 or from 1."""
 SAME_ORDER = 0.1
-"""Share of today's k3 that the first step must have had, for the same cause to make both."""
+"""Smallest ratio of the first step's k3 to the current k3 for the same cause to explain both."""
 LEAST_K3 = 1e-9
-"""k3 in nats that float32 rounding of the log-probs alone may cause."""
+"""k3, nats, that float32 rounding of the log-probs may cause."""
 
 Metrics = Mapping[str, Any]
 
@@ -38,16 +38,16 @@ class Evidence:
     """The numbers to judge, their history, and the configuration behind them.
 
     Attributes:
-        current: the numbers to judge, by bare name. NaN is left out.
-        history: (step, numbers by bare name) of every step that measured anything; empty without a series.
-        config: the correction's configuration, when known.
-        diffusion: the log-probs are densities of a diffusion sampler, not probabilities of tokens.
-        changes: metric → its latest lasting rise, of those that were watched and had one.
-        noise: the noise of a token, measured where both policies were the same; None without such a null.
-        differed: the policies differed in an earlier step, which the history may no longer hold.
-        sampling: the sampler's settings are recorded. Without them, log-probs may agree on tokens that were drawn from
-            another distribution.
-        first: (step, numbers by bare name) of the first step that measured anything; None without a series.
+        current: the numbers to judge, by bare name; NaN is excluded.
+        history: (step, numbers by bare name) of every step with a valid token; empty by default: no series.
+        config: the correction's configuration; defaults to `None`: not known.
+        diffusion: the log-probs are densities of a diffusion sampler, not probabilities of tokens; False by default.
+        changes: watched metric → its latest lasting rise; contains only metrics with a rise.
+        noise: noise of a token, measured with the same policy on both sides; defaults to `None`: no null.
+        differed: the policies differed in an earlier step, which the history may no longer contain.
+        sampling: the sampler's settings are recorded; the default is True. Without them, log-probs may agree on tokens
+            that were drawn from a different distribution.
+        first: (step, numbers by bare name) of the first step with a valid token; defaults to `None`: no series.
     """
 
     current: Mapping[str, float]
@@ -62,29 +62,32 @@ class Evidence:
 
     @property
     def level(self) -> Level | None:
-        """The level of the weights. Without a configuration, a metric of theirs tells weights of sequences."""
+        """Return the level of the weights; without a configuration, "sequence" if a metric of this level is present."""
         if self.config is not None:
             return self.config.rollout_is
         return "sequence" if "rollout_is_log_max" in self.current else None
 
     @property
     def weights_in_force(self) -> bool:
-        """Whether weights reach the loss; without a configuration they may."""
+        """Return whether weights reach the loss; True without a configuration."""
         return self.config is None or self.config.weights_reach_loss
 
     @property
     def severity_of_weights(self) -> Severity:
-        """A limit on weights warns where they reach the loss."""
+        """Return "warning" if weights reach the loss, else "note"."""
         return "warning" if self.weights_in_force else "note"
 
     @property
     def sequences_in_force(self) -> bool:
-        """Whether weights of whole sequences reach the loss."""
+        """Return whether sequence weights reach the loss."""
         return self.level == "sequence" and self.weights_in_force
 
     @property
     def rejection_in_force(self) -> bool:
-        """Whether anything rejects. A veto beside weights that are only measured is only measured too."""
+        """Return whether a criterion or a veto rejects; True without a configuration.
+
+        A veto is only measured if the weights are only measured.
+        """
         if self.config is None or self.config.criteria:
             return True
         measured_only = self.config.rollout_is is not None and not self.config.apply_is
@@ -92,70 +95,78 @@ class Evidence:
 
     @property
     def or_leave_bypass(self) -> str:
-        """What ends a fix that leaving bypass mode would be too: nothing where that mode is off."""
+        """Return the clause of a fix that suggests to leave bypass mode; empty if that mode is off."""
         if self.config is None:
             return ", or leave bypass mode if it is on"
         return ", or leave bypass mode" if self.config.bypass_mode else ""
 
     @property
     def measured(self) -> bool:
-        """Whether there was any valid token: without one no number means anything."""
+        """Return whether there was any valid token: without one the numbers have no meaning."""
         return self.current.get("token_count", 1.0) > 0
 
     @property
     def rise(self) -> Change | None:
-        """The latest lasting rise of the mismatch; None without one."""
+        """Return the latest lasting rise of the mismatch, or `None`."""
         return None if self.risen is None else self.changes[self.risen]
 
     @property
     def risen(self) -> str | None:
-        """The metric of that rise; the exact KL of pictures counts only where they are judged as such."""
+        """Return the metric of that rise, or `None`; the exact KL counts only for diffusion."""
         names = RISES if self.diffusion else RISES[1:]
         return next((name for name in names if name in self.changes), None)
 
     @property
     def null_k3(self) -> float:
-        """k3 of the null, nats, at least that of rounding; NaN without a null."""
+        """Return the null's k3, nats, at least `LEAST_K3`; NaN without a null."""
         return math.nan if self.noise is None else max(self.noise.mean_k3, LEAST_K3)
 
     @property
     def start_k3(self) -> float:
-        """k3 of the step that no update came before, nats; NaN if that step is not recorded."""
+        """Return k3 of the step before the first update, nats; NaN if that step is not recorded."""
         if self.first is None or self.first[0] > FIRST_STEP:
             return math.nan
         return self.first[1].get("k3_kl", math.nan)
 
     @property
     def starts_in_excess(self) -> bool:
-        """Whether k3 was several times the null's before the first update: no weight sync can have failed by then."""
+        """Return whether k3 was several times the null's before the first update, so before any weight sync."""
         return self.start_k3 >= ABOVE_NULL * self.null_k3
 
     @property
     def differs_from_start(self) -> bool:
-        """Whether the cause of that excess makes today's as well: it is of the same order."""
+        """Return whether the first step's excess has the order of the current k3, so the same cause explains both."""
         return self.starts_in_excess and self.start_k3 >= SAME_ORDER * self.get("k3_kl")
 
     @property
     def is_fresh_on_record(self) -> bool:
-        """Whether an age of the weights is recorded, and is 0 at every step."""
+        """Return whether an age of the weights is recorded, and is 0 at every step."""
         ages = [age for _, age in self.series(AGE)]
         return bool(ages) and not any(ages)
 
     def get(self, name: str) -> float:
-        """The current value; NaN, which breaks no limit, when it was not measured."""
+        """Return the current value of a metric; by default NaN, which breaks no limit."""
         return self.current.get(name, math.nan)
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every step that measured it."""
+        """Return (step, value) of every step that measured this metric."""
         return [(step, metrics[name]) for step, metrics in self.history if name in metrics]
 
     def recent(self, name: str) -> list[float]:
-        """Its values in the recent steps; without a series, the current value alone."""
+        """Return a metric's values in the recent steps; without a series, only the current value."""
         recent_steps = self.history[-RECENT_STEPS:] or [(0, self.current)]
         return [metrics[name] for _, metrics in recent_steps if name in metrics]
 
     def when(self, name: str, breaks: Callable[[float], bool]) -> dict[str, Any]:
-        """When the metric first broke a rule, and in how many steps: fields of a finding."""
+        """Return the first step at which a metric broke a rule, and the number of such steps.
+
+        Args:
+            name: bare name of the metric.
+            breaks: returns whether a value breaks the rule.
+
+        Returns:
+            The fields `first_step` and `steps` of a finding; both are `None` without a series.
+        """
         if not self.history:
             return {"first_step": None, "steps": None}
         broken = [step for step, value in self.series(name) if breaks(value)]
@@ -163,7 +174,7 @@ class Evidence:
 
 
 def bare_metrics(metrics: Metrics) -> dict[str, float]:
-    """Metrics by bare name: prefixes cut, NaN and what is not a number left out."""
+    """Return the metrics by bare name, without prefixes; NaN and values that are not numbers are excluded."""
     return {
         _bare_name(key): float(value)
         for key, value in metrics.items()
@@ -177,7 +188,11 @@ def _bare_name(name: str) -> str:
 
 
 def history_of(series: Sequence[Metrics]) -> list[tuple[int, Mapping[str, float]]]:
-    """(step, bare metrics) of the steps that measured a token; steps without a number count from 1."""
+    """Return (step, bare metrics) of the steps with a valid token.
+
+    Args:
+        series: metrics of each step; "step" is its number, by default its position counted from 1.
+    """
     store, history = StepStore(), list[tuple[int, Mapping[str, float]]]()
     for index, metrics in enumerate(series, start=1):
         bare = bare_metrics(metrics)
@@ -187,7 +202,7 @@ def history_of(series: Sequence[Metrics]) -> list[tuple[int, Mapping[str, float]
 
 
 def changes_in(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Change]:
-    """Metric → its latest lasting rise over a series."""
+    """Return metric → its latest lasting rise over a series of (step, bare metrics)."""
     watch = SeriesWatch()
     for step, metrics in history:
         watch.add(step, metrics)
@@ -195,7 +210,7 @@ def changes_in(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, 
 
 
 def recent_medians(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The median of each metric over the recent steps."""
+    """Compute the median of each metric over the recent steps."""
     recent = [metrics for _, metrics in history[-RECENT_STEPS:]]
     names = dict.fromkeys(name for metrics in recent for name in metrics if name != "step")
     return {name: statistics.median(m[name] for m in recent if name in m) for name in names}

@@ -1,16 +1,15 @@
-"""The health check: which metrics left their healthy range, why that matters and what to do.
+"""The health check: find metrics outside their healthy range, with the reason and a fix for each.
 
-Findings come from two places. The ranges of single metrics are the registry's (`rollcorr.core.metric_registry`).
-Judgments that need more than one number are the named functions of `rollcorr.diagnostics.health.rules`.
+Findings have two sources: the ranges of single metrics in the registry (`rollcorr.core.metric_registry`), and the rules
+over several metrics in `rollcorr.diagnostics.health.rules`.
 
-One dictionary of metrics is judged as it stands. A series (one dictionary per step) is judged by its recent steps: the
-median of the last ten that measured anything, so that one spike is not a verdict; what was wrong earlier and is no
-longer becomes a note. Limits are exclusive: a value at its limit is healthy (T × KL alone warns at the bound itself).
-They warn where what they are about is in force: a limit on weights where weights reach the loss, a limit on rejection
-where something rejects; elsewhere they are notes.
+A single dictionary of metrics is judged directly. A series (a dictionary per step) is judged by the median of the last
+ten steps with a valid token, so that a spike does not decide the verdict; a metric that has recovered becomes a note.
+Limits are exclusive: a value at its limit is healthy; only T × KL warns at its bound. A limit on weights warns if
+weights reach the loss, and a limit on rejection warns if a criterion rejects; otherwise they are notes.
 
-Ranges say nothing about the weights of the two policies: those of a sampler that is never synchronized differ little at
-first. They are judged by a null, or by the run's own first steps; without either the verdict is "not judged".
+Ranges cannot show that the two policies have different weights: a sampler that is never synchronized differs little at
+first. The weights are compared with a null, or with the run's first steps; without either the verdict is "not judged".
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ Verdict = Literal["healthy", "unhealthy", "not judged"]
 EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "unhealthy": 1, "not judged": 3}
 
 FEWEST_SEQUENCES = 16
-"""Fewer sequences are not judged."""
+"""Fewest sequences that are judged."""
 FEWEST_TOKENS = 100
-"""Fewer tokens are not judged."""
+"""Fewest tokens that are judged."""
 FIRST_STEPS = 5
-"""The first steps of a run, which serve as its null where it has no other."""
+"""Number of first steps of a run that serve as the default null."""
 
-_OF_WEIGHTS = frozenset(
+_WEIGHT_METRICS = frozenset(
     {
         "rollout_is_mean",
         "rollout_is_std",
@@ -72,32 +71,33 @@ _OF_WEIGHTS = frozenset(
         "rollout_is_seq_max_deviation",
     }
 )
-"""Ranges of the weights: they warn where weights reach the loss."""
+"""Metrics of the weights: their ranges warn only if weights reach the loss."""
 DRAWS_NOT_JUDGED = (
     "log-probs agree; whether tokens were drawn from them is not judged; record the sampling settings: the column "
     "`sampling` of the log, or Monitor(sampling=SamplingSpec(…))"
 )
-"""The sentence on policies that agree where nothing tells how the tokens were drawn."""
-_GIVE_A_NULL = "measure a null (`rollcorr null`)"
+"""Sentence for policies that agree without a record of the sampling settings."""
+_NULL_FIX = "measure a null (`rollcorr null`)"
 _RECORD_EXACT_KL = "record the exact KL of each step (prev_sample_mean of both policies)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthReport(HasFindings):
-    """The verdict and everything that led to it.
+    """Verdict of a health check, with its findings and the expected values.
 
     Attributes:
-        findings: warnings first, then notes.
+        findings: errors and warnings first, then notes.
         values: the numbers that were judged, by bare metric name.
-        steps: how many steps of a series were measured; None when there was no series.
-        judged_against: what the mismatch was compared with, e.g. "null.json" or "steps 1 to 5 of this run".
-        not_judged: what could not be judged, and why: a sentence each. A report with such a sentence and without a
-            warning is "not judged", never "healthy".
-        expected: metric → its value from noise alone, at this length and these thresholds.
-        expected_ranges: metric → the range that holds 95 % of batches of this size, from noise alone, of estimates that
-            have either sign, such as `kl`; these are not in `expected`.
-        expected_from: what noise that is, in words; empty where it is not known.
-        diffusion: it is about denoising steps.
+        steps: number of steps of the series with a valid token; defaults to `None`: no series.
+        judged_against: the reference of the mismatch, e.g. "null.json" or "steps 1 to 5 of this run"; empty by default:
+            no reference.
+        not_judged: a sentence with the reason for each part that could not be judged; empty by default. A report with
+            such a sentence and without a warning is "not judged", never "healthy".
+        expected: metric → its expected value from noise, at this length and these thresholds.
+        expected_ranges: signed metric, such as `kl` → the range from noise that contains 95 % of batches of this size;
+            these metrics are not in `expected`.
+        expected_from: description of that noise; empty by default: not known.
+        diffusion: the report is about denoising steps; False by default.
     """
 
     findings: tuple[Finding, ...]
@@ -111,31 +111,31 @@ class HealthReport(HasFindings):
     diffusion: bool = False
 
     def _repr_html_(self) -> str:
-        """Return the verdict for a notebook."""
+        """Return the verdict as HTML for a notebook."""
         from rollcorr.diagnostics.notebook import verdict_html
 
         return verdict_html(self)
 
     @property
     def causes(self) -> tuple[Folded, ...]:
-        """The findings with what follows from them folded under them, warnings first."""
+        """Return the findings, warnings first, with their consequences folded under their causes."""
         return folded(self.findings)
 
     @property
     def healthy(self) -> bool:
-        """Everything was judged, and no warning was found."""
+        """Return whether everything was judged, without an error or a warning."""
         return self.verdict == "healthy"
 
     @property
     def verdict(self) -> Verdict:
-        """An error or a warning makes it unhealthy; without one, what could not be judged keeps it from healthy."""
+        """Return "unhealthy" with an error or a warning, "not judged" if a part was not judged, else "healthy"."""
         if self.errors or self.warnings:
             return "unhealthy"
         return "not judged" if self.not_judged else "healthy"
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the commands that print the verdict (2 is bad input, 130 is interrupted)."""
+        """Return the exit code of commands that print the verdict; 2 (bad input) and 130 (interrupted) are reserved."""
         return EXIT_CODES[self.verdict]
 
 
@@ -151,17 +151,17 @@ def health(
     """Judge the metrics of a batch, of a run, or of a log against their healthy ranges.
 
     Args:
-        metrics: one dictionary of metrics, or a series with one per step ("step" in each; else they count from 1).
-            Names may carry `rollout_corr/`, `actor/rollout_corr/` or `mismatch/`, or none.
-        config: the configuration that made them; the rules about thresholds need it.
-        series: with one dictionary in `metrics`: the steps behind it, for the rules that need a history.
-        diffusion: judge as a diffusion sampler's: its rules warn, and positive log-probs are densities.
-        null: the noise of two policies that are the same, from a null: the weights are judged by it.
-        judged_against: where the caller judges the weights itself: what it compares them with, or "". None: they are
-            judged here, by the null or the first steps, and a sentence says what was not.
+        metrics: a dictionary of metrics, or a series with a dictionary per step ("step" is its number; by default they
+            count from 1). Names may have the prefix `rollout_corr/`, `actor/rollout_corr/` or `mismatch/`.
+        config: the configuration that produced the metrics; the rules about thresholds need it. Defaults to `None`.
+        series: the steps behind a single dictionary in `metrics`, for the rules that need a history; empty by default.
+        diffusion: judge a diffusion sampler: run its rules, and treat log-probs as densities. Defaults to False.
+        null: noise of two equal policies, from a null, as the reference of the weights; defaults to `None`.
+        judged_against: reference of the weights if the caller judges them itself, or "" without a reference. By default
+            the null or the first steps judge them, and the report lists the parts that were not judged.
 
     Returns:
-        The report. Steps without a valid token (`token_count` 0) are never held against a range.
+        The report. Steps without a valid token (`token_count` 0) are never compared with a range.
     """
     evidence = evidence_of(metrics, config, series=series, diffusion=diffusion, null=null)
     return report_of(evidence, judge(evidence), judged_against)
@@ -175,7 +175,7 @@ def evidence_of(
     diffusion: bool = False,
     null: Noise | None = None,
 ) -> Evidence:
-    """Collect the evidence of a verdict once. Arguments are those of `health`."""
+    """Collect the evidence of a verdict; arguments and defaults are as in `health`."""
     if isinstance(metrics, Mapping):
         history, current = history_of(series), bare_metrics(metrics)
     else:
@@ -193,7 +193,7 @@ def evidence_of(
 
 
 def report_of(evidence: Evidence, findings: Sequence[Finding], judged_against: str | None = None) -> HealthReport:
-    """Return the report of some resolved findings: `judged_against` as in `health`."""
+    """Return the report of resolved findings; `judged_against` is as in `health`."""
     against, not_judged = unjudged(evidence, judged_against)
     if any(finding.severity != "note" for finding in findings):
         not_judged = tuple(sentence for sentence in not_judged if sentence != DRAWS_NOT_JUDGED)
@@ -212,7 +212,7 @@ def report_of(evidence: Evidence, findings: Sequence[Finding], judged_against: s
 
 
 def judge(evidence: Evidence, *, broken: Iterable[str] | None = None) -> tuple[Finding, ...]:
-    """Return the resolved findings of the rules and ranges: arguments as in `measured_findings`."""
+    """Return the resolved findings of the rules and ranges; arguments are as in `measured_findings`."""
     return resolve_findings(metrics=measured_findings(evidence, broken=broken), evidence=evidence)
 
 
@@ -221,14 +221,14 @@ def measured_findings(evidence: Evidence, *, broken: Iterable[str] | None = None
 
     Args:
         evidence: the numbers, and their history.
-        broken: the metrics that are outside their range, now or in the history, if the caller counts them; defaults to
+        broken: metrics outside their range, now or in the history, if the caller counts them; the default is to test
             every metric.
     """
     current, history = evidence.current, evidence.history
     rules = (*STEP_RULES, *DIFFUSION_RULES) if evidence.diffusion else RULES
     findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
 
-    # A rule says more about its metric than the range does. Without a valid token no range means anything.
+    # A rule is more specific about its metric than the range. Without a valid token ranges have no meaning.
     if evidence.measured:
         explained = {finding.metric for finding in findings}
         names = broken
@@ -237,7 +237,7 @@ def measured_findings(evidence: Evidence, *, broken: Iterable[str] | None = None
         ranges = (_range_finding(name, evidence) for name in names if name not in explained)
         findings += [finding for finding in ranges if finding is not None]
 
-    # A batch with one criterion rejects what that criterion rejects: the same finding twice. The first one stays.
+    # With a single criterion the batch's rejection is that criterion's: keep the first of the two equal findings.
     distinct: dict[object, Finding] = {}
     for finding in findings:
         distinct.setdefault((finding.reason, finding.limit, finding.value), finding)
@@ -247,12 +247,16 @@ def measured_findings(evidence: Evidence, *, broken: Iterable[str] | None = None
 def unjudged(
     evidence: Evidence, judged_against: str | None = None, *, counted: Mapping[str, float] | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """What the weights were judged against, and what could not be judged: a sentence each.
+    """Determine the reference of the weights, and the parts that could not be judged.
 
     Args:
         evidence: the numbers, and their history.
         judged_against: as in `health`.
-        counted: tokens and sequences of the whole run, where the history has only its first steps.
+        counted: `token_count` and `sequence_count` of the full run, if the history contains only its first steps;
+            defaults to the history's counts.
+
+    Returns:
+        The reference, empty without one; and a sentence with the reason for each part that was not judged.
     """
     if not evidence.measured or not any(name in evidence.current for name in COMPARISON):
         what, keep = "token", ", keep response_mask true on sampled tokens"
@@ -263,7 +267,7 @@ def unjudged(
             f"{keep}, and ask for a correction (the preset `measure` changes nothing in the loss)",
         )
 
-    # One step may be small where many are not.
+    # A single step may be small, so count over the full history.
     sentences = []
     needed = [("sequence_count", "sequence", FEWEST_SEQUENCES), ("token_count", "token", FEWEST_TOKENS)]
     if evidence.diffusion:
@@ -279,14 +283,18 @@ def unjudged(
         return judged_against, (*sentences, *(draws if judged_against else ()))
     if evidence.noise is not None and evidence.noise.is_null:
         return evidence.noise.source, (*sentences, *draws)
-    against, sentence = _by_the_first_steps(evidence)
+    against, sentence = _compare_with_first_steps(evidence)
     return against, (*sentences, sentence)
 
 
-def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
-    """The first steps as a null, and what stays unjudged with it."""
+def _compare_with_first_steps(evidence: Evidence) -> tuple[str, str]:
+    """Use the first steps as the reference of the weights.
+
+    Returns:
+        The reference, empty if the first steps are not usable; and a sentence about the parts that were not judged.
+    """
     steps = [step for step, _ in evidence.history]
-    fix = _GIVE_A_NULL
+    fix = _NULL_FIX
     lacking = "there is no null"
     if evidence.noise is not None:
         lacking = f"{evidence.noise.source} {evidence.noise.unusable or 'is no null'}"
@@ -302,7 +310,7 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
         return "", f"weights not judged: {lacking}, and there are {few}; {fix}"
     against = f"steps {steps[0]} to {steps[FIRST_STEPS - 1]} of this run"
 
-    # Old weights differ by more than fresh ones: steps of both are not one mismatch that later ones could equal.
+    # Stale weights differ more than fresh ones, so first steps with several ages have no common baseline.
     mixed = ages_in_words(metrics[AGE] for _, metrics in evidence.history[:FIRST_STEPS] if AGE in metrics)
     if mixed and not evidence.changes:
         return "", f"weights not judged: {lacking}, and {against} {mixed}; {fix}"
@@ -312,7 +320,7 @@ def _by_the_first_steps(evidence: Evidence) -> tuple[str, str]:
 
 
 def ages_in_words(ages: Iterable[float]) -> str:
-    """What keeps steps from being one baseline: that their weights are of several ages; empty if they are of one."""
+    """Return a clause on why steps with these ages, in updates, have no common baseline; empty for equal ages."""
     rounded = {round(age) for age in ages}
     if len(rounded) < 2:
         return ""
@@ -320,7 +328,12 @@ def ages_in_words(ages: Iterable[float]) -> str:
 
 
 def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[float, float]], str]:
-    """What the headline numbers would be from noise alone, the ranges of signed ones, and what noise that is."""
+    """Compute the metrics that noise explains.
+
+    Returns:
+        Metric → its expected value; signed metric → its 95 % range; and a description of the noise, empty if it is not
+        known.
+    """
     exact = evidence.get("exact_kl_mean")
     if evidence.diffusion and not math.isnan(exact):
         words = f"an exact KL of {format_number(exact)} nats, at which J averages −KL"
@@ -334,7 +347,7 @@ def _expected(evidence: Evidence) -> tuple[dict[str, float], dict[str, tuple[flo
 
 
 def _own_noise(evidence: Evidence) -> Noise | None:
-    """The noise of a token as the first steps measured it, or this batch."""
+    """Return a token's noise from the first steps' log-ratios, else from this batch; `None` without either."""
     first = [spread for _, metrics in evidence.history[:FIRST_STEPS] if (spread := _spread_of(metrics)) is not None]
     if len(evidence.history) >= 2 * FIRST_STEPS and first:
         return Noise(sigma=median(first), source="as in the first steps of this run, which were not judged")
@@ -343,7 +356,7 @@ def _own_noise(evidence: Evidence) -> Noise | None:
 
 
 def _spread_of(metrics: Mapping[str, float]) -> float | None:
-    """σ of a token, from the spread of the log-ratio or from k3 = σ²/2."""
+    """Return σ of a token's log-ratio, nats: the measured one, else from k3 = σ²/2; `None` without both."""
     if "log_ratio_std" in metrics:
         return metrics["log_ratio_std"]
     k3 = metrics.get("k3_kl", 0.0)
@@ -352,7 +365,11 @@ def _spread_of(metrics: Mapping[str, float]) -> float | None:
 
 @lru_cache(maxsize=1024)
 def healthy_range(name: str) -> HealthyRange | None:
-    """The registry's healthy range of a metric; None when it has none or is no metric of the registry."""
+    """Return the registry's healthy range of a metric.
+
+    Returns:
+        The range; `None` if the metric is not in the registry or has no range.
+    """
     try:
         return metric(name).healthy
     except KeyError:
@@ -360,7 +377,7 @@ def healthy_range(name: str) -> HealthyRange | None:
 
 
 def limit_in_words(limits: HealthyRange) -> str:
-    """The warning limits of a range, e.g. "0.5 to 2" or "at most 0.1"; the ideal when it never warns."""
+    """Return the warning limits of a range, e.g. "0.5 to 2" or "at most 0.1"; its ideal value if it never warns."""
     low, high = limits.warn_below, limits.warn_above
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"
@@ -374,13 +391,13 @@ def limit_in_words(limits: HealthyRange) -> str:
 
 
 def is_broken(name: str, value: float) -> bool:
-    """Whether a value of a metric is outside its healthy range; False where the metric has none."""
+    """Return whether a value of a metric is outside its healthy range; False for a metric without a range."""
     limits = healthy_range(name)
     return limits is not None and _breached(limits, value) is not None
 
 
 def _range_finding(name: str, evidence: Evidence) -> Finding | None:
-    """A metric outside its range: a warning when it is so now, a note when it has recovered."""
+    """Return a finding if a metric is outside its range: a warning for its current value, a note if it recovered."""
     limits = healthy_range(name)
     if limits is not None and evidence.diffusion:
         unasked = name.endswith("masked_fraction") and not evidence.rejection_in_force
@@ -391,12 +408,12 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
     def breaks(value: float) -> bool:
         return _breached(limits, value) is not None
 
-    # A limit of zero forbids any occurrence: one of the recent steps is enough.
+    # A limit of zero forbids any occurrence: a single recent step suffices.
     value = evidence.get(name)
     if limits.warn_above == 0:
         value = max([*evidence.recent(name), value])
 
-    # What has recovered is shown by its worst value, and in how many steps it was wrong.
+    # A metric that has recovered is reported with its worst value, and the number of steps outside the range.
     when = evidence.when(name, breaks)
     broken_now = breaks(value)
     verb, since = "is", ""
@@ -411,7 +428,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
     return replace(
         fault("out_of_range" if broken_now else "recovered").finding,
         metric=name,
-        title=f"{label(name)} {verb} {_where(limits, value)}{since}",
+        title=f"{label(name)} {verb} {_direction(limits, value)}{since}",
         value=value,
         limit=limit_in_words(limits),
         reason=limits.reason if in_force else f"{limits.reason} (measured only: not in force here)",
@@ -422,21 +439,21 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
 
 
 def _in_force(name: str, evidence: Evidence) -> bool:
-    """Whether what a range is about acts on the loss here."""
+    """Return whether the weights or rejections that a range limits affect the loss; True for every other metric."""
     if name == "rollout_is_seq_max_deviation" and evidence.level in ("token", "horizon"):
         return False
-    if name in _OF_WEIGHTS:
+    if name in _WEIGHT_METRICS:
         return evidence.weights_in_force
     if name.endswith("masked_fraction") or name == "rollout_is_veto_fraction":
         return evidence.rejection_in_force
     return True
 
 
-def _where(limits: HealthyRange, value: float) -> str:
+def _direction(limits: HealthyRange, value: float) -> str:
     low = limits.warn_below is not None and value < limits.warn_below
     return "too far from 0" if limits.absolute else f"too {'low' if low else 'high'}"
 
 
 def _breached(limits: HealthyRange, value: float) -> float | None:
-    """As `HealthyRange.breached`, at six digits: a float32 weight truncated at 2 may read 2.0000002."""
+    """Return `HealthyRange.breached` of a value at six digits: a float32 weight truncated at 2 may be 2.0000002."""
     return limits.breached(float(f"{value:.6g}"))

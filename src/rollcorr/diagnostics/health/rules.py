@@ -1,9 +1,9 @@
-"""The judgments that need more than one number: each a named function from evidence to a finding or None.
+"""Rules of the health check that combine several numbers: each is a function that returns a finding or `None`.
 
-`RULES` is the table that `rollcorr.diagnostics.health.health_check` goes through. Its judgments about the sync of the
-weights are in `rollcorr.diagnostics.health.weight_sync_rules`. Limits are named in these two files, once, and
-docs/guides/health.md lists them. `log/contradicted_zero_count` is no metric of the registry: `rollcorr check` counts it
-in the raw log-probs.
+The table `RULES` contains the rules that `rollcorr.diagnostics.health.health_check` runs by default; the rules about
+the weight sync are defined in `rollcorr.diagnostics.health.weight_sync_rules`. The limits are constants of these two
+files, and docs/guides/health.md lists them. `log/contradicted_zero_count` is not in the metric registry: `rollcorr
+check` counts it in the raw log-probs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollcorr.diagnostics.health.weight_sync_rules import (
 from rollcorr.diagnostics.numbers import format_number
 
 SAFETY_BOUND = 20.0
-"""T × KL at which sequence weights are clamped, when no configuration says otherwise."""
+"""Default T × KL, nats, at which sequence weights are clamped, without a configuration."""
 ESS_NEAR_ONE = 0.9
 MOSTLY_SATURATED = 0.5
 SATURATED = 0.01
@@ -40,28 +40,30 @@ NOT_IN_USE = " (sequence weights are not in use)"
 LOW_WEIGHT = 0.5
 SURPRISE = "rollout_log_ppl"
 BEFORE, AFTER = 5, 3
-"""Steps on each side of a jump that show its level."""
+"""Number of steps before and after a jump whose medians are its two levels."""
 JUMP, SCATTER, AT_ONCE = 0.3, 5.0, 0.8
-"""A jump as a share of the level before it; in units of the largest difference of neighboring steps on either side; and
-the share of it that lies between its two steps. Learning changes the surprisal too, but over several steps."""
+"""Smallest jump relative to the level before it; relative to the largest difference of neighboring steps on either
+side; and the smallest share of it between two adjacent steps. Learning also changes the surprisal, but over several
+steps."""
 LEAST = 0.05
 """The smallest jump, nats."""
 
 COMPARISON = ("kl", "k3_kl", "log_ratio_abs_mean", "chi2_token")
-"""Metrics of the mismatch: without any of them nothing was compared."""
+"""Metrics of the mismatch; without any of them the policies were not compared."""
 
 
 def identical_policies(evidence: Evidence) -> Finding | None:
-    """Every difference is exactly 0. One program that samples and trains may do that; two programs cannot.
+    """Return a finding if every difference is exactly 0: possible for a single program, not for engine and trainer.
 
-    A note, unless something shows that there are two: bypass mode, a null that differs, or earlier steps that did.
+    The finding is a warning if there is evidence of two programs: bypass mode, a null with noise, or earlier steps
+    that differed. By default it is a note.
     """
     names = [name for name in COMPARISON if name in evidence.current]
     values = [value for name in names for value in (evidence.current[name], *evidence.recent(name))]
     if not evidence.measured or not values or any(values):
         return None
 
-    # Equal to the last bit is right for one program alone, so look for a sign that there are two.
+    # Bit-identical log-probs are correct only for a single program, so look for evidence of two.
     bypass = evidence.config is not None and evidence.config.bypass_mode
     noise = 0.0 if evidence.noise is None else evidence.noise.sigma
     earlier = evidence.differed or any(value for name in names for _, value in evidence.series(name))
@@ -86,7 +88,7 @@ def identical_policies(evidence: Evidence) -> Finding | None:
 
 
 def horizon(evidence: Evidence) -> Finding | None:
-    """T × KL reaches the safety bound: sequence weights are clamped to one value and correct nothing."""
+    """Return a finding if T × KL reaches the safety bound: clamped sequence weights are equal and correct nothing."""
     bound = evidence.config.safety_bound if evidence.config is not None else SAFETY_BOUND
     viable = evidence.get("max_viable_length")
     longest = "" if math.isnan(viable) else f" (viable up to about {viable:,.0f} tokens)"
@@ -105,7 +107,7 @@ def horizon(evidence: Evidence) -> Finding | None:
 
 
 def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
-    """ESS near 1 while most weights sit at the safety bound: equal because clamped, not because they match."""
+    """Return a finding if the ESS is near 1 only because most weights are clamped to the safety bound."""
     saturated = evidence.get("saturated_low_fraction") + evidence.get("saturated_high_fraction")
     if not saturated > MOSTLY_SATURATED:
         return None
@@ -119,7 +121,7 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
 
 
 def saturation(evidence: Evidence) -> Finding | None:
-    """Weights at the safety bound are not weights any more."""
+    """Return a finding if more than `SATURATED` of the weights are clamped to the safety bound."""
     low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
     return fault("saturation").above(
         evidence,
@@ -132,16 +134,16 @@ def saturation(evidence: Evidence) -> Finding | None:
 
 
 def sustained_rejection(evidence: Evidence) -> Finding | None:
-    """Rejection stays above 5 % (drift) or 10 % (the band is too tight) for five consecutive steps."""
+    """Return a finding if rejection stays above 5 % (drift) or 10 % (a narrow band) for five consecutive steps."""
     name = "rollout_rs_seq_masked_fraction"
     last = [value for _, value in evidence.series(name)[-SUSTAINED_STEPS:]]
     lowest = min(last, default=0.0)
 
-    # A veto that is only measured is no band to widen.
+    # A veto that is only measured rejects no sample, so there is no band to widen.
     if len(last) < SUSTAINED_STEPS or (evidence.diffusion and not evidence.rejection_in_force):
         return None
 
-    # A band that rejects this much is too tight; less of it is a drift.
+    # A larger share means that the band is narrow; a smaller share indicates a drift.
     limit = SUSTAINED_DRIFT
     reason = "the rollout side has drifted from the trainer"
     fix = f"lower the drift (precision, staleness){evidence.or_leave_bypass}"
@@ -163,11 +165,11 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
 
 
 def gap_at_start(evidence: Evidence) -> Finding | None:
-    """The policies differ by more than 1 nat per sequence from the first step on."""
+    """Return a finding if |Δ log ppl| per sequence exceeds 1 nat from the first step on."""
     name = "log_ppl_abs_diff"
     value = max(_first_steps(evidence, name), default=math.nan)
 
-    # If an earlier step was in range, the setup is right, and a later step is wrong.
+    # If the first step was in range, the setup is correct, and a later step caused the gap.
     measured = [step[name] for _, step in (*filter(None, [evidence.first]), *evidence.history) if name in step]
     if measured and measured[0] <= FIRST_STEPS_LOG_PPL_GAP:
         return None
@@ -184,9 +186,9 @@ def gap_at_start(evidence: Evidence) -> Finding | None:
 
 
 def pinned_at_threshold(evidence: Evidence) -> Finding | None:
-    """The largest weight equals the truncation threshold in at least half of the first fifty steps.
+    """Return a finding if the largest weight is at the truncation threshold in half of the first fifty steps or more.
 
-    Not asked of the token weights of a language model: one in thousands lies beyond any threshold.
+    Token weights of language models are not tested: among thousands of tokens some exceed any threshold.
     """
     config, name = evidence.config, "rollout_is_max"
     if config is None or config.is_mode != "truncate" or config.is_upper is None:
@@ -211,20 +213,20 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
 
 
 def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
-    """A geometric band (seq_mean_k1) tighter than the mean |log-ratio|: nearly every sequence falls outside."""
+    """Return a finding if a geometric band (seq_mean_k1) is narrower, in nats, than the mean |Δ log ppl|."""
     width = min(_band_widths(evidence, "seq_mean"), default=math.inf)
     limit = f"at most {width:.4g} nats, the half-width of the seq_mean_k1 band"
     return fault("band_narrower_than_mismatch").above(evidence, "log_ppl_abs_diff", width, limit=limit)
 
 
 def length_dependence(evidence: Evidence) -> Finding | None:
-    """A band on products, or a sequence weight, that the mean length alone pushes past its bound."""
+    """Return a finding if T × KL at the mean length exceeds the bound of a seq_sum band or of a sequence weight."""
     config = evidence.config
     widths = _band_widths(evidence, "seq_sum")
     if config is not None and config.rollout_is == "sequence" and config.is_upper is not None and config.is_upper > 1:
         widths.append(math.log(config.is_upper))
 
-    # Past the safety bound `horizon` says more.
+    # Beyond the safety bound `horizon` is the more specific finding.
     if not widths or horizon(evidence) is not None:
         return None
     width = min(widths)
@@ -235,7 +237,7 @@ def length_dependence(evidence: Evidence) -> Finding | None:
 
 
 def low_weights(evidence: Evidence) -> Finding | None:
-    """Most sequences weigh less than 1/C: a few carry the update."""
+    """Return a finding if most sequences weigh less than 1/C, so few sequences dominate the update."""
     applied = evidence.sequences_in_force
     return fault("low_weights").above(
         evidence,
@@ -248,25 +250,25 @@ def low_weights(evidence: Evidence) -> Finding | None:
 
 
 def skipped_updates(evidence: Evidence) -> Finding | None:
-    """The trainer skipped updates: the loss or a gradient was not finite, or nothing was kept."""
+    """Return a finding if the trainer skipped updates: loss or gradient was not finite, or no sample was kept."""
     name = "actor/skipped_steps"
     skipped = max((value for _, value in evidence.series(name)), default=evidence.get(name))
     finding = fault("skipped_updates").above(evidence, name, 0, value=skipped, limit="0")
 
-    # The trainer counts them over the whole run.
+    # The trainer counts skipped updates over the full run, so the count is the number of steps.
     return finding and replace(finding, steps=int(skipped) if evidence.history else None)
 
 
 def contradicted_zeros(evidence: Evidence) -> Finding | None:
-    """One side says probability 1 (exactly 0.0) where the other is far from it: filled in, not computed."""
+    """Return a finding if a side has probability 1 (exactly 0.0) far from the other side's: filled in, not computed."""
     return fault("contradicted_zeros").above(evidence, "log/contradicted_zero_count", 0, limit="0")
 
 
 def surprise_jumped(evidence: Evidence) -> Finding | None:
-    """The sampled tokens became more or less probable from one step to the next, and stayed so.
+    """Return a finding if the sampled tokens became more or less probable within a step, and stayed so.
 
-    Log-probs from before the sampling settings agree on both sides whatever the sampler does. But the mean of −log μ
-    jumps at the step from which tokens are drawn at another temperature, or with top-p.
+    Log-probs computed before the sampling settings are applied agree on both sides for every sampler. But the mean of
+    −log μ, nats, jumps at the step from which tokens are drawn with a changed temperature or top-p.
     """
     steps = evidence.series(SURPRISE)
     for place in range(BEFORE, len(steps) - AFTER + 1):
@@ -319,18 +321,18 @@ STEP_RULES: tuple[Rule, ...] = (
     pinned_at_threshold,
     skipped_updates,
 )
-"""Those that mean the same for denoising steps; the others are about tokens and the length of responses."""
+"""Rules that also apply to denoising steps; the remaining rules are about tokens and the length of responses."""
 
 
 def _first_steps(evidence: Evidence, name: str) -> list[float]:
-    """Values within the first fifty steps; without a series, the current value."""
+    """Return a metric's values within the first fifty steps; without a series, the current value."""
     if not evidence.history:
         return [evidence.current[name]] if name in evidence.current else []
     return [value for step, value in evidence.series(name) if step <= FIRST_STEPS]
 
 
 def _band_widths(evidence: Evidence, scope: str) -> list[float]:
-    """|log bound| of every finite side of the k1 criteria of a scope, nats."""
+    """Return |log bound|, nats, of every bound of the k1 criteria of a scope."""
     criteria = evidence.config.criteria if evidence.config is not None else ()
     bounds = [b for c in criteria if c.scope == scope and c.kind == "k1" for b in (c.lower, c.upper)]
     return [abs(math.log(bound)) for bound in bounds if bound]

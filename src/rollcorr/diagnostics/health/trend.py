@@ -1,24 +1,25 @@
-"""When a series changed for the worse: one metric over the steps, at a cost per step that does not grow with the run.
+"""Detect when a metric rises for good, online over the steps of a run, at a constant cost per step.
 
-The values are looked at by their logarithm, because a mismatch grows by factors. Against the median of the first steps
-a cumulative sum (Page, 1954) collects what exceeds an allowance:
+The detector works on logarithms, because a mismatch grows by factors. Relative to the median of the first steps, a
+cumulative sum (Page, 1954) adds up the excess over an allowance:
 
-    x_t = ln value_t            m = median of the first 5 to 20 steps, more of them where the steps are noisy; of those
-                                with the recorded age of step t, where 3 or more have it
+    x_t = ln value_t            m = median of the first 5 to 20 steps, more of them for a noisy metric; of the steps
+                                with the recorded age of step t, if at least 3 have this age
     S_t = max(0, S_{t−1} + min(x_t − m − allowance, cap))            a change is found when S_t > limit
 
-The cap keeps single spikes from being a change. What grows from the first step on has no steps that were well, so the
-first steps are also asked for a trend (Mann, 1945). The onset is looked for when a change is found, and thrice more: of
-several forms that begin at some place, with the level before and the size of the rise by least squares, the best fits.
+The cap keeps a single spike from counting as a change. A metric that grows from the first step on has no healthy
+steps, so the first steps are also tested for a trend (Mann, 1945). The onset is estimated when a change is found, and
+three times after that: several forms of a rise are fitted by least squares at each candidate step, and the best fit
+decides.
 
     x_t = ln a                             before the onset
     x_t = ln a + b                         a step
     x_t = ln a + b u                       an exponential; u = 1, 2, … from the onset on
-    x_t = ln(a + c u^p)                    a line (p = 1), a parabola (p = 2), and what lies between them (p = 1.5)
+    x_t = ln(a + c u^p)                    a line (p = 1), a parabola (p = 2), and a form between them (p = 1.5)
 
-The baseline stays that of the first steps, whatever comes later. A rise from the first steps on is that of a sampler
-which is never synchronized, or that of weights whose age grew with them. `AgeWatch` tells these apart by the recorded
-age.
+The baseline stays the median of the first steps for the full run. A rise from the first steps on has two causes: a
+sampler that is never synchronized, or weights whose age grew from step to step. `AgeWatch` distinguishes them by the
+recorded age.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ POWERS = (1.0, 1.5, 2.0)
 SPIKE = 4.0
 """Standard deviations from the median of its neighbors beyond which a value is replaced by that median."""
 LEAST_SPREAD = 0.05
-"""A spread below this, nats, is taken for it: a few steps may be alike by chance."""
+"""Lower bound of a spread, nats: a few steps may be equal by chance."""
 COARSE = 20
-"""Places of the first, coarse look."""
+"""Number of candidate onsets in the first, coarse search."""
 BEFORE = 60
-"""Steps before an onset that tell the level there."""
+"""Number of steps before an onset whose mean is the level there."""
 
 
 def onset_of(values: Sequence[float]) -> tuple[int, Shape]:
-    """The place at which a rise began, and its shape.
+    """Return the index at which a rise began, and its shape.
 
     Args:
-        values: logarithms of a metric, in order, at least two; they rise somewhere.
+        values: logarithms of a metric in the order of the steps, nats; the series contains a rise.
     """
     x = without_spikes(np.asarray(values, dtype=np.float64))
     last = len(x) - 1
     if last < 1:
         return 0, "step"
 
-    # The fit gets worse on both sides of the best place, so a coarse look comes first, and then one around its best.
+    # The fit degrades on both sides of the best place, so search coarsely first, then finely around the best.
     stride = max(1, last // COARSE)
     coarse = min((_fit(x, place) for place in range(1, last + 1, stride)), key=itemgetter(0))
     around = range(max(1, coarse[1] - stride), min(last, coarse[1] + stride) + 1)
@@ -67,7 +68,7 @@ def onset_of(values: Sequence[float]) -> tuple[int, Shape]:
 
 
 def _fit(x: Array, place: int) -> tuple[float, int, Shape]:
-    """The smallest sum of squares of a rise that begins at a place, the place, and the shape that has it."""
+    """Fit each form of a rise from `place` on; return the smallest sum of squares, the place, and the best shape."""
     before, after = x[:place], x[place:]
     level = float(before[-BEFORE:].mean())
     unchanged = float(np.square(before - level).sum())
@@ -76,7 +77,7 @@ def _fit(x: Array, place: int) -> tuple[float, int, Shape]:
 
 
 def without_spikes(x: Array) -> Array:
-    """The values, with each that is far from its neighbors replaced by the median of the five around it."""
+    """Replace each value that is far from its neighbors by the median of the five values around it, same shape."""
     padded = np.concatenate([x[2:0:-1], x, x[-2:-4:-1]]) if len(x) > 3 else np.pad(x, 2, mode="edge")
     around = np.lib.stride_tricks.sliding_window_view(padded, 5)
     middle = np.median(around, axis=1)
@@ -85,9 +86,9 @@ def without_spikes(x: Array) -> Array:
 
 
 def _deviations(level: float, after: Array) -> Iterator[tuple[float, Shape]]:
-    """The sum of squares after an onset, of each form of a rise."""
+    """Yield the sum of squares after an onset, and the shape, of each form of a rise."""
     yield float(np.square(after - after.mean()).sum()), "step"
-    if len(after) < 3:  # two values may rise in any way
+    if len(after) < 3:  # two values fit every form
         return
 
     u = np.arange(1, len(after) + 1, dtype=np.float64)
@@ -100,7 +101,7 @@ def _deviations(level: float, after: Array) -> Iterator[tuple[float, Shape]]:
 
 
 def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
-    """ln(a + c g), with c by two steps of Gauss and Newton from the median; None where nothing has grown."""
+    """Fit ln(a + c g), with c from the median rate and two Gauss–Newton steps; return `None` without growth."""
     start = math.exp(level)
     rate = float(np.median((np.exp(after) - start) / growth))
     if not rate > 0:
@@ -116,9 +117,9 @@ def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
 FEWEST_FIRST_STEPS = 5
 MOST_FIRST_STEPS = 20
 BASELINE_ERROR = 0.14
-"""Standard error of the baseline, nats, for which more of the first steps are taken."""
+"""Target standard error of the baseline, nats: a noisy metric uses more first steps to reach it."""
 FACTOR = 2.4
-"""A metric may grow by this factor over a run without being a finding."""
+"""Factor by which a metric may grow over a run without a finding."""
 NOISY = 0.4
 """Spread from step to step, nats, beyond which the allowance grows with it."""
 LIMIT = 3.0
@@ -128,17 +129,17 @@ CAP = 1.2
 FEWEST_STEPS = 3
 """Consecutive steps above the allowance that a change needs."""
 TREND_STEPS = 40
-"""First steps that are asked for a trend."""
+"""Number of first steps that are tested for a trend."""
 TREND_Z = 3.4
-"""Standard errors of Mann's statistic for a trend: about 1 of 3,000 series without one."""
+"""Standard errors of Mann's statistic for a trend: false for about 1 of 3,000 series without a trend."""
 TREND_FACTOR = 3.0
-"""Growth that a trend needs besides, from the first three steps to the last three."""
+"""Growth that a trend also needs, from the median of the first three steps to that of the last three."""
 REMEMBERED = 200
-"""Steps in which an onset is looked for."""
+"""Number of latest steps in which an onset is searched."""
 SETTLED = 40
-"""Steps after a change was found in which its onset is looked for again."""
+"""Number of steps after a change was found in which its onset is estimated again."""
 NOISE_STEPS = 30
-"""Steps that tell how noisy a metric is."""
+"""Number of latest steps from which the noise of a metric is estimated."""
 WELL_STEPS = 5
 """Consecutive steps within the allowance after which a change has ended."""
 WATCHED: Mapping[str, float] = {
@@ -147,15 +148,15 @@ WATCHED: Mapping[str, float] = {
     "log/token_id_share": 0.05,
     "exact_kl_mean": 1e-9,
 }
-"""The metrics that are watched, and the smallest value that counts: below it a change is rounding, or means nothing."""
+"""Watched metric → lower bound of its values: below it a change is rounding, or has no meaning."""
 AT_START = 5
-"""A change that began within this many steps has no steps before it that were well."""
+"""Steps of a run within which a change counts as present from the start, without healthy steps before it."""
 AGE = "engine/staleness"
-"""The metric with the recorded age of the weights that sampled, in updates."""
+"""The metric with the recorded age of the sampler's weights, in updates."""
 MOST_AGES = 64
-"""Different ages that are remembered."""
+"""Largest number of different ages that are stored."""
 FEWEST_AT_AGE = 6
-"""Steps of one age below which it is not known whether the mismatch grows at that age."""
+"""Fewest steps of the same age to decide if the mismatch grows at that age."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +164,19 @@ class Change:
     """A lasting rise of a metric.
 
     Attributes:
-        onset: the step with which it began.
-        found: the step at which it was found.
-        shape: it rose at once, or goes on growing.
-        from_start: it began with the first steps, so that no steps before it were well.
-        baseline: the median of the first steps; of the first three, where they show a trend. It never changes.
-        value: the median of the latest steps.
-        z: ln(value / baseline) in standard errors of the two medians, by the noise from step to step.
-        ended: the step from which on the metric was well again; None while the change lasts.
-        well: steps measured since it ended.
-        lasted: steps from the onset to the end, or to now.
-        age: the recorded age of the weights that it goes with, in updates; None where none is recorded, or where the
-            mismatch grows though the age stays the same.
+        onset: step at which the rise began.
+        found: step at which it was detected.
+        shape: "step" if it rose within a step, "growth" if it continues to grow.
+        from_start: the rise began with the first steps, so there are no healthy steps before it.
+        baseline: median of the first steps, or of the first three if they show a trend; constant for the run. In the
+            metric's unit.
+        value: median of the latest steps, in the metric's unit.
+        z: ln(value / baseline) in standard errors of the two medians, estimated from the noise between steps.
+        ended: step from which on the metric was healthy again; `None` while the change lasts.
+        well: number of steps measured since the end.
+        lasted: number of steps from the onset to the end, or to the latest step.
+        age: recorded age of the weights that explains the rise, in updates; defaults to `None`: no age is recorded, or
+            the mismatch also grows at a constant age.
     """
 
     onset: int
@@ -191,35 +193,35 @@ class Change:
 
     @property
     def factor(self) -> float:
-        """By what the metric has grown."""
+        """Return the factor by which the metric has grown, value / baseline."""
         return self.value / self.baseline
 
     @property
     def confidence(self) -> float:
-        """How sure the change is, 0 to 1, by its size in standard errors."""
+        """Return the confidence z² / (1 + z²), 0 to 1."""
         return self.z**2 / (1 + self.z**2)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The evidence of a finding about it."""
+        """Return the evidence of a finding about this change: name → number."""
         sizes = {"baseline": self.baseline, "factor": self.factor}
         return sizes | {"onset": float(self.onset), "found_at_step": float(self.found)}
 
     @property
     def is_over(self) -> bool:
-        """Whether the metric has been well for as long as the change took: what it came from would have come back."""
+        """Return whether the metric has been healthy for as long as the change lasted, at least 2 · `WELL_STEPS`."""
         return self.ended is not None and self.well >= max(self.lasted, 2 * WELL_STEPS)
 
 
 class SeriesWatch:
-    """Watches every metric of `WATCHED` over the steps of a run."""
+    """Detector of lasting rises for every metric of `WATCHED` over the steps of a run."""
 
     def __init__(self) -> None:
         self._detectors: dict[str, ChangeDetector] = {}
         self._age = AgeWatch()
 
     def add(self, step: int, bare: Mapping[str, float]) -> None:
-        """Take the metrics of a step in, by bare name."""
+        """Add the metrics of a step, by bare name; missing metrics are ignored."""
         if AGE in bare and "k3_kl" in bare:
             self._age.add(bare[AGE], bare["k3_kl"])
         for name, least in WATCHED.items():
@@ -229,13 +231,13 @@ class SeriesWatch:
 
     @property
     def changes(self) -> dict[str, Change]:
-        """Metric → its latest change, of those that had one."""
+        """Return metric → its latest change; contains only metrics with a change."""
         age = self._age.explains
         return {name: replace(one.changes[-1], age=age) for name, one in self._detectors.items() if one.changes}
 
 
 class AgeWatch:
-    """Whether k3 goes with the recorded age of the weights: the age has grown, and at one age k3 has not."""
+    """Test if a growing age of the weights explains k3: the age has grown, and k3 at a fixed age has not."""
 
     def __init__(self) -> None:
         self._start: float | None = None
@@ -243,7 +245,7 @@ class AgeWatch:
         self._first: dict[int, list[float]] = {}
 
     def add(self, age: float, k3: float) -> None:
-        """Take a step in: the mean age of its weights, in updates, and k3 in nats."""
+        """Add a step: the mean age of its weights, in updates, and k3 in nats; ignored unless both are finite."""
         if not (math.isfinite(age) and math.isfinite(k3)):
             return
         self._start = age if self._start is None else self._start
@@ -255,21 +257,21 @@ class AgeWatch:
 
     @property
     def explains(self) -> float | None:
-        """The age of the latest steps, in updates, if k3 goes with it; else None."""
+        """Return the median age of the latest steps, in updates, if it explains k3; else `None`."""
         if self._start is None:
             return None
         age = median(of_step for of_step, _ in self._latest)
         if age - self._start < 1:
             return None
 
-        # A sampler that keeps its first weights differs more at each step, whatever age it reports.
+        # A sampler that keeps its first weights differs more at each step, even if the reported age is constant.
         first, now = self._first.get(round(age), []), median(k3 for _, k3 in self._latest)
         known = len(first) == FEWEST_AT_AGE
         return None if known and now >= TREND_FACTOR * median(first[:FEWEST_FIRST_STEPS]) else age
 
 
 class ChangeDetector:
-    """Watches one positive metric for a lasting rise. Each step costs the same, however long the run is."""
+    """Detector of a lasting rise of a positive metric, at a constant cost per step."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -280,12 +282,12 @@ class ChangeDetector:
         self._sum = self._trend = 0.0
 
     def add(self, step: int, value: float, *, age: float | None = None) -> None:
-        """Take a step in. A value that is not positive and finite is left out: it has no logarithm.
+        """Add a step. A value that is not positive and finite is ignored: it has no logarithm.
 
         Args:
-            step: its number.
-            value: of the metric.
-            age: the recorded age of the weights behind it, in updates; None where it is not recorded.
+            step: number of the step.
+            value: the metric's value, in its unit.
+            age: recorded age of the weights, in updates; defaults to `None`: not recorded.
         """
         if not (value > 0 and math.isfinite(value)):
             return
@@ -300,20 +302,25 @@ class ChangeDetector:
         self._above = self._above + 1 if excess > 0 else 0
         grows = self._has_trend(x)
         if self.changes and self.changes[-1].ended is None:
-            self._follow(step, x, excess)
+            self._update_change(step, x, excess)
         elif grows or (self._sum > LIMIT and self._above >= FEWEST_STEPS):
-            # The baseline stays that of the first change. With a trend, only the very first steps are the start.
+            # Later changes keep the first change's baseline. With a trend, only the first three steps are its start.
             first = [value for _, value in self._first][: FEWEST_STEPS if grows else None]
             level = math.log(self.changes[0].baseline) if self.changes else median(first)
             self._well = self._since_found = 0
-            self.changes.append(self._located(found=step, level=level))
+            self.changes.append(self._locate_change(found=step, level=level))
         elif self.changes:
             self.changes[-1] = replace(self.changes[-1], well=self.changes[-1].well + 1)
 
     def _excess(self, x: float, age: int | None) -> float:
-        """How far a value lies above the baseline and its allowance, nats. The baseline is fixed once it is known.
+        """Compute the excess of a value over the baseline and its allowance, nats; negative below them.
 
-        Old weights differ by more than fresh ones, so a step is compared with first steps of its own age, if it can be.
+        Stale weights differ more than fresh ones, so a step is compared with first steps of its own age if at least
+        three have it. Healthy first steps also extend the baseline, until its error is small enough.
+
+        Args:
+            x: logarithm of the value.
+            age: rounded age of the weights, in updates; `None` if not recorded.
         """
         spread = self._spread()
         needed = math.ceil((1.25 * spread / BASELINE_ERROR) ** 2)  # the error of a median is 1.25 σ / √n
@@ -330,7 +337,7 @@ class ChangeDetector:
         return x - baseline - math.log(FACTOR) - 0.5 * max(0.0, spread - NOISY)
 
     def _spread(self) -> float:
-        """Standard deviation from step to step, nats, by the median: neither spikes nor a steady growth count."""
+        """Estimate the standard deviation between steps, nats, from medians: robust to spikes and to steady growth."""
         if len(self._differences) < FEWEST_STEPS:
             return 2 * LEAST_SPREAD
         middle = median(self._differences)
@@ -338,11 +345,11 @@ class ChangeDetector:
         return max(LEAST_SPREAD, deviation / (0.6745 * math.sqrt(2)))
 
     def _error(self) -> float:
-        """Standard error of the difference of two medians: of the first steps, and of the latest three."""
+        """Compute the standard error, nats, of the difference between the first and the latest steps' medians."""
         return 1.25 * self._spread() * math.sqrt(1 / FEWEST_FIRST_STEPS + 1 / FEWEST_STEPS)
 
     def _has_trend(self, x: float) -> bool:
-        """Whether the first steps grow, by Mann's count of pairs in order, and by how much."""
+        """Return whether the first steps grow, by Mann's count of ordered pairs, and by at least `TREND_FACTOR`."""
         if self._steps > TREND_STEPS or self.changes:
             return False
         earlier = [value for _, value in self._values][:-1]
@@ -354,12 +361,18 @@ class ChangeDetector:
         grown = median([*earlier[-2:], x]) - median(earlier[:3])
         return z >= TREND_Z and grown > math.log(TREND_FACTOR)
 
-    def _follow(self, step: int, x: float, excess: float) -> None:
-        """Go on with a change that lasts: look for its onset with more steps for a while, and for its end."""
+    def _update_change(self, step: int, x: float, excess: float) -> None:
+        """Update the lasting change with a step: its onset for the first steps after detection, its value and its end.
+
+        Args:
+            step: number of the step.
+            x: logarithm of the value.
+            excess: excess over the baseline and its allowance, nats.
+        """
         change = self.changes[-1]
         self._since_found += 1
         if self._since_found in (SETTLED // 4, SETTLED // 2, SETTLED):
-            change = self._located(found=change.found, level=math.log(change.baseline))
+            change = self._locate_change(found=change.found, level=math.log(change.baseline))
         latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
         z = (latest - math.log(change.baseline)) / self._error()
         change = replace(change, value=math.exp(latest), z=z, lasted=step - change.onset + 1)
@@ -372,14 +385,19 @@ class ChangeDetector:
             self._sum, self._values = 0.0, deque(list(self._values)[-self._well :], maxlen=REMEMBERED)
         self.changes[-1] = change
 
-    def _located(self, *, found: int, level: float) -> Change:
-        """The change with the onset that fits the remembered values best; `level` is the log of its baseline."""
+    def _locate_change(self, *, found: int, level: float) -> Change:
+        """Return the change whose onset fits the stored values best.
+
+        Args:
+            found: step at which the change was detected.
+            level: logarithm of the baseline.
+        """
         steps = [step for step, _ in self._values]
         values = [value for _, value in self._values]
         place, shape = onset_of(values)
         latest = median(values[-FEWEST_STEPS:])
 
-        # The start of the run is known as long as no step was forgotten.
+        # `_values` contains the start of the run only until the deque drops its first step.
         return Change(
             onset=steps[place],
             found=found,

@@ -1,11 +1,11 @@
-"""Judgments on whether the engine samples with the trainer's weights: a mismatch above a null's, or one that has grown.
+"""Rules that test if the engine samples with the trainer's weights: a mismatch above a null's, or a growing mismatch.
 
 The three gaps of a training step are sampler → trainer, trainer → itself, and the drift of the updates. Before the
-first update of a batch the trainer's weights are those that scored `old_log_prob`. So the first micro-batch of the loss
-shows the second gap alone: whatever differs there is another computation, not another policy.
+first update of a batch the trainer's weights are the same as for `old_log_prob`. So the first micro-batch of the loss
+measures only the second gap: a difference there comes from the computation, not from the policy.
 
-Each is a named function from evidence to a finding or None, and stands in the table `RULES` of
-`rollcorr.diagnostics.health.rules`. docs/guides/health.md lists the limits.
+Each rule is a function that returns a finding or `None`. The table `RULES` of `rollcorr.diagnostics.health.rules`
+contains them. docs/guides/health.md lists the limits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollcorr.diagnostics.health.trend import FACTOR, Change
 from rollcorr.diagnostics.numbers import format_number
 
 NEGLIGIBLE = {"k3_kl": 1e-4, "log_ratio_std": 1.4e-2}
-"""Below these a rise over many steps is only noted: docs/guides/choosing.md calls that size negligible, and in bf16 a
-right sampler reaches 6e-5, because rounding grows with the logits as the policy sharpens."""
+"""Values below which a rise over several steps is only a note: docs/guides/choosing.md calls this size negligible, and
+a correct bf16 sampler reaches 6e-5, because rounding grows with the logits as the policy sharpens."""
 NEGLIGIBLE_STEP = {"k3_kl": 1e-5, "log_ratio_std": 4.5e-3}
-"""The same of a rise within one step, which no policy makes: below these it is rounding at most."""
+"""The same limits for a rise within a step, which no sharpening policy causes: smaller rises are rounding."""
 NOTHING_TO_DO = "nothing to do while k3 is that small"
 _FROM_EXCESS_WORDS = (
     "the mismatch has grown since the first step, where it was in excess already",
@@ -33,25 +33,25 @@ _FROM_EXCESS_WORDS = (
     "find what differs at the first step; look at the weight sync if the mismatch still grows then",
     "with that fixed, k3 is the null's at the first step, and stays there",
 )
-"""A rise from a first step that was in excess already: no update had come before, so none was missed."""
+"""Texts for a rise from a first step in excess: there was no update before it that the sampler could have missed."""
 _NEGLIGIBLE_WORDS = (
     "the mismatch has grown since step {onset}, by no more than rounding explains",
     "rounding grows with the logits of a young policy as it sharpens, and explains all of it",
     NOTHING_TO_DO,
     "",
 )
-"""The same of a rise that is still negligible: a note on rounding must not ask for a repair."""
+"""Texts for a rise that is still negligible: a note on rounding must not ask for a repair."""
 FIRST = "actor/first/"
-"""Prefix of the metrics of the first loss of a step, which no update came before."""
+"""Prefix of the metrics of a step's first loss, computed before any update."""
 SAME_PASS, SAME_CLIPPED = 1e-3, 0.01
-"""|policy KL| in nats, and share of clipped tokens, up to which two passes with the same weights may differ."""
+"""Largest |policy KL|, nats, and largest share of clipped tokens between two passes with the same weights."""
 LARGE = 0.01
-"""|policy KL|, nats, above which the difference is more than another kernel, precision or micro-batch makes."""
+"""|policy KL|, nats, above which a different kernel, precision or micro-batch size does not explain the difference."""
 CLIPPED = ("clip_fraction_high", "clip_fraction_low", "clip_fraction_dual")
 
 
 def token_share_rose(evidence: Evidence) -> Finding | None:
-    """The token id explains more of the mismatch than at the start: rounding does not become systematic by itself."""
+    """Return a finding if the token id explains more of the mismatch than at the start, which rounding cannot cause."""
     name = "log/token_id_share"
     change = evidence.changes.get(name)
     if change is None:
@@ -74,7 +74,7 @@ def token_share_rose(evidence: Evidence) -> Finding | None:
 
 
 def above_null(evidence: Evidence) -> Finding | None:
-    """k3 is several times that of a null."""
+    """Return a finding if k3, nats, is at least `ABOVE_NULL` times the null's k3."""
     value, noise = evidence.get("k3_kl"), evidence.noise
     limit = ABOVE_NULL * evidence.null_k3
     if noise is None or not noise.is_null or not value >= limit:
@@ -94,7 +94,7 @@ def above_null(evidence: Evidence) -> Finding | None:
     if evidence.first is None or not from_start:
         return finding
 
-    # Before the first update both sides have the same weights, unless they loaded others.
+    # Before the first update both sides have the same weights, unless they loaded different checkpoints.
     return replace(
         finding,
         title=f"the two sides differ from the first step on: the mismatch is {times} times that of {noise.source}",
@@ -110,7 +110,7 @@ def above_null(evidence: Evidence) -> Finding | None:
 
 
 def lasting_rise(evidence: Evidence) -> Finding | None:
-    """The mismatch rose and stayed: its onset, its shape and the recorded age of the weights give the code."""
+    """Return a finding if the mismatch rose and stayed; onset, shape and the weights' recorded age decide its code."""
     name = evidence.risen
     if name is None:
         return None
@@ -118,7 +118,7 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
     row = fault(_rise_code(change, evidence))
     title, cause, fix, confirm = row.title, row.reason, row.fix, row.confirm
 
-    # The logits of a policy grow as it sharpens, and the rounding of a right sampler with them.
+    # The logits of a policy grow as it sharpens, and with them the rounding of a correct sampler.
     floor = NEGLIGIBLE_STEP if row.code == "changed_at_step" else NEGLIGIBLE
     negligible = change.ended is None and change.value < floor.get(name, 0.0)
     if negligible:
@@ -126,7 +126,7 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
     elif row.code == "growing_mismatch" and evidence.differs_from_start:
         title, cause, fix, confirm = _FROM_EXCESS_WORDS
 
-    # A frozen sampler often reports the version that it should have.
+    # A frozen sampler often reports the version that it should have, so do not rely on the recorded age.
     if row.code == "frozen_sampler" and evidence.starts_in_excess and evidence.is_fresh_on_record:
         cause += "; the recorded age of its weights is 0 throughout, and that may be wrong"
     until = "" if change.ended is None else f"; it was back at its start from step {change.ended} on"
@@ -157,12 +157,12 @@ def _rise_code(change: Change, evidence: Evidence) -> str:
 
 
 class Gap(NamedTuple):
-    """One gap of a step.
+    """A gap between two policies of a training step.
 
     Attributes:
-        name: between which two.
-        kl: nats per token.
-        clipped: share of the tokens that the loss clips; None where nothing is clipped.
+        name: the two policies, as "sampler → trainer".
+        kl: KL in nats per token.
+        clipped: share of the tokens that the loss clips; `None` for a gap that the loss does not clip.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Gap(NamedTuple):
 
 
 def step_gaps(values: Mapping[str, float]) -> tuple[Gap, ...]:
-    """Return the gaps of a step that its metrics (by bare name) show; empty without one of the trainer with itself."""
+    """Return the three gaps of a step from its metrics, by bare name; empty if a KL is missing."""
     if not {f"{FIRST}policy_kl", "actor/policy_kl", "k3_kl"} <= values.keys():
         return ()
     first, drift = (sum(values.get(prefix + name, 0.0) for name in CLIPPED) for prefix in (FIRST, "actor/"))
@@ -183,13 +183,13 @@ def step_gaps(values: Mapping[str, float]) -> tuple[Gap, ...]:
 
 
 def loss_pass_differs(evidence: Evidence) -> Finding | None:
-    """The trainer differs from itself before the first update."""
+    """Return a finding if the trainer's loss pass differs from its `old_log_prob` before the first update."""
     gaps = step_gaps(evidence.current)
     if not gaps:
         return None
     sampler, own, _ = gaps
 
-    # The pass that agrees with the sampler is the right one.
+    # The pass that agrees with the sampler is correct, so the finding names the other pass.
     side = "the pass of old_log_prob" if sampler.kl > abs(own.kl) / 3 else "the loss pass"
     made_by = "dropout, or another temperature" if abs(own.kl) > LARGE else "its kernel, precision or micro-batch size"
     if abs(own.kl) <= SAME_PASS and (own.clipped or 0.0) <= SAME_CLIPPED:

@@ -1,4 +1,4 @@
-"""The settings behind a pair of log-probs."""
+"""Estimate the sampling settings behind a pair of log-probs."""
 
 import lazy_loader as _lazy
 

@@ -1,10 +1,10 @@
-"""Logs of unknown origin: what the log-probs themselves say about the sampling behind them.
+"""Estimate the sampling settings of logs of unknown origin from the log-probs.
 
-`estimate_provenance` compares the trainer's and the rollout's log-probs of the same sampled tokens and says what it
-finds: another temperature, a truncation, log-probs of something that was not sampled, of other tokens or requests, in
-other units, placeholders, tokens that nobody sampled, another prompt. A cause is judged on the rows that show it, then
-the other rows are judged without them. Each finding has its evidence and a confidence. docs/guides/sampling.md lists
-what log-probs cannot tell.
+`estimate_provenance` compares the trainer's and the rollout's log-probs of the same sampled tokens. It detects a
+temperature, a truncation, log-probs of a distribution that was not sampled from, of other tokens or requests, in other
+units, placeholders, tokens that the policy did not sample, and a different prompt. Each cause is judged on the rows
+that show it; the remaining rows are judged without them. Each finding contains its evidence and a confidence.
+docs/guides/sampling.md lists the causes that log-probs cannot distinguish.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def estimate_provenance(
     token_ids: Tensor | None = None,
     steps: Tensor | None = None,
 ) -> Provenance:
-    """Say what two log-probs of the same sampled tokens are log-probs of.
+    """Estimate the sampling settings and data faults behind two log-probs of the same sampled tokens.
 
     Args:
-        train_log_prob: the trainer's, nats. (B, T), or (N,) with `cu_seqlens`.
-        rollout_log_prob: the engine's, of the same tokens. NaN, −inf and −9999 are missing.
-        mask: true on sampled tokens, same shape; None for all.
-        cu_seqlens: (B + 1,) token offsets, only when packed.
-        token_ids: the sampled tokens, same shape as the log-probs. They bound the size of the vocabulary, and with it
-            how unlikely a sampled token can be.
-        steps: the training step of each sequence, (B,), where known: findings say with which step they begin.
+        train_log_prob: the trainer's log-probs, nats. (B, T), or (N,) with `cu_seqlens`.
+        rollout_log_prob: the engine's log-probs of the same tokens, nats, same shape. NaN, −inf and −9999 are missing.
+        mask: true on sampled tokens, same shape; defaults to all tokens.
+        cu_seqlens: token offsets, (B + 1,) int; only when packed.
+        token_ids: ids of the sampled tokens, same shape as the log-probs; optional. They bound the vocabulary's size,
+            and with it the smallest probability of a sampled token.
+        steps: training step of each sequence, (B,); optional. With it, findings name the step at which they begin.
 
     Returns:
-        Findings with evidence. Reads values: for diagnosis, not for the step path.
+        Findings with evidence. Reads tensor values: for diagnosis, not for the step path.
 
     Raises:
-        ValueError: shapes differ, or there is not one step for each sequence.
+        ValueError: shapes differ, or `steps` does not contain one step per sequence.
     """
     mask = torch.ones_like(train_log_prob, dtype=torch.bool) if mask is None else mask != 0
     check_layout(train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob, mask=mask, cu_seqlens=cu_seqlens)
@@ -60,7 +60,7 @@ def estimate_provenance(
     vocabulary = None if token_ids is None or not token_ids.numel() else int(token_ids.max()) + 1
     recorded = replace(_rows(train_log_prob, rollout_log_prob, mask, cu_seqlens, steps), vocabulary=vocabulary)
 
-    # What was misreported is undone first, so that what follows compares the log-probs of the same tokens.
+    # Undo misreported values first, so that later tests compare log-probs of the same tokens.
     stored = find_storage(recorded)
     undone = undo_misreported(recorded)
     odd, values = find_odd_values(undone.pairs)
@@ -71,16 +71,16 @@ def estimate_provenance(
 
     groups = find_groups(pairs)
     return Provenance(
-        findings=tuple(_ranked([*found, *groups.findings, *_of_rest(pairs, groups), *stored])),
+        findings=tuple(_ranked([*found, *groups.findings, *_findings_of_rest(pairs, groups), *stored])),
         tokens=int(pairs.valid.sum()),
-        misreported=_changed(recorded, values),
+        misreported=_changed_tokens(recorded, values),
         of_settings=groups.certain,
         zeros_left=int(undone.pairs.contradicted_zeros.sum()) if recorded.contradicted_zeros.any() else None,
     )
 
 
-def _changed(before: PairRows, after: PairRows) -> Tensor:
-    """Tokens that were left out, or whose value on a side became another one or none, (N,)."""
+def _changed_tokens(before: PairRows, after: PairRows) -> Tensor:
+    """Return the tokens that were removed, or whose value changed or became NaN on either side, (N,) bool."""
     changed = before.keep & ~after.keep
     for old, new in ((before.train, after.train), (before.rollout, after.rollout)):
         changed |= (old != new) & ~(old.isnan() & new.isnan())
@@ -88,7 +88,7 @@ def _changed(before: PairRows, after: PairRows) -> Tensor:
 
 
 def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None, steps: Tensor | None) -> PairRows:
-    """Both sides as rows, on the CPU."""
+    """Pack both sides into rows, on the CPU."""
     row = _sequences(train, cu_seqlens)
     rows = int(train.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
     if steps is not None and steps.shape != (rows,):
@@ -101,7 +101,7 @@ def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | Non
 
 
 def _ranked(findings: list[Finding]) -> list[Finding]:
-    """Causes in the order in which they were found, then remarks; "matched" beside a cause would mislead."""
+    """Return causes in the order of detection, then notes; drop "matched" and "unexplained" if there is a cause."""
     named = [finding for finding in findings if finding.severity != "note"]
     notes = [finding for finding in findings if finding.severity == "note"]
     if any(map(is_cause, named)):
@@ -110,8 +110,8 @@ def _ranked(findings: list[Finding]) -> list[Finding]:
     return named + notes
 
 
-def _of_rest(pairs: PairRows, groups: Groups) -> list[Finding]:
-    """What the rows without settings of their own show; beside such rows, only causes."""
+def _findings_of_rest(pairs: PairRows, groups: Groups) -> list[Finding]:
+    """Return the findings of the rows outside all groups; only causes, not notes, if a group has a finding."""
     rest = groups.pairs
     valid = rest.valid
     if int(valid.sum()) < MIN_TOKENS:
@@ -120,7 +120,7 @@ def _of_rest(pairs: PairRows, groups: Groups) -> list[Finding]:
     truncated = find_truncation(train, rollout, vocabulary=pairs.vocabulary)
     found = find_temperature(train, rollout, truncated=bool(truncated)) + truncated or [no_pattern(train, rollout)]
 
-    # They are judged together: which rows show it is not known.
+    # The rows are judged together, so the rows that show the cause are not known.
     here = extent(pairs, rest.count(valid) > 0, valid)
     here |= {"first_row": None, "first_step": None, "steps": None}
     causes = [replace(finding, **here) for finding in found if is_cause(finding)]

@@ -1,7 +1,7 @@
-"""Values that are not the log-probs of these tokens: placeholders, other units, shifted rows, rows of other requests.
+"""Repair values that are not these tokens' log-probs: placeholders, other units, shifted rows, rows of other requests.
 
-Each function finds one cause, says which rows and tokens show it, and undoes it or leaves them out, so that what
-follows compares the log-probs of the same tokens.
+Each function finds one cause, reports the rows and tokens that show it, and repairs or removes them, so that later
+tests compare log-probs of the same tokens.
 """
 
 from __future__ import annotations
@@ -28,34 +28,38 @@ from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, p
 LAGS = (-1, 1, -2, 2, -3, 3, -4, 4)
 """Tokens by which a row may be shifted."""
 MIN_PAIRS = 16
-"""Fewer pairs in all rows together are not judged."""
+"""Fewest pairs, over all rows together, that are judged."""
 SAME = 0.7
-"""Correlation of two sides' doubts above which a row is taken to be about the same tokens without a further look."""
+"""Correlation of the two sides' `doubt` above which a row counts as aligned without further tests."""
 LATE = 0.9
-"""The same for a row that may be shifted from some token on: what comes before goes together."""
+"""The same limit for a row that may be shifted from some token on: its aligned start raises the correlation."""
 TELLING, FEW_TELLING = 0.1, 4
-"""Doubt of a token that tells one lag from another, on either side; and how many of these a tail must have at least."""
+"""`doubt` on either side above which a token distinguishes lags, and the fewest such tokens in a shifted tail."""
 SIMILAR = 0.5
-"""Difference of two doubts, as a share of the larger one, below which they may be of one token."""
+"""Difference of two doubts, as a share of the larger one, below which both may be the same token's."""
 SHIFT_Z = 5.0
-"""Standard errors between a row at a lag and as it is."""
+"""Standard errors by which a row's correlation at a lag must exceed the one at lag 0."""
 MATE_TOKENS, MATE_ROWS = 64, 256
-"""First tokens by which the other row is looked for, and how many rows it is looked for, at most."""
+"""Number of first tokens used to search for a row's true request, and the most rows to search for."""
 FEW_MATES = 0.1
-"""Share of the rows in question below which the rows found elsewhere may be chance."""
+"""Share of the unrelated rows below which the matches found in other rows may be chance."""
 OWN_FIT = 3.0
-"""Standard errors by which rows must go with their own trainer's side before they are no other request's."""
+"""Standard errors by which rows must match their own trainer's side to rule out another request."""
 UNITS = {
     "log2": "log base 2",
     "log10": "log base 10",
     "sign": "the negative of the log-prob",
     "probability": "the probability itself",
 }
-"""Units that are told apart, with their names."""
+"""Units that are detected, with their names."""
 
 
 def undo_misreported(pairs: PairRows) -> RepairedPairs:
-    """Look for each cause in turn, in what the ones before have left."""
+    """Find and undo each cause in sequence, each in the pairs that the previous one repaired.
+
+    Returns:
+        The repaired pairs, and the findings of all causes.
+    """
     placeholders = find_placeholders(pairs)
     units = find_units(placeholders.pairs)
     shifts = find_shifts(units.pairs)
@@ -65,14 +69,18 @@ def undo_misreported(pairs: PairRows) -> RepairedPairs:
 
 
 def find_units(pairs: PairRows) -> RepairedPairs:
-    """Log-probs in another unit on one side: an exact factor, a sign or an exponential, over all tokens of a row."""
+    """Find log-probs in other units on one side: an exact factor, a sign or an exponential over all tokens of a row.
+
+    Returns:
+        The pairs with these rows converted to nats, and a finding per side and unit.
+    """
     both = pairs.keep & is_recorded(pairs.train) & is_recorded(pairs.rollout)
     count = pairs.count(both)
 
     def apart(one: Tensor, other: Tensor) -> Tensor:
         return pairs.total((one - other).abs().nan_to_num(5.0).clamp(max=5).masked_fill(~both, 0.0))
 
-    # Only rows that disagree are worth a second look, and only a fix that removes most of the disagreement is believed.
+    # Test only rows that disagree, and accept only a unit that removes most of the disagreement.
     off = apart(pairs.rollout, pairs.train)
     doubtful = pairs.count(both & (torch.maximum(pairs.train.abs(), pairs.rollout.abs()) > 0.3))
     suspicious = (off > 0.02 * count) & (count >= ROW_TOKENS) & (doubtful >= 5)
@@ -114,24 +122,28 @@ def _in_nats(unit: str, values: Tensor) -> Tensor:
 
 
 def _one_factor(pairs: PairRows, fixed: Tensor, own: Tensor, other: Tensor, rows: Tensor, tokens: Tensor) -> bool:
-    """Whether the fixed values are the other side's on the tokens that leave a choice: no temperature does that."""
+    """Return whether the converted values match the other side on uncertain tokens, which no temperature explains."""
     telling = tokens & (other < -0.3)
     if int(telling.sum()) < 3:
         return False
 
-    # A truncation moves the log-probs of an undecided policy by one constant; a factor has to explain clearly more.
+    # A truncation moves an uncertain policy's log-probs by a constant, so a factor must explain clearly more.
     left = (fixed - other)[tokens].nan_to_num(5.0).abs().clamp(max=5)
     moved = (own - other)[tokens]
     close = float(left.mean()) <= 0.5 * float((moved - moved.median()).abs().clamp(max=5).mean())
     off = ((fixed / other).nan_to_num(0.0) - 1).abs()
     close &= float(off[telling].median()) < 0.12 and float((off[telling] < 0.2).double().mean()) >= 0.7
 
-    # Among all rows and units, noise makes one fit a few tokens.
+    # Among all rows and units, some fit a few tokens by noise.
     return close and pairs.beyond_chance(rows, telling, off < 0.2, causes=2 * len(UNITS))
 
 
 def find_shifts(pairs: PairRows) -> RepairedPairs:
-    """Rows whose two sides go together at another lag than 0, from their start or from some later token on."""
+    """Find rows whose two sides correlate at a lag other than 0, from their start or from some later token on.
+
+    Returns:
+        The pairs with the rollout's values moved back to their tokens, and at most one finding.
+    """
     of_rows = _row_lags(pairs)
     late_lag, tail = _late_lags(pairs, of_rows)
     late = late_lag != 0
@@ -154,7 +166,7 @@ def find_shifts(pairs: PairRows) -> RepairedPairs:
         words.append(f"{'late' if lag > 0 else 'early'} by {_tokens(abs(lag))} in {count} rows")
     tokens = inside & pairs.valid
     main = int(lags[counts.argmax()])
-    before, after = (_together(pairs, values, shifted, inside) for values in (pairs.rollout, rollout))
+    before, after = (_mean_correlation(pairs, values, shifted, inside) for values in (pairs.rollout, rollout))
     evidence = {"lag": float(main), "correlation_at_0": before, f"correlation_at_{main}": after}
     z = (math.atanh(min(after, 0.9999)) - math.atanh(before)) * math.sqrt(int(tokens.sum()))
     if pooled or (len(words) == 1 and bool(shifted[pairs.judged].all())):
@@ -172,7 +184,14 @@ def find_shifts(pairs: PairRows) -> RepairedPairs:
 
 
 def _fits_at(pairs: PairRows, lag: int, rows: Tensor, tokens: Tensor) -> bool:
-    """Return whether the tokens of these rows that tell a lag come back at this one, and not by noise."""
+    """Return whether these rows' surprising tokens match at this lag more often than noise explains.
+
+    Args:
+        pairs: the pairs before any shift is undone.
+        lag: tokens by which the rollout's values are late.
+        rows: the rows to test, (rows,) bool.
+        tokens: the tokens to test, (N,) bool.
+    """
     moved = pairs.moved(lag, pairs.rollout)
     train, rollout = doubt(pairs.train), doubt(moved)
     larger = torch.maximum(train, rollout)
@@ -181,9 +200,15 @@ def _fits_at(pairs: PairRows, lag: int, rows: Tensor, tokens: Tensor) -> bool:
 
 
 def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The lag of each row that is shifted from some token on, (rows,), 0 for the others; and its tokens, (N,).
+    """Find rows that are shifted only from some token on.
 
-    `of_rows` are the lags of whole rows, (rows,): such a row has a right start only where that is seen.
+    Args:
+        pairs: the pairs to test.
+        of_rows: lag of each row that is shifted from its start, (rows,) int, else 0. Such a row also needs an aligned
+            start to count as shifted late.
+
+    Returns:
+        The lag of each late-shifted row, (rows,) int, 0 for other rows; and the tokens from the shift on, (N,) bool.
     """
     valid = pairs.valid
     at_zero = pairs.correlation(pairs.rollout, valid)
@@ -200,7 +225,7 @@ def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
         both = valid & is_known(moved) & pairs.of_rows(open_rows)
         gain = (own - (doubt(pairs.train) - doubt(moved)).abs()).masked_fill(~both, 0.0)
 
-        # The tail of a row whose gain is largest begins where the shift does.
+        # The shift begins at the token whose tail has the largest total gain.
         running = gain.cumsum(0)
         total = pairs.total(gain)
         before = torch.cat([total.new_zeros(1), total.cumsum(0)[:-1]])
@@ -212,8 +237,8 @@ def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
         late = pairs.keep & (pairs.position >= first[pairs.row])
         here = late & both
 
-        # The start of the row goes together as it is, unless it is too short to tell: a tail that fits by chance has no
-        # such start, and is not as sure.
+        # A late shift leaves an aligned start. Without a start that is long enough to show it, require a larger z: the
+        # tail may fit by chance.
         start = valid & ~late & pairs.of_rows(open_rows)
         as_it_is = (pairs.correlation(pairs.rollout, start) >= SAME) & (pairs.count(start) >= ROW_TOKENS)
 
@@ -221,7 +246,7 @@ def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
         z = _shift_z(pairs, here, at_lag, stays)
         sure = ((z >= SHIFT_Z) & as_it_is) | ((z >= 2 * SHIFT_Z) & (of_rows == 0))
 
-        # One surprising token beside another makes any correlation high, and the tail was chosen for what it gains.
+        # Two adjacent surprising tokens suffice for a high correlation, and the tail was selected for its gain.
         telling = here & ((doubt(pairs.train) > TELLING) | (doubt(moved) > TELLING))
         sure &= pairs.count(telling) >= FEW_TELLING
         better = open_rows & sure & (pairs.count(here) >= ROW_TOKENS) & (most > best)
@@ -232,7 +257,17 @@ def _late_lags(pairs: PairRows, of_rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shift_z(pairs: PairRows, tokens: Tensor, at_lag: Tensor, as_it_is: Tensor) -> Tensor:
-    """Standard errors between two correlations of each row, Fisher's, (rows,); 0 unless the one at the lag is high."""
+    """Compute the standard errors between two correlations of each row, by Fisher's transform.
+
+    Args:
+        pairs: the pairs.
+        tokens: the tokens that the correlations cover, (N,) bool.
+        at_lag: correlation at the lag, (rows,).
+        as_it_is: correlation at lag 0, (rows,).
+
+    Returns:
+        (rows,) float64; 0 if the correlation at the lag is below 0.75 or gains less than 0.3.
+    """
     gain = at_lag.clamp(max=0.9999).atanh() - as_it_is.clamp(min=-0.9999, max=0.9999).atanh()
     z = gain * (pairs.count(tokens) - 3).clamp(min=0).sqrt()
     return z.masked_fill((at_lag < 0.75) | (at_lag - as_it_is < 0.3), 0.0)
@@ -242,14 +277,14 @@ def _tokens(count: int) -> str:
     return "one token" if count == 1 else f"{count} tokens"
 
 
-def _together(pairs: PairRows, rollout: Tensor, rows: Tensor, inside: Tensor) -> float:
-    """The mean correlation of some rows, over these of their tokens."""
+def _mean_correlation(pairs: PairRows, rollout: Tensor, rows: Tensor, inside: Tensor) -> float:
+    """Compute the mean correlation of these rows, (rows,) bool, over the tokens `inside`, (N,) bool."""
     correlation = pairs.correlation(rollout, inside & pairs.keep & is_known(pairs.train) & is_known(rollout))
     return float(correlation[rows].mean())
 
 
 def _row_lags(pairs: PairRows) -> Tensor:
-    """The lag at which each row's sides go together: 0 unless another one is clearly better, (rows,)."""
+    """Return the lag at which each row's sides correlate best, (rows,) int; 0 unless a lag is significantly better."""
     valid = pairs.valid
     at_zero = pairs.correlation(pairs.rollout, valid)
     lag_of = torch.zeros(pairs.rows, dtype=torch.long, device="cpu")
@@ -257,8 +292,8 @@ def _row_lags(pairs: PairRows) -> Tensor:
     if not open_rows.any():
         return lag_of
 
-    # Only the rows in question are moved, so that a healthy log costs nothing.
-    some = _only(pairs, open_rows)
+    # Move only rows with a low correlation, so that a healthy log costs no time.
+    some = _select_rows(pairs, open_rows)
     best = at_zero.clone()
     for lag in LAGS:
         moved = some.moved(lag, some.rollout)
@@ -271,8 +306,8 @@ def _row_lags(pairs: PairRows) -> Tensor:
     return lag_of
 
 
-def _only(pairs: PairRows, rows: Tensor) -> PairRows:
-    """The tokens of some rows, with the numbers that the rows have."""
+def _select_rows(pairs: PairRows, rows: Tensor) -> PairRows:
+    """Select the tokens of these rows, (rows,) bool; the rows keep their indices."""
     tokens = pairs.of_rows(rows)
     return PairRows(
         train=pairs.train[tokens],
@@ -285,7 +320,7 @@ def _only(pairs: PairRows, rows: Tensor) -> PairRows:
 
 
 def _pooled_lag(pairs: PairRows) -> int:
-    """The lag of all rows together, where each alone is too short to tell."""
+    """Return the lag of all rows pooled, for logs of short rows; 0 without a clear lag."""
     by_lag = {0: _pooled_correlation(pairs, pairs.rollout)}
     if by_lag[0] >= SAME:
         return 0
@@ -303,27 +338,31 @@ def _pooled_correlation(pairs: PairRows, rollout: Tensor) -> float:
 
 
 def find_other_requests(pairs: PairRows) -> RepairedPairs:
-    """Rows whose two sides have nothing to do with each other though each looks like the policy's."""
+    """Find rows whose two sides are unrelated although each looks like log-probs of the policy.
+
+    Returns:
+        The pairs without these rows, and at most one finding.
+    """
     valid = pairs.valid
     count = pairs.count(valid)
     distance = (pairs.train - pairs.rollout).masked_fill(~valid, 0.0)
     together = pairs.correlation(pairs.rollout, valid)
 
-    # The sides of an unrelated row are as far apart as its values are when they are shuffled.
+    # The sides of an unrelated row are as far apart as after shuffling its values.
     suspicious = (together < 0.4) & (count >= 12)
     if not suspicious.any():
         return RepairedPairs(pairs)
     apart = pairs.mean(distance.abs().clamp(max=3), valid)
-    chance = _shuffled_distance(_only(pairs, suspicious))
+    chance = _shuffled_distance(_select_rows(pairs, suspicious))
     unrelated = suspicious & (apart >= 0.6 * chance) & (apart >= 0.15)
     if not unrelated.any() or not pairs.enough(unrelated):
         return RepairedPairs(pairs)
 
-    # Of another policy's log-probs the trainer's are the lower ones; of another request's they are as high.
+    # With a different policy's log-probs the trainer's are lower; with a different request's both are equally high.
     tokens = pairs.of_rows(unrelated) & valid
     one_sided = abs(float(distance[tokens].clamp(-3, 3).mean())) / float(distance[tokens].abs().clamp(max=3).mean())
     fits = _fits_of_rows(pairs, unrelated)
-    mates = _mates(fits)
+    mates = _matching_rows(fits)
     if len(mates) < FEW_MATES * len(fits.wanted) and _own_fit(fits) > OWN_FIT:
         return RepairedPairs(pairs)
     others = (count >= 12) & ~unrelated
@@ -351,7 +390,13 @@ def find_other_requests(pairs: PairRows) -> RepairedPairs:
 
 
 def _shuffled_distance(pairs: PairRows) -> Tensor:
-    """Mean |train − rollout| of each row, capped, with the rollout's values moved far along the row, (rows,)."""
+    """Compute each row's mean |train − rollout| after moving the rollout's values far along the row.
+
+    Differences are capped at 3 nats.
+
+    Returns:
+        (rows,) float64, nats.
+    """
     valid = pairs.valid
     index = valid.nonzero().squeeze(-1)
     row, count = pairs.row[index], pairs.count(valid).long()
@@ -366,12 +411,13 @@ def _shuffled_distance(pairs: PairRows) -> Tensor:
 
 
 class _Fits(NamedTuple):
-    """How the rollout's side of some rows goes with the trainer's side of every row.
+    """Correlation of some rows' rollout side with the trainer's side of every row.
 
     Attributes:
-        wanted: these rows, (w,).
-        correlation: Pearson's of the doubts over the tokens that both have, (w, rows); 0 where they are too few.
-        tokens: how many these are, (w, rows).
+        wanted: indices of these rows, (w,) int.
+        correlation: Pearson's correlation of `doubt` over the tokens that both rows have, (w, rows); 0 with fewer than
+            12 tokens.
+        tokens: number of these tokens, (w, rows).
     """
 
     wanted: Tensor
@@ -380,7 +426,7 @@ class _Fits(NamedTuple):
 
 
 def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
-    """Each row in question against every row, by their first tokens."""
+    """Correlate the rollout's side of each unrelated row with the trainer's side of every row, by the first tokens."""
     wanted = unrelated.nonzero().squeeze(-1)[:MATE_ROWS]
     valid = pairs.valid & (pairs.position < MATE_TOKENS)
     train, rollout, mask = (torch.zeros(pairs.rows, MATE_TOKENS, dtype=torch.float64, device="cpu") for _ in range(3))
@@ -388,7 +434,7 @@ def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
     train[here], rollout[here] = doubt(pairs.train[valid]), doubt(pairs.rollout[valid])
     mask[here] = 1.0
 
-    # Pearson's over the tokens that both have, as sums that are products of matrices.
+    # Pearson's correlation over the tokens that both rows have; matrix products compute its sums.
     x, m = rollout[wanted], mask[wanted]
     n = (m @ mask.T).clamp(min=1)
     mean_x, mean_y = (x @ mask.T) / n, (m @ train.T) / n
@@ -399,8 +445,8 @@ def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
     return _Fits(wanted, correlation, n)
 
 
-def _mates(fits: _Fits) -> dict[int, int]:
-    """Row → the row whose trainer's log-probs its rollout side goes with, where one is found."""
+def _matching_rows(fits: _Fits) -> dict[int, int]:
+    """Return row → the row whose trainer's log-probs its rollout side matches, for rows with a significant match."""
     wanted, correlation = fits.wanted, fits.correlation
     z = correlation.clamp(max=0.999).atanh() * (fits.tokens - 3).clamp(min=0).sqrt()
     z[torch.arange(len(wanted), device="cpu"), wanted] = 0.0
@@ -410,11 +456,11 @@ def _mates(fits: _Fits) -> dict[int, int]:
 
 
 def _own_fit(fits: _Fits) -> float:
-    """Standard errors by which these rows go better with their own trainer's side than with those of other rows.
+    """Compute the standard errors by which these rows match their own trainer's side better than other rows' sides.
 
-    Of another request's log-probs the own side is one like any other: its rank among all of them is uniform, of mean
-    ½ and variance 1/12. Another policy's log-probs of the same tokens still go with them. The rows were picked for a
-    bad fit, which lowers the rank.
+    With a different request's log-probs the rank of the own side among all rows is uniform, with mean ½ and variance
+    1/12. A different policy's log-probs of the same tokens still correlate with them. The test is conservative: the
+    rows were selected for a low correlation, which lowers the rank.
     """
     known = fits.correlation != 0
     own = fits.correlation.gather(-1, fits.wanted.unsqueeze(-1))

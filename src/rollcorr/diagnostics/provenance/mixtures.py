@@ -1,4 +1,4 @@
-"""Rows with other sampling settings than the rest: each group is judged on its own rows, so that nothing dilutes it."""
+"""Find groups of rows with their own sampling settings, and judge each group separately so no other row dilutes it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rollcorr.diagnostics.provenance.patterns import EXPONENT, find_temperature,
 from rollcorr.diagnostics.provenance.provenance_findings import SURE
 
 MOST = 0.8
-"""Share of the rows from which on a group is the whole log."""
+"""Share of the rows above which a group counts as the full log, and is not split off."""
 MIXTURE_EXPONENT = 0.1
-"""Smallest |β − 1| that is called a temperature of some rows only: they were picked because they look like one."""
+"""Smallest |β − 1| reported as a temperature of a subset of rows: selecting the rows already biases β away from 1."""
 
 
 @dataclass
 class Groups:
-    """What groups of rows show, and the rest.
+    """Findings of groups of rows, and the rows outside these groups.
 
     Attributes:
-        pairs: the rows that are left to be judged.
-        findings: of the groups.
-        certain: true on the rows of the groups whose finding is certain, (N,); None without such a group.
+        pairs: the rows not yet judged.
+        findings: the groups' findings; empty by default.
+        certain: true on tokens of rows whose group has a certain finding, (N,) bool; defaults to `None`: no such group.
     """
 
     pairs: PairRows
@@ -36,7 +36,11 @@ class Groups:
 
 
 def find_groups(pairs: PairRows) -> Groups:
-    """Find rows that were sampled at another temperature than the rest, or over a truncated vocabulary."""
+    """Find rows sampled at a different temperature than most rows, or over a truncated vocabulary.
+
+    Returns:
+        The findings of these rows, and the pairs without them.
+    """
     groups = Groups(pairs)
     _truncated_rows(groups)
     _tempered_rows(groups)
@@ -44,7 +48,7 @@ def find_groups(pairs: PairRows) -> Groups:
 
 
 def _truncated_rows(groups: Groups) -> None:
-    """Rows with tokens that one side finds certain while the other sees a choice."""
+    """Judge rows with tokens of probability 1 on one side and clearly below 1 on the other."""
     pairs = groups.pairs
     valid = pairs.valid
     by_side = []
@@ -58,11 +62,11 @@ def _truncated_rows(groups: Groups) -> None:
         whole = float(rows.sum()) >= MOST * float(long_rows.sum())
         if whole or float(count[rows].sum()) < 8:
             continue
-        _take(groups, rows, partial(find_truncation, vocabulary=pairs.vocabulary))
+        _judge_rows(groups, rows, partial(find_truncation, vocabulary=pairs.vocabulary))
 
 
 def _tempered_rows(groups: Groups) -> None:
-    """Rows whose likely tokens are nearly all likelier on one side."""
+    """Judge rows whose likely tokens nearly all have a higher log-prob on the same side."""
     pairs = groups.pairs
     valid = pairs.valid
     x, y = logit(pairs.train), logit(pairs.rollout)
@@ -80,11 +84,14 @@ def _tempered_rows(groups: Groups) -> None:
         share, rows = float(hot.sum()) / float(enough.sum()), int(hot.sum())
         if share >= MOST or rows < 2 or rows < 2 + 0.02 * float(enough.sum()):
             continue
-        _take(groups, hot, _strong_temperature)
+        _judge_rows(groups, hot, _strong_temperature)
 
 
 def _strong_temperature(train: Tensor, rollout: Tensor) -> list[Finding]:
-    """A temperature that is not within what picking rows can produce; both crowds must show it."""
+    """Return a temperature finding if |β − 1| exceeds the bias that selecting rows can cause.
+
+    The limit is higher with fewer than `FEW` unlikely tokens: then only the likely tokens bound β.
+    """
     found = find_temperature(train, rollout)
     if not found:
         return []
@@ -93,8 +100,8 @@ def _strong_temperature(train: Tensor, rollout: Tensor) -> list[Finding]:
     return found if abs(found[0].evidence["temperature_ratio"] - 1) >= least else []
 
 
-def _take(groups: Groups, rows: Tensor, find: Callable[[Tensor, Tensor], list[Finding]]) -> None:
-    """Judge some rows; what is found there is theirs, and they are left out of the rest."""
+def _judge_rows(groups: Groups, rows: Tensor, find: Callable[[Tensor, Tensor], list[Finding]]) -> None:
+    """Judge a subset of rows, record its findings in `groups`, and remove the subset from the pairs."""
     pairs = groups.pairs
     tokens = pairs.of_rows(rows) & pairs.valid
     if int(tokens.sum()) < 16:

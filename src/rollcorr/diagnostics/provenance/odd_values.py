@@ -1,4 +1,4 @@
-"""Values that are not log-probs of the sampled ids: clamped, rounded, of other ids, or of a log-softmax in 16 bits."""
+"""Find values that are not the sampled ids' log-probs: clamped, rounded, other ids', or a 16-bit log-softmax's."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from rollcorr.diagnostics.provenance.provenance_findings import provenance_findi
 from rollcorr.diagnostics.provenance.storage import is_16_bit
 
 FEWEST = 8
-"""Tokens that share one value before it is called a limit."""
+"""Fewest tokens with the same value for it to count as a limit."""
 BEYOND = 0.9
-"""Share of these that the other side must see beyond the limit."""
+"""Smallest share of these tokens whose log-prob on the other side is beyond the limit."""
 ZEROS = 0.01
-"""Share of tokens at exactly 0 that a log-softmax in 16 bits makes: 2.5 to 12 %."""
+"""Smallest share of tokens at exactly 0 for a log-softmax in 16 bits; measured: 2.5 to 12 %."""
 NEAR_ZERO = (-0.1, -1e-4)
-"""Log-probs of the other side that 16 bits round to 0."""
+"""Range of the other side's log-probs, nats, that a 16-bit log-softmax rounds to 0."""
 ON_GRID, GRID_STEPS = 0.98, (1.0, 0.1, 0.01)
-"""Share of the values that must lie on a decimal grid, and its steps in nats."""
+"""Smallest share of the values on a decimal grid, and the steps of the grids in nats."""
 DIFFERS = 0.3
-"""Nats from which two log-probs are surely not of one id under policies that nearly agree."""
+"""Nats above which two log-probs are of different ids if the policies nearly agree."""
 OTHERS, TOO_MUCH, CONTRADICT = 0.05, 0.02, 0.008
-"""Least share of tokens that tell whether the ids are the same; what a sum of two probabilities may exceed 1 by; and
-the share of these tokens that may exceed it: at most 0.0045 under other ids, from 0.016 under other weights."""
+"""Smallest share of tokens that can show different ids; largest excess over 1 of a sum of two probabilities; and the
+share of these tokens above that excess: measured at most 0.0045 under other ids, at least 0.016 under other weights."""
 
 Found = tuple[list[Finding], PairRows]
 
 
 def find_clamped(pairs: PairRows) -> Found:
-    """Find log-probs that were clamped from below: many share the smallest value, and the other side goes beyond it."""
+    """Find log-probs that were clamped from below.
+
+    Clamped log-probs repeat the side's smallest value on tokens with a lower log-prob on the other side.
+
+    Returns:
+        At most one finding, and the pairs without the clamped tokens.
+    """
     valid = pairs.valid
     for side, own, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
         if not valid.any():
@@ -42,7 +48,7 @@ def find_clamped(pairs: PairRows) -> Found:
         floor = own[valid].min()
         tokens = valid & (own == floor)
 
-        # Where responses repeat themselves, so do both sides.
+        # Repeated responses repeat the log-probs of both sides, so require distinct values on the other side.
         if floor == 0 or len(other[tokens].unique()) < max(FEWEST, int(tokens.sum()) // 2):
             continue
         if float((other[tokens] < floor).double().mean()) < BEYOND:
@@ -59,7 +65,11 @@ def find_clamped(pairs: PairRows) -> Found:
 
 
 def find_rounded(pairs: PairRows) -> Found:
-    """Find log-probs that were rounded to decimals, where that makes most of the difference."""
+    """Find log-probs that were rounded to decimals, if rounding explains at least half of Var(d).
+
+    Returns:
+        At most one finding, and the pairs without any token of the log if there is one.
+    """
     valid = pairs.valid
     difference = (pairs.train - pairs.rollout)[valid]
     for side, own in (("rollout", pairs.rollout[valid]), ("trainer", pairs.train[valid])):
@@ -79,13 +89,17 @@ def find_rounded(pairs: PairRows) -> Found:
 
 
 def find_log_softmax(pairs: PairRows) -> Found:
-    """Find a log-softmax in 16 bits: likely tokens have exactly 0, which rounding a right log-prob never makes."""
+    """Find a log-softmax in 16 bits: likely tokens have exactly 0, which rounding a float32 log-prob cannot cause.
+
+    Returns:
+        At most one finding, and the pairs without any token of the log if there is one.
+    """
     valid = pairs.valid
     for side, own, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
         tokens = valid & (own == 0) & (other > NEAR_ZERO[0]) & (other < NEAR_ZERO[1])
         share = float(tokens.sum()) / max(float(valid.sum()), 1.0)
 
-        # A truncation makes such zeros too, and loses mass.
+        # A truncation also causes such zeros, but loses mass.
         if share < ZEROS or not is_16_bit(own[valid]) or mean_and_z(1 - (other - own)[valid].exp())[1] > Z:
             continue
         reason = f"{share:.1%} of the {side}'s log-probs are exactly 0 where the other side is sure of less"
@@ -95,10 +109,13 @@ def find_log_softmax(pairs: PairRows) -> Found:
 
 
 def find_other_ids(pairs: PairRows) -> Found:
-    """Find log-probs of other ids than the sampled ones: two ids of one distribution share its mass.
+    """Find log-probs of ids that differ from the sampled ones, by the sum of the two sides' probabilities.
 
-    Of two ids with probabilities p and q, p + q ≤ 1. Two policies that score the same id exceed that with ease wherever
-    both find it likely. The last token of a row has a fault of its own, and is left out.
+    Two different ids of the same distribution have p + q ≤ 1. Two policies that score the same likely id exceed 1. The
+    last token of each row is excluded: it has a separate fault.
+
+    Returns:
+        At most one finding, and the pairs without any token of the log if there is one.
     """
     valid = pairs.valid
     p, q = pairs.train.exp(), pairs.rollout.exp()
@@ -120,7 +137,7 @@ def find_other_ids(pairs: PairRows) -> Found:
 
 
 def find_odd_values(pairs: PairRows) -> Found:
-    """Return what these tests find one after the other, and the pairs without the tokens that they concern."""
+    """Run these tests in sequence; return their findings, and the pairs without the tokens of the findings."""
     found: list[Finding] = []
     for find in (find_clamped, find_rounded, find_log_softmax, find_other_ids):
         more, pairs = find(pairs)

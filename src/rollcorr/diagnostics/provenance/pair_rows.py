@@ -1,4 +1,4 @@
-"""The pairs of a log, row by row: the form in which the causes are looked for."""
+"""Pairs of log-probs in rows: the data structure in which provenance tests search for causes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollcorr.config.finding import Finding
 from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY, MOST_ROUNDED_UP
 
 ROW_TOKENS = 8
-"""A row with fewer pairs is not judged on its own."""
+"""Fewest pairs of a row that is judged by itself."""
 LONG_ROW = 64
-"""A row of so many pairs may be the only one that shows a cause."""
+"""Pairs of a row above which this single row is enough evidence of a cause."""
 CONTRADICTION = -1.0
-"""Where one side is exactly 0.0 (probability 1) and the other below this, in nats, one of them was not computed."""
+"""Log-prob, nats, below which a side contradicts an exact 0.0 (probability 1) on the other: one was not computed."""
 LEAST_SHARE = 0.01
-"""Share of the rows that must show a cause where all of these are shorter: of thousands, some look like anything."""
+"""Smallest share of rows with a cause if all of these are shorter: among thousands of rows some match by chance."""
 CHANCE, ERROR = 0.25, 0.01
-"""Probability that a token of noise matches a cause, and that any rows of a log show any cause by noise alone."""
+"""Probability that a token of noise matches a cause, and the probability of a false finding per log."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +29,14 @@ class PairRows:
     """Two log-probs of the same tokens, packed.
 
     Attributes:
-        train: log π, (N,) float64; as the log has it until a cause is undone.
-        rollout: log μ, (N,) float64.
-        keep: true on tokens that the policy sampled, (N,).
-        row: row of each token, (N,) and not decreasing.
-        position: index of each token in its row, masked ones counted, (N,).
-        rows: number of rows, also those without a token.
-        step: training step of each row, (rows,); None where not known.
-        vocabulary: its size, at least; None where not known.
+        train: log π, (N,) float64, nats; as logged, until a cause is undone.
+        rollout: log μ, (N,) float64, nats; as logged, until a cause is undone.
+        keep: true on tokens that the policy sampled, (N,) bool.
+        row: row of each token, (N,) int, nondecreasing.
+        position: index of each token in its row, masked tokens included, (N,) int.
+        rows: number of rows, rows without tokens included.
+        step: training step of each row, (rows,) int; defaults to `None`: not known.
+        vocabulary: lower bound on the vocabulary's size; defaults to `None`: not known.
     """
 
     train: Tensor
@@ -50,33 +50,33 @@ class PairRows:
 
     @property
     def valid(self) -> Tensor:
-        """Tokens that have a log-prob on both sides, (N,)."""
+        """Return the kept tokens that have a log-prob on both sides, (N,) bool."""
         return self.keep & is_known(self.train) & is_known(self.rollout)
 
     @property
     def contradicted_zeros(self) -> Tensor:
-        """Tokens to which one side gives probability 1 and the other less than 1/e, (N,)."""
+        """Return the tokens with probability 1 on one side and less than 1/e on the other, (N,) bool."""
         return self.valid & ((self.train == 0) | (self.rollout == 0)) & (self.train + self.rollout < CONTRADICTION)
 
     @property
     def judged(self) -> Tensor:
-        """Rows that have a token that counts, (rows,)."""
+        """Return the rows with at least one kept token, (rows,) bool."""
         return self.count(self.keep) > 0
 
     def count(self, tokens: Tensor) -> Tensor:
-        """How many of these tokens each row has, (rows,) float64."""
+        """Return the number of these tokens, (N,) bool, in each row, (rows,) float64."""
         return self.total(tokens.double())
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of a value over each row, (rows,) float64."""
-        return torch.bincount(self.row, values.double(), self.rows).double()  # integers without any token
+        """Return the sum of the values, (N,), over each row, (rows,) float64."""
+        return torch.bincount(self.row, values.double(), self.rows).double()  # bincount returns integers for no token
 
     def mean(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """The mean of a value over these tokens of each row, (rows,); 0 where a row has none."""
+        """Compute the mean of the values, (N,), over these tokens of each row, (rows,); 0 for a row without tokens."""
         return self.total(values.masked_fill(~tokens, 0.0)) / self.count(tokens).clamp(min=1)
 
     def moved(self, lag: int, values: Tensor) -> Tensor:
-        """Values moved so that entry t is that of t + lag in the same row; NaN where there is none."""
+        """Return the values, (N,), shifted so that entry t contains entry t + lag of its row; NaN outside the row."""
         if lag == 0:
             return values
         moved = values.roll(-lag)
@@ -88,7 +88,16 @@ class PairRows:
         return moved.masked_fill(~same, torch.nan)
 
     def correlation(self, rollout: Tensor, tokens: Tensor, train: Tensor | None = None) -> Tensor:
-        """Pearson's between the two sides' `doubt` over these tokens of each row, (rows,); 0 where one is constant."""
+        """Compute Pearson's correlation of the two sides' `doubt` over these tokens of each row.
+
+        Args:
+            rollout: log μ, (N,) nats.
+            tokens: the tokens to correlate, (N,) bool.
+            train: log π, (N,) nats; defaults to `self.train`.
+
+        Returns:
+            (rows,) float64 in [−1, 1]; 0 for a row with a constant side.
+        """
         train = self.train if train is None else train
         x, y = doubt(train).masked_fill(~tokens, 0.0), doubt(rollout).masked_fill(~tokens, 0.0)
         n, mean_x, mean_y = self.count(tokens).clamp(min=1), self.mean(x, tokens), self.mean(y, tokens)
@@ -97,21 +106,21 @@ class PairRows:
         return torch.where(variance > 1e-16, covariance / variance.clamp(min=1e-16).sqrt(), 0.0)
 
     def enough(self, rows: Tensor) -> bool:
-        """Whether some rows show more than chance shows among so many."""
+        """Return whether these rows, (rows,) bool, are a large enough share of the log, or contain a long row."""
         long_rows = self.count(self.valid) >= LONG_ROW
         return bool((rows & long_rows).any()) or int(rows.sum()) >= max(1.0, LEAST_SHARE * float(self.judged.sum()))
 
     def beyond_chance(self, rows: Tensor, telling: Tensor, matching: Tensor, *, causes: int) -> bool:
-        """Return whether these rows match a cause better than noise makes the best rows of a log match the best cause.
+        """Return whether these rows match a cause more often than noise explains.
 
-        Chernoff's bound on the probability of this share of matches, n KL(share‖CHANCE), over every choice of rows and
-        every cause.
+        The test compares Chernoff's bound on the probability of this share of matches, exp(−n KL(share‖CHANCE)), with
+        `ERROR`, corrected for every choice of rows and every cause that could have been selected.
 
         Args:
-            rows: that show the cause, (rows,).
-            telling: their tokens that tell causes apart, (N,).
-            matching: the tokens that match it, (N,).
-            causes: the number of causes that are looked for.
+            rows: the rows that show the cause, (rows,) bool.
+            telling: tokens that distinguish causes, (N,) bool.
+            matching: tokens that match the cause, (N,) bool.
+            causes: number of causes that are tested.
         """
         tokens = self.of_rows(rows) & telling
         count, share = int(tokens.sum()), float(matching[tokens].double().mean()) if tokens.any() else 0.0
@@ -123,24 +132,29 @@ class PairRows:
         return count * (share * math.log(share / CHANCE) + against) >= choices + math.log(causes / ERROR)
 
     def without(self, tokens: Tensor) -> PairRows:
-        """The same rows without some tokens."""
+        """Return the same rows without these tokens, (N,) bool."""
         return replace(self, keep=self.keep & ~tokens)
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """The tokens of some rows: (rows,) bool → (N,)."""
+        """Return the tokens of these rows: (rows,) bool → (N,) bool."""
         return rows[self.row]
 
 
 @dataclass
 class RepairedPairs:
-    """The rows once a cause is undone, and what was found."""
+    """The pairs after a cause was undone, and the findings.
+
+    Attributes:
+        pairs: the pairs with repaired values; tokens that cannot be repaired are removed.
+        findings: a finding per cause; empty by default.
+    """
 
     pairs: PairRows
     findings: list[Finding] = field(default_factory=list)
 
 
 class Extent(TypedDict):
-    """How far a cause reaches, as fields of a finding."""
+    """Number of rows and tokens that a cause affects, as fields of `Finding`."""
 
     rows: int
     tokens: int
@@ -151,9 +165,16 @@ class Extent(TypedDict):
 
 
 def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> Extent:
-    """The rows and tokens that show a cause, the share of the rows that have a token at all, and the first of them.
+    """Count the rows and tokens that show a cause.
 
-    The first row is counted among the rows of `pairs`.
+    Args:
+        pairs: the pairs that contain them.
+        rows: rows that show the cause, (rows,) bool.
+        tokens: tokens that show the cause, (N,) bool.
+
+    Returns:
+        The counts, the share of the rows with at least one kept token, the index of the first row in `pairs`, and the
+        steps if known.
     """
     which = rows.nonzero().squeeze(-1)
     steps = which.new_zeros(0) if pairs.step is None else pairs.step[which].unique()
@@ -168,26 +189,31 @@ def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> Extent:
 
 
 def doubt(log_prob: Tensor) -> Tensor:
-    """|log p| / (1 + |log p|), between 0 and 1: no single surprising token decides a sum of it."""
+    """Compute |log p| / (1 + |log p|), in [0, 1), same shape: bounded, so no surprising token dominates a sum."""
     size = log_prob.abs()
     return size / (1 + size)
 
 
 def is_recorded(log_prob: Tensor) -> Tensor:
-    """Where there is a number at all."""
+    """Return where a log-prob is recorded: finite, and not JSON's placeholder of −inf. Same shape, bool."""
     return log_prob.isfinite() & (log_prob != JSON_MINUS_INFINITY)
 
 
 def is_known(log_prob: Tensor) -> Tensor:
-    """Where a log-prob is a log-prob: not missing, and not above 0 but for rounding."""
+    """Return where a recorded value can be a log-prob: at most 0, up to rounding. Same shape, bool."""
     return is_recorded(log_prob) & (log_prob <= MOST_ROUNDED_UP)
 
 
 def runs(tokens: Tensor, keep: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous runs of tokens among the kept ones of a row.
+    """Find contiguous runs of tokens among the kept tokens of a row.
+
+    Args:
+        tokens: tokens of the runs, (N,) bool.
+        keep: tokens to look at; masked tokens do not interrupt a run, (N,) bool.
+        row: row of each token, (N,) int.
 
     Returns:
-        The length of the run that each token is in, (N,), 0 outside; and the runs' number of tokens, (runs,).
+        The length of each token's run, (N,) int, 0 outside of runs; and the length of each run, (runs,) int.
     """
     index = keep.nonzero().squeeze(-1)
     inside, rows = tokens[index], row[index]

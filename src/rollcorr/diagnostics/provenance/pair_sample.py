@@ -1,4 +1,4 @@
-"""A bounded, evenly spread sample of a log's sequences, for the estimate of provenance."""
+"""Sample a bounded, evenly spaced subset of a log's sequences for the estimate of provenance."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rollcorr.diagnostics.provenance.estimate import estimate_provenance
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 FEW_IDS = 10.0
-"""Ids in effect, (Σ n)² / Σ n², below which responses repeat themselves."""
+"""Effective number of distinct ids, (Σ n)² / Σ n², below which responses count as repetitive."""
 MANY, ONE_EXPONENT = 100, 0.01
-"""Likely and unlikely tokens, and the share of them off one exponent up to which it is a temperature whatever else the
-responses lack: 0.001 under one, 0.03 and more under other weights, dropout or another prompt."""
+"""Fewest likely and unlikely tokens, and largest share of violations of a common exponent, for a certain temperature in
+repetitive responses: measured 0.001 under a temperature, at least 0.03 under other weights, dropout or prompts."""
 TOKENS = 1 << 16
-"""About how many tokens the sample holds: twice as many at most, and at least one sequence."""
+"""Target number of tokens in the sample: it contains at most twice as many, and at least one sequence."""
 
 
 class Context(NamedTuple):
-    """What a token was sampled after: the prompt, and the response before it.
+    """Context of each token of a response: the prompt, and the response before the token.
 
     Attributes:
-        length: tokens of the prompt.
-        seen: true on tokens whose id occurs in the prompt or earlier in the response, (c,).
-        prefix: a hash of the prompt, its length, and the response up to and with the token, (c,) int64.
+        length: number of tokens of the prompt.
+        seen: true on tokens whose id occurs in the prompt or earlier in the response, (c,) bool.
+        prefix: hash of the prompt, its length, and the response up to and including the token, (c,) int64.
     """
 
     length: int
@@ -40,12 +40,12 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Tensor, response: Tensor) -> Context:
-        """Return the context of each token of a response, (c,), after a prompt, (p,)."""
+        """Compute the context of each token of a response, ids (c,), after a prompt, ids (p,)."""
         ids = torch.cat([prompt, response]).numpy().astype(np.uint64)
         _, first, number = np.unique(ids, return_index=True, return_inverse=True)
         seen = first[number.reshape(-1)] < np.arange(len(ids))
 
-        # A polynomial in an odd number, modulo 2^64: equal for equal prefixes, and rarely for others.
+        # A polynomial hash modulo 2^64: equal prefixes have equal hashes, and collisions are rare.
         mixed = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
         power = np.cumprod(np.full(len(ids), 0xBF58476D1CE4E5B9, dtype=np.uint64), dtype=np.uint64)
@@ -55,16 +55,16 @@ class Context(NamedTuple):
 
 
 class SampleRow(NamedTuple):
-    """One sequence of the sample, masked tokens included: a token's position is its index.
+    """A sequence of the sample, masked tokens included: a token's position is its index.
 
     Attributes:
-        train: log π as the log has it, (c,).
-        rollout: log μ, (c,).
-        mask: true on tokens that the policy sampled, (c,).
-        response_ids: (c,) where the log has them.
-        step: training step, where the log has it.
-        prompt: ids of the prompt, (p,), where the log has them.
-        context: of each token, once `located`.
+        train: log π as logged, (c,) nats.
+        rollout: log μ as logged, (c,) nats.
+        mask: true on tokens that the policy sampled, (c,) bool.
+        response_ids: ids of the response, (c,); defaults to `None`: not recorded.
+        step: training step; defaults to `None`: not recorded.
+        prompt: ids of the prompt, (p,); defaults to `None`: not recorded.
+        context: context of each token; defaults to `None` until `located` computes it.
     """
 
     train: Tensor
@@ -77,28 +77,28 @@ class SampleRow(NamedTuple):
 
     @property
     def known(self) -> NDArray[np.int64]:
-        """Positions of the tokens that count: sampled, with both log-probs."""
+        """Return the positions of the sampled tokens with both log-probs and |d| < 100 nats, (k,) int64."""
         d = (self.train.double() - self.rollout).numpy()
         return np.flatnonzero(self.mask.numpy().astype(np.bool_) & np.isfinite(d) & (np.abs(d) < 100))
 
     @property
     def log_ratio(self) -> NDArray[np.float64]:
-        """Log π − log μ of these tokens, nats."""
+        """Return log π − log μ at the positions `known`, (k,) float64, nats."""
         d: NDArray[np.float64] = (self.train.double() - self.rollout).numpy()[self.known]
         return d
 
     def located(self) -> SampleRow:
-        """The row with the context of its tokens, where it has the ids of prompt and response."""
+        """Return the row with its tokens' context; the row itself if the ids of prompt or response are missing."""
         if self.prompt is None or self.response_ids is None:
             return self
         return self._replace(context=Context.of(self.prompt, self.response_ids))
 
     def within(self, steps: tuple[int, int]) -> bool:
-        """Whether its step is one of these, from the first to the last."""
+        """Return whether the row's step is known and lies in the range (first, last), both included."""
         return self.step is not None and steps[0] <= self.step <= steps[1]
 
     def copied(self) -> SampleRow:
-        """The row without the batch that it is a view of."""
+        """Return a copy of the row's tensors, so that the sample does not keep the full batch in memory."""
         ids = None if self.response_ids is None else self.response_ids.clone()
         return self._replace(
             train=self.train.clone(), rollout=self.rollout.clone(), mask=self.mask.clone(), response_ids=ids
@@ -107,15 +107,14 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairSample:
-    """Every k-th sequence of a log, k being the smallest power of 2 for which they are few enough.
+    """Every k-th sequence of a log; k is the smallest power of 2 for which the sample is within its limit.
 
-    So the sample of a whole is the merged samples of its parts, however it was cut.
+    So merging the samples of a log's parts returns the log's sample, for any partition.
 
     Attributes:
-        stride: k.
-        rows: index of a sequence in the log → its log-probs and further columns; without those that have no valid
-            token.
-        held: their tokens.
+        stride: k; 1 by default.
+        rows: index of a sequence in the log → its row; contains no sequence without a sampled token.
+        held: number of tokens in these rows.
     """
 
     stride: int = 1
@@ -137,21 +136,19 @@ class PairSample:
         prompts: Sequence[Tensor] | None = None,
         wanted: Tensor | None = None,
     ) -> PairSample:
-        """The sample of a packed batch, and the index of its first sequence.
-
-        A stride that the sample will have in the end, at least, saves the work for other rows.
+        """Sample a packed batch.
 
         Args:
-            train: log π, (N,).
-            rollout: log μ, (N,).
-            mask: true on sampled tokens, (N,).
-            lengths: tokens of each sequence, (B,).
-            first: index of the first sequence in the log.
-            stride: of the sample so far.
-            response_ids: (N,), where recorded.
-            steps: (B,), where recorded.
-            prompts: the ids of each prompt, where recorded.
-            wanted: true on the sequences to sample from, (B,); None for all.
+            train: log π, (N,) nats.
+            rollout: log μ, (N,) nats.
+            mask: true on sampled tokens, (N,) bool.
+            lengths: number of tokens of each sequence, (B,) int.
+            first: index of the batch's first sequence in the log.
+            stride: stride of the sample so far, which skips rows that a merge would drop; defaults to 1.
+            response_ids: ids of the responses, (N,); optional.
+            steps: training step of each sequence, (B,); optional.
+            prompts: ids of each prompt, B tensors of (p,); optional.
+            wanted: true on the sequences to sample from, (B,) bool; defaults to all.
         """
         sizes = lengths.tolist()
         columns = [x.split(sizes) for x in (train, rollout, mask)]
@@ -168,14 +165,19 @@ class PairSample:
         return replace(thin, rows=rows)
 
     def merge(self, other: PairSample) -> PairSample:
-        """The sample of both stretches of the log together."""
+        """Return the sample of both parts of the log together."""
         stride = max(self.stride, other.stride)
         one, two = (x if x.stride == stride else _thinned(stride, x.rows) for x in (self, other))
         both = PairSample(stride, {**one.rows, **two.rows}, one.held + two.held)
         return both if both.few else _thinned(2 * stride, both.rows)
 
     def estimate(self) -> Provenance:
-        """What the sample implies. The first row of a finding is counted in the log, over all of its files."""
+        """Estimate the sample's provenance.
+
+        Returns:
+            The findings; `first_row` is an index in the log, counted over all of its files. Repetitive responses keep
+            only findings that other weights cannot cause.
+        """
         order = sorted(self.rows)
         rows = [self.rows[index] for index in order]
         known_steps = [row.step for row in rows if row.step is not None]
@@ -196,33 +198,33 @@ class PairSample:
             return found
         count = torch.bincount(token_ids[mask.bool()].clamp(min=0)).double()
         different = float(count.sum() ** 2 / count.square().sum().clamp(min=1))
-        return found if different >= FEW_IDS else _of_repetition(found)
+        return found if different >= FEW_IDS else _drop_ambiguous(found)
 
     @property
     def few(self) -> bool:
-        """Whether no more has to be left out."""
+        """Return whether the sample is within its limit of tokens, or has at most one row."""
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
 
 
-def _of_repetition(found: Provenance) -> Provenance:
-    """What can be told of responses that repeat few tokens: settings and prompts look like weights there.
+def _drop_ambiguous(found: Provenance) -> Provenance:
+    """Drop findings about settings that other weights can cause in responses that repeat few tokens.
 
-    An update of the weights moves the one log-prob that there is, as a temperature does; and every response is unsure
-    at its beginning alone.
+    There an update of the weights moves the few log-probs in the same way as a temperature does, and every response is
+    uncertain only at its beginning.
     """
     kept = [f for f in found.findings if _is_sure(f) or (fault(f.code).kind != "settings" and f.code != "processed")]
     return replace(found, findings=tuple(kept))
 
 
 def _is_sure(finding: Finding) -> bool:
-    """Whether likely and unlikely tokens, many of both, follow one exponent: an update moves some off."""
+    """Return whether enough likely and unlikely tokens follow a common exponent: an update would move some off it."""
     shown = finding.evidence
     many = min(shown.get("likely_tokens", 0.0), shown.get("unlikely_tokens", 0.0)) >= MANY
     return finding.code == "tempered" and many and shown["violations"] <= ONE_EXPONENT
 
 
 def _thinned(stride: int, rows: Mapping[int, SampleRow]) -> PairSample:
-    """Rows at multiples of the stride, which is doubled until few enough are left."""
+    """Keep rows at multiples of the stride, and double the stride until the sample is within its limit."""
     while True:
         rows = {index: row for index, row in rows.items() if index % stride == 0}
         sample = PairSample(stride, rows, sum(len(row.train) for row in rows.values()))

@@ -1,13 +1,14 @@
-"""Numbers that tell what two log-probs of the same tokens are log-probs of; `provenance` reads them.
+"""Statistics of two log-probs of the same tokens, from which `provenance` detects a temperature or a truncation.
 
-`base` and `other` are (n,) float64 log-probs of sampled tokens. The telling fact: if other is base at another
-temperature, other ∝ base^β, then on every token
+`base` and `other` are (n,) float64 log-probs of sampled tokens, nats. If the two policies differ by a temperature,
+other ∝ base^β, then on every token
 
-    logit(other) ≥ β logit(base)   for β > 1, with equality when one other token has all the remaining mass,
+    logit(other) ≥ β logit(base)   for β > 1, with equality when a single other token has all the remaining mass,
 
-because the mass of the remaining tokens raised to β is at most the β-th power of their sum. So the ratio of the two
-logits is at most β on unlikely tokens (negative logits) and at least β on likely ones: β is where the two crowds meet.
-It needs neither logits nor entropies. A truncation moves the likely tokens alone, up to probability 1.
+because the sum of the remaining probabilities raised to β is at most the β-th power of their sum. So the ratio of the
+two logits is at most β on unlikely tokens (negative logits) and at least β on likely ones. β is the value at which
+these two crowds of ratios meet. The estimate needs neither the model's logits nor entropies. A truncation moves only
+the likely tokens, up to probability 1.
 """
 
 from __future__ import annotations
@@ -19,37 +20,40 @@ import torch
 from torch import Tensor
 
 LIKELY = (0.5, 7.0)
-"""Logits of `base` between which a token is called likely: p from 0.62 to 0.999, below where rounding decides."""
+"""Range of `base`'s logits in which a token counts as likely: p from 0.62 to 0.999; above it rounding dominates."""
 VERY_LIKELY, MANY = (3.0, 5.0), 100
-"""Logits between which a likely token is compared with a very likely one beyond them, if there are so many of each."""
+"""Logits of likely tokens that are compared with very likely ones above the range, and the fewest tokens of each."""
 UNLIKELY = -1.5
-"""Logit of `base` below which a token is called unlikely: p < 0.18."""
+"""Logit of `base` below which a token counts as unlikely: p < 0.18."""
 CERTAIN = -1e-5
-"""Log-prob above which a side says "probability 1"."""
+"""Log-prob above which a side counts as probability 1."""
 UNCERTAIN = -1e-3
-"""Log-prob below which a side says that there was a choice."""
+"""Log-prob below which a side counts as probability < 1."""
 AS_LIKELY_ALONE = 0.5
-"""Share of the tokens likelier than most of those left alone that must be left alone too, as a truncation does."""
+"""Smallest share of certain tokens among tokens likelier than the median certain one, as a truncation causes."""
 NEARLY = 0.1
-"""Nearly certain tokens for each certain one, above which certainty is the end of a scale and not a truncation."""
+"""Nearly certain tokens per certain one, above which the certain tokens are an extreme tail and not a truncation."""
 LARGEST_LOGIT = 9.0
-"""Logit above which a power of a policy may be as good as certain."""
+"""Logit above which a power of a policy may round to probability 1."""
 FEW = 20
-"""Fewer tokens of a crowd, likely or unlikely ones, decide nothing."""
+"""Fewest likely or unlikely tokens that count as a crowd."""
 
 
 class Crowds(NamedTuple):
-    """Two policies compared on likely and on unlikely tokens.
+    """Comparison of two policies on likely and on unlikely tokens.
 
     Attributes:
-        likely: number of tokens that `base` calls likely.
-        unlikely: number that it calls unlikely.
-        share_up: share of the likely tokens on which `other` is higher.
-        exponent: β of other ∝ base^β, where the crowds meet; an upper bound, from the likely tokens alone, where fewer
-            than `FEW` are unlikely; NaN where no likely token is far enough from p = ½.
-        violations: share of each crowd on the wrong side of β: near 0 for a temperature, 0.5 for noise.
-        unlikely_p80: 80 % quantile of the ratio of logits on unlikely tokens: a lower bound on β; NaN with few.
-        steepening: median ratio of logits of very likely tokens over that of likely ones; 1 with few.
+        likely: number of likely tokens under `base`.
+        unlikely: number of unlikely tokens under `base`.
+        share_up: share of the likely tokens on which `other` is higher; 0.5 without likely tokens.
+        exponent: β of other ∝ base^β, at which the crowds meet; an upper bound from the likely tokens if fewer than
+            `FEW` tokens are unlikely; NaN if no likely token is far enough from p = ½.
+        violations: larger share of the two crowds that violates its bound on β: near 0 for a temperature, 0.5 for
+            noise; 0.1 if fewer than `FEW` tokens are unlikely.
+        unlikely_p80: 80 % quantile of the ratio of logits on unlikely tokens, a lower bound on β; NaN with fewer than
+            `FEW`.
+        steepening: median ratio of logits of very likely tokens over the median ratio of likely ones; defaults to 1,
+            also with fewer than `MANY` tokens of either kind.
     """
 
     likely: int
@@ -62,7 +66,12 @@ class Crowds(NamedTuple):
 
 
 def crowds(base: Tensor, other: Tensor) -> Crowds:
-    """Compare two log-probs, `other` being the sharper one: swap them when `share_up` is below a half."""
+    """Compute the exponent β of other ∝ base^β and its quality, for the sharper policy `other`.
+
+    Args:
+        base: log-probs of the sampled tokens, (n,) nats.
+        other: the sharper side's log-probs, (n,) nats. Swap the arguments if `share_up` is below 0.5.
+    """
     x, y = logit(base), logit(other)
     likely, unlikely = (x > LIKELY[0]) & (x < LIKELY[1]), x < UNLIKELY
     high = (y / x)[likely & (x > -UNLIKELY)].sort().values
@@ -72,7 +81,7 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
     share_up = float((y > x)[likely].double().mean()) if likely.any() else 0.5
     if not len(high):
         return Crowds(int(likely.sum()), len(low), share_up, torch.nan, torch.nan, torch.nan)
-    # One or two tokens are no crowd: where the others stand would then say nothing about β.
+    # Too few unlikely tokens bound β loosely, so use the lower end of the likely tokens' ratios.
     if len(low) < FEW:
         return Crowds(int(likely.sum()), len(low), share_up, float(high.quantile(0.1)), 0.1, torch.nan, steepening)
     beta = torch.logspace(-0.7, 0.7, 701, dtype=torch.float64, device=x.device)
@@ -85,11 +94,11 @@ def crowds(base: Tensor, other: Tensor) -> Crowds:
 
 
 class Slope(NamedTuple):
-    """The exponent between two policies that find every token unlikely: other ≈ base^β, up to a constant.
+    """Exponent between two policies that find every token unlikely: other ≈ base^β, up to a constant.
 
     Attributes:
         low: least-squares slope of `other` on `base`.
-        high: inverse of the slope of `base` on `other`. Noise on either side puts these two on the two sides of β.
+        high: inverse of the slope of `base` on `other`. With noise on either side, β lies between `low` and `high`.
         error: standard error of the slopes.
     """
 
@@ -99,20 +108,21 @@ class Slope(NamedTuple):
 
     @property
     def exponent(self) -> float:
-        """The bound that is nearer to 1; 1 if that lies between them."""
+        """Return the bound on β nearest to 1; 1 if it lies between the bounds."""
         low, high = sorted((self.low, self.high))
         return max(low, 1.0) if high >= 1 else high
 
     @property
     def z(self) -> float:
-        """Standard errors between 1 and the exponent."""
+        """Return the number of standard errors between 1 and the exponent."""
         return abs(self.exponent - 1) / self.error if self.error > 0 else 0.0
 
 
 def slope(base: Tensor, other: Tensor) -> Slope:
-    """β of other ∝ base^β where contexts are alike, so that log Σ base^β differs little between them.
+    """Compute β of other ∝ base^β by regression, (n,) nats on (n,) nats.
 
-    Where they are not, the slope lies between 1 and β: it does not invent a temperature, it underrates one.
+    This assumes similar contexts, so that log Σ base^β varies little between them. For different contexts the slope
+    lies between 1 and β: this underestimates a temperature, but never reports one that does not exist.
     """
     x, y = base - base.mean(), other - other.mean()
     product, square = float(x @ y), float(x @ x)
@@ -123,21 +133,24 @@ def slope(base: Tensor, other: Tensor) -> Slope:
 
 
 def logit(log_prob: Tensor) -> Tensor:
-    """log p − log(1 − p), with p at most 1 − 1e-7, where float32 ends."""
+    """Compute the logit log p − log(1 − p) of a log-prob, with p capped at 1 − 1e-7, the resolution of float32."""
     capped = log_prob.clamp(max=-1e-7)
     return capped - torch.log(-torch.expm1(capped))
 
 
 def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> float:
-    """Share of tokens to which `other` gives probability 1 and `base` does not: a truncation left them alone.
+    """Compute the share of tokens with probability 1 under `other` but not under `base`, as a truncation causes.
 
-    A truncation leaves a token alone because it is likely, and gives it exactly 1. So nothing counts where
+    A truncation that keeps a single token keeps the likeliest one, with probability exactly 1. So the share is 0 if
 
-    - likelier tokens are not left alone as well: other weights find any token certain, and a zero that was filled in
-      stands in any place;
-    - many tokens come near 1: a low temperature, like other weights, brings them as close to it as they happen to be.
+    - likelier tokens are not certain as well: other weights can make any token certain, and a filled-in zero can occur
+      at any token;
+    - the tokens that nearly reach 1 exceed a tenth of the certain ones, as under a low temperature or other weights.
 
-    Where `other` is `base` to a power, tokens that the power alone makes certain do not count either.
+    Args:
+        base: log-probs of the sampled tokens, (n,) nats.
+        other: the log-probs that may be truncated, (n,) nats.
+        exponent: β if other ∝ base^β; tokens that this power makes certain do not count. Defaults to 1.
     """
     choice = base < UNCERTAIN
     certain = choice & (other > CERTAIN)
@@ -153,7 +166,10 @@ def certain_share(base: Tensor, other: Tensor, *, exponent: float = 1.0) -> floa
 
 
 def mean_and_z(values: Tensor) -> tuple[float, float]:
-    """Mean, and mean / standard error (0 for a constant 0, as for one value)."""
+    """Compute the mean of (n,) values, and mean / standard error.
+
+    The second number is 0 for a single value and for a mean of 0, and ±∞ for any other constant.
+    """
     mean = values.mean()
     error = values.std() / len(values) ** 0.5 if len(values) > 1 else values.new_tensor(torch.inf)
     if error > 0:

@@ -1,6 +1,6 @@
-"""The patterns that sampling settings leave in two log-probs of the same tokens, each with its finding.
+"""Detect sampling settings by the patterns that they cause in two log-probs of the same tokens.
 
-`train` and `rollout` are (n,) float64 log-probs of the valid tokens.
+`train` and `rollout` are (n,) float64 log-probs of the valid tokens, nats. d is the log-ratio log π − log μ.
 """
 
 from __future__ import annotations
@@ -27,55 +27,54 @@ from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, p
 from rollcorr.diagnostics.provenance.storage import is_16_bit
 
 MIN_TOKENS = 16
-"""Fewer valid tokens are not judged."""
+"""Fewest valid tokens that are judged."""
 ONE_SIDED = 0.75
-"""Share of likely tokens that must be higher on one side before a temperature is believed."""
+"""Smallest share of likely tokens with a higher log-prob on the same side for a temperature."""
 STEEPENS = 1.015
-"""Most that the ratio of logits grows from likely to very likely tokens. Under a temperature it falls to the exponent
-(1.005 at most was seen); under a cap of the logits it grows, in the judge's log by 1.05."""
+"""Largest growth of the ratio of logits from likely to very likely tokens. Under a temperature the ratio falls to the
+exponent (growth of 1.005 at most in measurements); under a cap of the logits it grows, by 1.05 in a measured log."""
 EXPONENT = 0.05
-"""Smallest |β − 1| that is called a temperature: an honest mismatch can look like less."""
+"""Smallest |β − 1| reported as a temperature: a mismatch without a temperature can reach smaller values."""
 CERTAIN_SHARE = 0.01
-"""Share of tokens with probability 1 on one side only, above which it was truncated."""
+"""Share of tokens with probability 1 on one side only, above which that side was truncated."""
 LEFT_OVER = 0.5
-"""Share of Var(d) that a slope may leave and still be a temperature's: 0.006 to 0.4 where the engine's noise is up to
-0.15 nats, and mostly 0.67 to 1 where the weights are old."""
+"""Largest share of Var(d) not explained by the slope of a temperature: 0.006 to 0.4 if the engine's noise is up to 0.15
+nats, and mostly 0.67 to 1 if the weights are stale."""
 TOGETHER = 0.8
-"""Squared correlation of the two sides that a temperature keeps: 0.93 and more."""
+"""Smallest squared correlation of the two sides under a temperature; measured: 0.93 and above."""
 MASS_LOST = 0.01
-"""Smallest 1 − mean ratio that is called a truncation when no token is certain."""
+"""Smallest lost mass, 1 − mean ratio, reported as a truncation when no token has probability 1."""
 HIGHER = 0.58
-"""Share of tokens that must be higher on the truncated side if mass alone speaks for it: an honest pair has a half."""
+"""Smallest share of tokens higher on the truncated side if only lost mass indicates it; 1/2 without a truncation."""
 LARGE = 0.3
-"""Standard deviation of the log-ratio, nats, above which a pair without a pattern is not called matched."""
+"""Standard deviation of the log-ratio, nats, above which a pair without a pattern is not reported as matched."""
 VISIBLE = 2.0
-"""Standard errors by which the mean ratio must be below that of raw log-probs before they are called processed."""
+"""Standard errors by which the mean ratio must lie below the raw log-probs' mean ratio to report "processed"."""
 RARE, BEYOND_BOUND = 0.3, 0.1
-"""Mass V p up to which a token is rare, and the mean by which the lost mass may exceed it."""
+"""Mass V p below which a token counts as rare, and the mean by which its lost mass may exceed V p."""
 Z = 4.0
-"""Standard errors that a mean must be away from what it should be."""
+"""Standard errors between a mean and its expected value that count as significant."""
 
 
 def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False) -> list[Finding]:
-    """Find another temperature on one side, and then whether the tokens follow the rollout's log-probs.
+    """Find a temperature difference, and test if the tokens were drawn from the rollout's log-probs.
 
     Args:
-        train: log π of the valid tokens.
-        rollout: log μ.
-        truncated: one side was found to be truncated. Then only unlikely tokens can show a temperature, and lost mass
-            moves the mean ratio, so that nothing is said about the sampler.
+        train: log π of the valid tokens, (n,) nats.
+        rollout: log μ, (n,) nats.
+        truncated: `find_truncation` reported one side. Then only unlikely tokens can show a temperature, and lost mass
+            moves the mean ratio, so the sampler is not judged. Defaults to False.
 
     Returns:
-        No finding, "tempered" alone, or "tempered" and one of "raw" and "processed".
+        An empty list; or "tempered", followed by "raw" or "processed" if the mean ratio decides between them.
     """
-    # The sharper side, of the lower temperature, is higher on likely tokens. `crowds` wants it second.
+    # The sharper side has the lower temperature and is higher on likely tokens. `crowds` expects it second.
     seen = crowds(train, rollout)
     rollout_is_sharper = seen.share_up >= 0.5
     if not rollout_is_sharper:
         seen = crowds(rollout, train)
 
-    # Where hardly any token is likely there are no crowds to compare; what is left is the slope of one side against
-    # the other.
+    # Without likely tokens there are no two crowds to compare: use the slope of one side against the other instead.
     if seen.likely < FEW and not truncated:
         line = slope(train, rollout)
         if abs(line.exponent - 1) >= EXPONENT and line.z >= Z and _is_a_power(train, rollout, line):
@@ -85,7 +84,7 @@ def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False)
     # A sign test: by chance the share is 1/2, with a standard error of 1 / (2 √likely).
     z = (2 * seen.share_up - 1) * seen.likely**0.5
 
-    # A truncation lifts likely tokens as well; only unlikely ones that fell speak for a temperature beside it.
+    # A truncation raises likely tokens as well, so an additional temperature needs unlikely tokens that fell.
     unlikely_fell = seen.unlikely >= FEW and seen.unlikely_p80 >= 1 + EXPONENT
     if not seen.likely or not _is_temperature(seen) or z < Z or (truncated and not unlikely_fell):
         return []
@@ -100,7 +99,7 @@ def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False)
         "unlikely_tokens": float(seen.unlikely),
     }
 
-    # One crowd alone bounds β from one side: unlikely tokens from below, likely ones from above.
+    # A single crowd only bounds β: unlikely tokens from below, likely ones from above.
     rough = "about"
     if truncated or seen.unlikely < FEW:
         rough = "at most" if truncated == rollout_is_sharper else "at least"
@@ -114,9 +113,12 @@ def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False)
 def _tempered(
     train: Tensor, rollout: Tensor, ratio: float, z: float, reason: str, shown: Mapping[str, float]
 ) -> list[Finding]:
-    """The finding of a temperature, and what the mean ratio says about which side the tokens follow.
+    """Return the temperature's finding; test by the mean ratio E[π/μ] which side's distribution the tokens follow.
 
-    Two digits of the ratio are shown: noise moves where the crowds meet, towards 1.
+    `value` has two digits of the temperature ratio: noise biases the estimate of β toward 1.
+
+    Returns:
+        "tempered", followed by "raw" or "processed" if the mean ratio decides between them.
     """
     excess, honest_z = mean_and_z((train - rollout).exp() - 1)
     evidence = {"temperature_ratio": ratio, **shown, "mean_ratio": 1 + excess, "mean_ratio_z": honest_z}
@@ -129,7 +131,7 @@ def _tempered(
         findings.append(provenance_finding("raw", reason, confidence_of(honest_z), evidence))
         return findings
 
-    # Of raw log-probs it is 1 plus about the variance of the log-ratio; few tokens do not tell that from 1.
+    # For raw log-probs the mean ratio is 1 plus about Var(d); with few tokens that cannot be distinguished from 1.
     error = excess / honest_z if honest_z else 0.0
     visible = float((train - rollout).var()) - excess > VISIBLE * error
     if visible and honest_z < VISIBLE and (honest_z > -Z or excess > -MASS_LOST):
@@ -139,28 +141,29 @@ def _tempered(
 
 
 def _is_a_power(train: Tensor, rollout: Tensor, line: Slope) -> bool:
-    """Whether a power explains the difference of two sides that find every token unlikely.
+    """Return whether a power μ ∝ π^β explains the difference of two sides that find every token unlikely.
 
-    A temperature makes d a function of the policy, so little is left: what Σ p^β differs by between contexts. Other
-    weights move each context by itself, and their slope is that of a regression to the mean.
+    A temperature makes d a function of the policy: its residual is small, from the variation of Σ p^β between contexts.
+    Other weights move each context separately, and regression to the mean sets the slope.
     """
     left = float((rollout - line.exponent * train).var()) / max(float((rollout - train).var()), 1e-30)
     return left <= LEFT_OVER and line.low >= TOGETHER * line.high
 
 
 def find_truncation(train: Tensor, rollout: Tensor, *, vocabulary: int | None = None) -> list[Finding]:
-    """A softmax over fewer tokens on one side: certainty where the other side sees a choice, or mass that is lost.
-
-    Both sides at once contradict each other, so then neither is claimed.
+    """Find a softmax over a truncated vocabulary on one side: tokens of probability 1 on that side only, or lost mass.
 
     Args:
-        train: log π of the valid tokens.
-        rollout: log μ.
-        vocabulary: its size; None where not known.
+        train: log π of the valid tokens, (n,) nats.
+        rollout: log μ, (n,) nats.
+        vocabulary: number of tokens in the vocabulary; defaults to `None`: not known.
+
+    Returns:
+        At most one finding. If both sides appear truncated, these contradict each other, and the list is empty.
     """
     findings = []
     for side, base, other in (("rollout", train, rollout), ("trainer", rollout, train)):
-        # A low temperature makes likely tokens certain by itself.
+        # A low temperature also moves likely tokens to probability 1.
         seen = crowds(base, other)
         exponent = seen.exponent if _is_temperature(seen) else 1.0
         certain = certain_share(base, other, exponent=exponent)
@@ -168,13 +171,12 @@ def find_truncation(train: Tensor, rollout: Tensor, *, vocabulary: int | None = 
         choice = logit(base).abs() < 7
         higher = float((other > base)[choice].double().mean()) if choice.any() else 0.0
 
-        # Lost mass alone speaks for a truncation only where no few tokens decide the mean ratio, and no temperature
-        # explains it.
+        # Lost mass indicates a truncation only if no few tokens dominate the mean ratio and no temperature explains it.
         no_heavy_token = float((base - other).max()) < 1.5
         lost_enough = lost >= MASS_LOST and z >= Z + 2 and higher >= HIGHER
         by_mass = lost_enough and no_heavy_token and not _is_temperature(seen)
 
-        # A log-softmax in 16 bits rounds likely tokens to certainty too, but loses no mass.
+        # A log-softmax in 16 bits also rounds likely tokens to probability 1, but loses no mass.
         by_certainty = certain >= CERTAIN_SHARE and (lost_enough or not is_16_bit(other))
         if not (by_certainty or by_mass) or (vocabulary is not None and _drops_likelier(base, other, vocabulary)):
             continue
@@ -194,14 +196,19 @@ def find_truncation(train: Tensor, rollout: Tensor, *, vocabulary: int | None = 
 
 
 def _drops_likelier(base: Tensor, other: Tensor, vocabulary: int) -> bool:
-    """Whether more mass is lost beside rare tokens than the V p that a truncation drops: it drops no likelier token."""
+    """Return whether rare tokens lose over V p of mass: a truncation drops only tokens less likely than a kept one."""
     bound = vocabulary * base.exp()
     beyond, z = mean_and_z((1 - (base - other).exp() - bound)[bound < RARE])
     return int((bound < RARE).sum()) >= FEW and beyond > BEYOND_BOUND and z >= Z
 
 
 def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
-    """What to say of a pair that shows none of the patterns."""
+    """Return the note of a pair without a pattern: "matched" up to a log-ratio std of `LARGE` nats, else "unexplained".
+
+    Args:
+        train: log π of the valid tokens, (n,) nats.
+        rollout: log μ, (n,) nats.
+    """
     difference = train - rollout
     evidence = {"std": float(difference.std()), "abs_mean": float(difference.abs().mean())}
     deviation = format_number(evidence["std"])
@@ -217,7 +224,7 @@ def no_pattern(train: Tensor, rollout: Tensor) -> Finding:
 
 
 def _is_temperature(seen: Crowds) -> bool:
-    """Whether likely tokens rose by one exponent while unlikely ones fell: a truncation lifts both."""
+    """Return whether likely tokens rose by a common exponent while unlikely ones fell: a truncation raises both."""
     fell = seen.unlikely < FEW or seen.unlikely_p80 >= 1 + EXPONENT / 2
     one_exponent = seen.violations <= 0.35 and seen.steepening <= STEEPENS
     return one_exponent and seen.share_up >= ONE_SIDED and seen.exponent >= 1 + EXPONENT and fell

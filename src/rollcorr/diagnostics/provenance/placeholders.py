@@ -1,4 +1,4 @@
-"""Constants and gaps in place of log-probs: filled in, or tokens that the policy did not sample."""
+"""Find constants and missing values in place of log-probs: placeholders, or tokens that the policy did not sample."""
 
 from __future__ import annotations
 
@@ -24,35 +24,39 @@ from rollcorr.diagnostics.provenance.pairs import UNCERTAIN
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
 
 MISSING_SHARE = 0.01
-"""Share of tokens without a log-prob, in the log or in a row, above which they are named."""
+"""Share of the log's tokens without a log-prob above which a finding reports them."""
 MORE_OFTEN = 3.0
-"""How many times as often as nine in ten of the other values a value must stand to be a constant."""
+"""Smallest ratio of a constant's count to the 90 % quantile of the other values' counts."""
 BY_CHANCE = 0.01
-"""Values expected to stand so often in a log by chance, from which a repeated value is no constant."""
+"""Expected number of values that repeat this often by chance, above which a repeated value is not a constant."""
 CROWDED = 3.0
-"""How many times as densely as on average the values may lie where one repeats by chance."""
+"""Density of the values around a chance repetition, over the average density."""
 AROUND = 0.05
-"""Nats around a repeated value in which others must lie: chance repeats a value where there are many."""
+"""Half-width in nats of the interval around a repeated value; a chance repetition has many values in it."""
 FLOAT32_CELL = 5e-7
-"""Nats between neighboring float32 log-probs: of a difference of logits and their log-sum-exp, a few nats large."""
+"""Nats between neighboring float32 log-probs, computed as logit minus log-sum-exp with both a few nats large."""
 AS_LIKELY = 0.3
-"""Relative difference of the mean log-prob up to which tokens are as likely as the others: the policy sampled them."""
+"""Largest relative difference of two mean log-probs for which the policy sampled both sets of tokens."""
 FEWEST_FORCED = 16
-"""Rows whose certain token stands at one place, from which it was forced."""
+"""Fewest rows with an exact 0 at the same position for it to count as a forced token."""
 
-_OF_THE_TRAINER = "placeholders in place of the trainer's log-probs"
-_FIX_OF_THE_TRAINER = "store NaN for what is missing; have the trainer score every token that the mask counts"
-_CONFIRM_OF_THE_TRAINER = "score one row again with the trainer, and look at these tokens before anything fills them in"
+_TRAINER_TITLE = "placeholders in place of the trainer's log-probs"
+_TRAINER_FIX = "store NaN for what is missing; have the trainer score every token that the mask counts"
+_TRAINER_CONFIRM = "score one row again with the trainer, and look at these tokens before anything fills them in"
 
 
 def find_placeholders(pairs: PairRows) -> RepairedPairs:
-    """Constants and gaps in place of log-probs, on either side; in long runs they mark tokens that nobody sampled."""
+    """Find constants and missing values in place of log-probs on either side; long runs are tokens that nobody sampled.
+
+    Returns:
+        The pairs with NaN in these places, and the findings.
+    """
     findings = []
     for side, values, other in (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout)):
         there = pairs.keep & is_known(other)
         filled = _constants(pairs, values, other, there & is_recorded(values))
         missing = there & ~is_recorded(values)
-        if not _matters(pairs, missing):
+        if not _enough_missing(pairs, missing):
             missing = torch.zeros_like(missing)
         holes = filled | missing
         if not holes.any():
@@ -64,12 +68,12 @@ def find_placeholders(pairs: PairRows) -> RepairedPairs:
 
 
 def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) -> Tensor:
-    """Where a value repeats whatever the other side thinks."""
+    """Return the tokens whose value repeats independently of the other side, (N,) bool."""
     filled = torch.zeros_like(there)
     if not there.any():
         return filled
 
-    # A row with one single value, while the other side's values differ: also when each row has a value of its own.
+    # A row with a single distinct value while the other side's values differ. Each row may have a different constant.
     known = values.masked_fill(~there, 0.0)
     count, mean = pairs.count(there), pairs.mean(known, there)
     off_mean = pairs.total(((known - mean[pairs.row]).abs() > 1e-9) & there)
@@ -81,7 +85,7 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
     if not there.any():
         return filled
 
-    # A value that many tokens have. Of a truthful value the other side says about the same.
+    # A value that repeats over many tokens. For a real log-prob the other side has about the same value.
     distinct, of_token, counts = values[there].unique(return_inverse=True, return_counts=True)
     times = torch.zeros(len(values), dtype=torch.long, device="cpu")
     times[there] = counts[of_token]
@@ -90,14 +94,14 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         if tokens < 3:
             break
         here = there & (values == constant)
-        # Equal contexts have equal values on both sides, however far apart these are.
+        # Equal contexts have equal values on both sides, even if the two sides differ.
         if constant != round(constant) and len(other[here].unique()) < max(3, tokens // 2):
             continue
         if _by_chance(tokens, constant, values[there], counts) or _repeats_with_its_context(
             pairs, here, there, values, times
         ):
             continue
-        doubted = _doubted(other, constant, floor=index == 0, ceiling=index == len(distinct) - 1) & there
+        doubted = _contradicted(other, constant, floor=index == 0, ceiling=index == len(distinct) - 1) & there
         expected = float(doubted.double().sum()) / int(there.sum())
         surprised = int((doubted & here).sum())
         error = math.sqrt(max(expected * (1 - expected), 1e-9) / tokens)
@@ -105,7 +109,7 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         if surprised < 2 or share < max(0.7 * expected - error, 0.02):
             continue
 
-        # In a row that is shifted, or another request's, every value is doubted: that is for other causes to say.
+        # In a shifted row, or a different request's, the other side contradicts every value: later tests report these.
         rest = there & (values != constant)
         noise = float(((values - other).abs() > 1)[rest].double().mean()) if rest.any() else 0.0
         if share < 3 * noise and noise < 0.5:
@@ -113,7 +117,7 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
         aligned = (pairs.correlation(values, rest, other) >= 0.4) | (pairs.count(rest) < ROW_TOKENS)
         here &= pairs.of_rows(aligned)
 
-        # Rows where the other side says just the same have it by right: a certain token is exactly 0 in many logs.
+        # Rows in which the other side agrees are correct: in many logs a certain token is exactly 0.
         here &= pairs.of_rows(pairs.count(here & ((other - constant).abs() > 1e-3)) > 0)
         if int((doubted & here).sum()) >= 2:
             filled |= here
@@ -121,16 +125,17 @@ def _constants(pairs: PairRows, values: Tensor, other: Tensor, there: Tensor) ->
 
 
 def _by_chance(tokens: int, constant: float, values: Tensor, counts: Tensor) -> bool:
-    """Whether a value stands as often as rounding makes some value stand in so many.
+    """Return whether rounding among this number of values explains the count of a repeated value.
 
-    Stored values lie in cells, and a cell gets a Poisson count. Its mean λ shows in how many values stand twice, for
-    one that stands once: λ/2. So about n λ^(k−1)/k! values stand k times. Whole numbers are what people write.
+    Rounded values lie in cells with Poisson counts of mean λ, estimated from the ratio of values that occur twice to
+    values that occur once, λ/2. So about n λ^(k−1)/k! values occur k times. Integers never count as chance: users
+    write integers as placeholders.
 
     Args:
-        tokens: how often the value stands, k.
-        constant: the value.
-        values: all of them, (n,).
-        counts: how often each distinct one stands.
+        tokens: count k of the repeated value.
+        constant: the repeated value, nats.
+        values: all values of the side, (n,) nats.
+        counts: count of each distinct value, (distinct,) int.
     """
     around = int(((values - constant).abs() < AROUND).sum()) - tokens
     if constant == round(constant) or around < 10 * tokens:
@@ -142,10 +147,10 @@ def _by_chance(tokens: int, constant: float, values: Tensor, counts: Tensor) -> 
 
 
 def _repeats_with_its_context(pairs: PairRows, here: Tensor, there: Tensor, values: Tensor, times: Tensor) -> bool:
-    """Whether a value is no more frequent than repeated contexts make the other values at these places.
+    """Return whether repeated contexts explain the count of a value, compared with other values at these positions.
 
-    A policy gives the same value to the same token after the same tokens. Responses over a few tokens repeat such
-    contexts, and where the other side has been updated in between, it says another value each time.
+    A policy assigns the same log-prob to the same token in the same context. Responses over few distinct tokens repeat
+    contexts, and if the other side was updated in between, its value differs each time.
     """
     places = torch.zeros(int(pairs.position.max()) + 1, dtype=torch.bool, device="cpu")
     places[pairs.position[here]] = True
@@ -155,8 +160,8 @@ def _repeats_with_its_context(pairs: PairRows, here: Tensor, there: Tensor, valu
     return int(here.sum()) < MORE_OFTEN * usual
 
 
-def _doubted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> Tensor:
-    """Where the other side says something else than this constant, in whatever unit it may be."""
+def _contradicted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> Tensor:
+    """Return where the other side contradicts this constant in any unit, (N,) bool."""
     if floor and constant < 0:
         return other > constant + 0.5
     if ceiling and -0.01 < constant < 0:
@@ -168,8 +173,8 @@ def _doubted(other: Tensor, constant: float, *, floor: bool, ceiling: bool) -> T
     return doubted
 
 
-def _matters(pairs: PairRows, missing: Tensor) -> bool:
-    """Whether so many values are missing that it is worth naming: in the log, or in a whole row."""
+def _enough_missing(pairs: PairRows, missing: Tensor) -> bool:
+    """Return whether enough values are missing to report: in the log, or in at least half of a row."""
     count, of_row = int(missing.sum()), pairs.count(missing)
     whole = (of_row >= 0.5 * pairs.count(pairs.keep)) & (of_row >= ROW_TOKENS)
     return bool(whole.any()) or count >= max(3, MISSING_SHARE * int(pairs.keep.sum()))
@@ -178,8 +183,8 @@ def _matters(pairs: PairRows, missing: Tensor) -> bool:
 def _holes_found(
     pairs: PairRows, side: str, holes: Tensor, missing: Tensor, values: Tensor, other: Tensor
 ) -> list[Finding]:
-    """Holes in runs inside rows that have values are tokens of another origin; the others are placeholders."""
-    # Holes of a row that are scattered lie in about as many runs as there are holes times the share of other tokens.
+    """Return the findings of a side's holes: foreign tokens for runs inside rows with values, else placeholders."""
+    # Scattered holes of a row form about (number of holes) × (share of tokens with values) runs; spans form fewer.
     of_row, kept = pairs.count(holes), pairs.count(pairs.keep).clamp(min=1)
     density = of_row / kept
     length, _ = runs(holes, pairs.keep, pairs.row)
@@ -198,21 +203,21 @@ def _holes_found(
     if not foreign.any() and int(forced.sum()) >= FEWEST_FORCED and len(pairs.position[forced].unique()) == 1:
         at = int(pairs.position[forced][0])
         reason = f"the {side} has exactly 0 for token {at} of {int(forced.sum())} rows: a token that was forced"
-        findings.append(_foreign(pairs, forced, reason, {"longest_run": 1.0}))
+        findings.append(_foreign_finding(pairs, forced, reason, {"longest_run": 1.0}))
         holes = holes & ~forced
     if foreign.any():
         longest = int(length[foreign].max())
-        words = _what(values, foreign, missing)
+        words = _describe_values(values, foreign, missing)
         reason = (
             f"the {side} has {words} in runs of up to {longest} tokens, inside rows that have log-probs elsewhere: "
             f"tokens that the policy did not sample"
         )
-        findings.append(_foreign(pairs, foreign, reason, {"longest_run": float(longest)}))
+        findings.append(_foreign_finding(pairs, foreign, reason, {"longest_run": float(longest)}))
     rest = holes & ~foreign
     if rest.any():
         rows = pairs.count(rest) > 0
         count, total = int(rest.sum()), max(int(pairs.keep.sum()), 1)
-        words = _what(values, rest, missing)
+        words = _describe_values(values, rest, missing)
         evidence = {
             "zero_share": int((rest & (values == 0)).sum()) / total,
             "placeholder_share": count / total,
@@ -224,15 +229,15 @@ def _holes_found(
             reason = f"{count} of {total} {side} log-probs are {words}"
         finding = provenance_finding("placeholder", reason, confidence_of(math.sqrt(count)), evidence)
         if side == "trainer":
-            finding = replace(finding, title=_OF_THE_TRAINER, fix=_FIX_OF_THE_TRAINER, confirm=_CONFIRM_OF_THE_TRAINER)
+            finding = replace(finding, title=_TRAINER_TITLE, fix=_TRAINER_FIX, confirm=_TRAINER_CONFIRM)
         findings.append(replace(finding, **extent(pairs, rows, rest)))
     return findings
 
 
 def _list_too_short(pairs: PairRows, foreign: Tensor, holes: Tensor, other: Tensor) -> bool:
-    """Whether runs of holes are the ends of rows of sampled tokens: the engine's list had fewer values than tokens.
+    """Return whether the runs of holes are row ends of sampled tokens: the engine returned fewer values than tokens.
 
-    What a tool or the padding put there is more surprising to the trainer, or less, than what the policy sampled.
+    Tokens of a tool or of padding are clearly more or less surprising to the trainer than the policy's samples.
     """
     rest = pairs.keep & is_known(other) & ~holes
     if not foreign.any() or not rest.any():
@@ -245,8 +250,8 @@ def _list_too_short(pairs: PairRows, foreign: Tensor, holes: Tensor, other: Tens
     return at_end >= 0.8 and abs(seen - expected) <= AS_LIKELY * abs(expected)
 
 
-def _what(values: Tensor, tokens: Tensor, missing: Tensor) -> str:
-    """What stands in these places, in words."""
+def _describe_values(values: Tensor, tokens: Tensor, missing: Tensor) -> str:
+    """Return a phrase that describes the values at these tokens."""
     constants = values[tokens & ~missing].unique().tolist()
     words = [f"exactly {format_number(constant)}" for constant in constants]
     if len(constants) > 3:
@@ -258,6 +263,6 @@ def _what(values: Tensor, tokens: Tensor, missing: Tensor) -> str:
     return " or ".join(words)
 
 
-def _foreign(pairs: PairRows, tokens: Tensor, reason: str, evidence: dict[str, float]) -> Finding:
+def _foreign_finding(pairs: PairRows, tokens: Tensor, reason: str, evidence: dict[str, float]) -> Finding:
     finding = provenance_finding("foreign_tokens", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
     return replace(finding, **extent(pairs, pairs.count(tokens) > 0, tokens))

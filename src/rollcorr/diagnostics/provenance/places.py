@@ -1,7 +1,7 @@
-"""Where in its row a token is: differences that sit at the beginning, after a turn, or in spans that nobody sampled.
+"""Find differences by position in the row: at the beginning, after a turn, or in spans that the policy did not sample.
 
-The size of a difference is judged against that of equally surprising tokens elsewhere in the log: unlikely tokens
-differ more under any noise, and more of them stand at the beginning of a response.
+The size of a difference |log π − log μ| is compared with equally surprising tokens elsewhere in the log: unlikely
+tokens differ more under any noise, and they are more frequent at the beginning of a response.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from rollcorr.diagnostics.provenance.pairs import mean_and_z
 from rollcorr.diagnostics.provenance.provenance_findings import confidence_of, provenance_finding
 
 SURPRISE_EDGES = (0.003, 0.03, 0.1, 0.3, 1.0, 2.0, 4.0, 8.0)
-"""Bins of −(log π + log μ) / 2 in which differences are compared."""
+"""Bin edges of the surprise −(log π + log μ) / 2, nats, in which differences are compared."""
 EARLY, SETTLED = 4, 16
-"""The first tokens of a response, and the token from which on the context is as good as right."""
+"""Number of first tokens of a response, and the token from which on the effect of a different prompt is small."""
 LARGEST = 3.0
-"""Nats at which a difference is capped, so that no token decides."""
+"""Nats at which a difference is capped, so that no single token dominates."""
 IMPOSSIBLE = -20.0
-"""Log-prob on both sides that no sampled token has: of V tokens, those below p together have at most the mass V p."""
+"""Log-prob, nats, below which a token was not sampled: of V tokens, those below p have a total mass of at most V p."""
 FADED = 48
-"""Token of a response from which on even a slow effect of its beginning has mostly faded."""
+"""Token of a response from which on even a slow effect of a different prompt has mostly faded."""
 LEAST = 0.2
-"""Nats by which the first tokens must differ: less is also what a prefix cache with old weights makes."""
+"""Smallest mean difference of the first tokens, nats: a prefix cache with stale weights causes smaller ones."""
 MOST_TURNS = 16
-"""Turns at which an onset is looked for."""
+"""Number of turns in which an onset is searched."""
 TIMES = 3.0
-"""How many times as large differences must be as those of equally surprising tokens elsewhere."""
+"""Smallest ratio of differences to the expected differences of equally surprising tokens elsewhere."""
 
 
 def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Find runs of tokens that the trainer finds impossible: tokens of tools, templates or padding inside the mask.
+    """Find runs of tokens with a near-zero probability under the trainer: tool, template or padding tokens in the mask.
 
-    A token below p is sampled with probability V p at most. Three in a row at V p ≤ 1e-3 do not happen.
+    A token below p is sampled with probability V p at most, so runs of three at V p ≤ 1e-3 are practically impossible.
+
+    Returns:
+        At most one finding, and the pairs without these tokens.
     """
     limit = IMPOSSIBLE if pairs.vocabulary is None else min(-math.log(pairs.vocabulary) - 7, -12.0)
     valid = pairs.valid
@@ -50,7 +53,7 @@ def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     tokens = length >= 3
     count, total = int(tokens.sum()), int(valid.sum())
 
-    # Where most is impossible the trainer is another model, and the spans say nothing.
+    # If most tokens are impossible, the trainer is a different model, and the spans are no evidence.
     if count < 4 or count > 0.5 * total:
         return [], pairs
     rest = valid & ~tokens
@@ -68,13 +71,17 @@ def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
 
 
 def find_early(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Find differences that are large at the beginning of the responses and fade: another prompt on one side."""
+    """Find differences that are large at the beginning of responses and fade: one side had a different prompt.
+
+    Returns:
+        At most one finding, and the pairs without the tokens at the beginning of the responses.
+    """
     found, rest = _find_first_tokens(pairs)
     return (found, rest) if found else _find_slow_fading(pairs)
 
 
 def _find_slow_fading(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """The whole log fades over tens of tokens: as without a BOS, or with another prompt, in every row."""
+    """Find differences that fade over tens of tokens in every row: a missing BOS, or a different prompt."""
     valid = pairs.valid
     place = _ordinal(pairs, valid)
     long_rows = pairs.count(valid) >= FADED + SETTLED
@@ -85,7 +92,7 @@ def _find_slow_fading(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     expected = _expected(pairs, size, late)
     first = valid & (place < SETTLED) & pairs.of_rows(long_rows)
     middle = valid & (place >= SETTLED) & (place < FADED) & pairs.of_rows(long_rows)
-    heat, later = _times(size, expected, first), _times(size, expected, middle)
+    heat, later = _ratio_to_expected(size, expected, first), _ratio_to_expected(size, expected, middle)
     if float(size[first].mean()) < LEAST or heat < 2.5 or heat < 1.3 * later:
         return [], pairs
     excess, z = mean_and_z(pairs.mean(size - expected, first)[long_rows])
@@ -102,7 +109,7 @@ def _find_slow_fading(pairs: PairRows) -> tuple[list[Finding], PairRows]:
 
 
 def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Some rows, or all, differ at their first tokens more than chance makes other windows differ."""
+    """Find rows whose first tokens differ more often than other windows of the same length do by chance."""
     valid = pairs.valid
     lengths = pairs.count(valid)
     place = _ordinal(pairs, valid)
@@ -115,10 +122,10 @@ def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     early = valid & (place < EARLY) & pairs.of_rows(long_rows)
     later = valid & (place >= 2 * EARLY) & (place < SETTLED) & pairs.of_rows(long_rows)
 
-    # A row is hot where its first tokens differ far more than they should; chance heats other windows as often.
-    hot = _hot(pairs, size, expected, early) & long_rows
+    # A row is hot if its first tokens differ far more than expected. Later windows give the rate of hot rows by chance.
+    hot = _hot_rows(pairs, size, expected, early) & long_rows
     control = sum(
-        float((_hot(pairs, size, expected, valid & (place >= at) & (place < at + EARLY)) & long_rows).sum())
+        float((_hot_rows(pairs, size, expected, valid & (place >= at) & (place < at + EARLY)) & long_rows).sum())
         for at in (SETTLED, SETTLED + EARLY)
     )
     rows = float(long_rows.sum())
@@ -127,9 +134,9 @@ def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
         return [], pairs
     z = (share - chance) / math.sqrt(max(chance, 1 / rows) * (1 - min(chance, 0.99)) * 1.5 / rows)
 
-    # The rows that show it: how much larger the first tokens' differences are, and whether they fade.
-    heat = _times(size, expected, early & pairs.of_rows(hot))
-    faded = _times(size, expected, later & pairs.of_rows(hot))
+    # In the hot rows, measure how much larger the first tokens' differences are than expected, and if they fade.
+    heat = _ratio_to_expected(size, expected, early & pairs.of_rows(hot))
+    faded = _ratio_to_expected(size, expected, later & pairs.of_rows(hot))
     pooled, pooled_z = mean_and_z((pairs.total((size - expected) * early) / EARLY)[long_rows])
     if float(size[early & pairs.of_rows(hot)].mean()) < 2.5 * LEAST:
         return [], pairs
@@ -153,7 +160,11 @@ def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
 
 
 def find_turn_drift(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Find the turn from which on differences are larger: the context of the later turns is not the same."""
+    """Find the turn from which on differences are larger: later turns have different contexts on the two sides.
+
+    Returns:
+        At most one finding, and the pairs without the tokens from that turn on in the rows that show it.
+    """
     before_gap = pairs.moved(-1, pairs.keep.double()).nan_to_num(0.0) > 0
     starts = pairs.keep & ~before_gap & (pairs.position > 0)
     first_kept = pairs.keep & (_ordinal(pairs, pairs.keep) == 0)
@@ -167,7 +178,16 @@ def find_turn_drift(pairs: PairRows) -> tuple[list[Finding], PairRows]:
 
 
 def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Tensor] | None:
-    """The finding that differences jump after this gap in the mask, with its tokens; None if they do not."""
+    """Test if differences jump after a gap in the mask.
+
+    Args:
+        pairs: the pairs to test.
+        turn: index of each token's turn in its row, (N,) int.
+        onset: first turn after the gap.
+
+    Returns:
+        The finding and its tokens, (N,) bool; `None` without a jump.
+    """
     valid = pairs.valid
     later_rows = pairs.count(valid & (turn >= onset)) >= 4
     early_rows = pairs.count(valid & (turn < onset)) >= 4
@@ -188,13 +208,15 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
     if int(hot.sum()) < 3 or int(hot.sum()) < 3 * int(chance.sum()) + 2 or mean <= 0 or z < 2:
         return None
 
-    # The jump stands at the gap itself: differences that grow along the whole row are another matter.
+    # Require the jump at the gap itself: differences that grow steadily along the row have a different cause.
     place, left = _ordinal(pairs, valid), pairs.count(first).long()[pairs.row] - _running(pairs, first)
     near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
     near_after = later & (_ordinal(pairs, later) < 16)
     in_hot = pairs.of_rows(hot)
-    times = _times(size, expected, later & in_hot)
-    jump = _times(size, expected, near_after & in_hot) / max(_times(size, expected, near_before & in_hot), 1e-9)
+    times = _ratio_to_expected(size, expected, later & in_hot)
+    jump = _ratio_to_expected(size, expected, near_after & in_hot) / max(
+        _ratio_to_expected(size, expected, near_before & in_hot), 1e-9
+    )
     if times < TIMES or jump < 2:
         return None
     evidence = {"times_expected": times, "jump_at_the_turn": jump, "turn": float(onset + 1), "excess": mean, "z": z}
@@ -209,7 +231,7 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
 
 
 def _expected(pairs: PairRows, size: Tensor, reference: Tensor) -> Tensor:
-    """The mean difference of equally surprising reference tokens, (N,): never less than a little noise."""
+    """Compute the mean difference of equally surprising reference tokens, (N,) nats, at least 1e-4."""
     surprise = -(pairs.train + pairs.rollout).nan_to_num(0.0) / 2
     edges = torch.tensor(SURPRISE_EDGES, dtype=torch.float64, device="cpu")
     bin_of = torch.bucketize(surprise, edges)
@@ -218,29 +240,29 @@ def _expected(pairs: PairRows, size: Tensor, reference: Tensor) -> Tensor:
     total.index_add_(0, bin_of[reference], size[reference])
     count.index_add_(0, bin_of[reference], torch.ones_like(size[reference]))
 
-    # A bin that few reference tokens fall into takes the mean of the log.
+    # Shrink bins with few reference tokens toward the log's mean.
     overall = total.sum() / count.sum().clamp(min=1)
     mean = (total + 8 * overall) / (count + 8)
     return mean[bin_of].clamp(min=1e-4)
 
 
-def _hot(pairs: PairRows, size: Tensor, expected: Tensor, tokens: Tensor) -> Tensor:
-    """Rows whose tokens here differ four times as much as expected, and by a tenth of a nat each, (rows,)."""
+def _hot_rows(pairs: PairRows, size: Tensor, expected: Tensor, tokens: Tensor) -> Tensor:
+    """Return the rows whose mean difference here is at least 4 times the expected one and 0.1 nats, (rows,) bool."""
     seen, due = pairs.mean(size, tokens), pairs.mean(expected, tokens)
     return (pairs.count(tokens) > 0) & (seen >= 4 * due) & (seen >= 0.1)
 
 
-def _times(size: Tensor, expected: Tensor, tokens: Tensor) -> float:
+def _ratio_to_expected(size: Tensor, expected: Tensor, tokens: Tensor) -> float:
     return float(size[tokens].sum() / expected[tokens].sum().clamp(min=1e-9)) if tokens.any() else 0.0
 
 
 def _ordinal(pairs: PairRows, tokens: Tensor) -> Tensor:
-    """How many of these tokens come before each token in its row, (N,)."""
+    """Count these tokens before each token in its row, (N,) int."""
     return _running(pairs, tokens) - tokens.long()
 
 
 def _running(pairs: PairRows, tokens: Tensor) -> Tensor:
-    """How many of these tokens a row has had up to and with each token, (N,)."""
+    """Count these tokens up to and including each token in its row, (N,) int."""
     running = tokens.long().cumsum(0)
     count = pairs.count(tokens).long()
     before = torch.cat([count.new_zeros(1), count.cumsum(0)[:-1]])

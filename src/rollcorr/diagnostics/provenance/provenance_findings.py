@@ -1,4 +1,4 @@
-"""What an estimate of provenance answers: findings with evidence and confidence, and what it could not tell."""
+"""The result of an estimate of provenance: findings with evidence and confidence."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from rollcorr.config.finding import Finding, HasFindings
 from rollcorr.diagnostics.faults import fault
 
 SURE = 0.99
-"""Confidence of a finding of some rows from which the others are judged without them."""
+"""Confidence above which a group's rows count as certain to have their own sampling settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance(HasFindings):
-    """What a pair of log-probs implies; docs/guides/sampling.md lists what it cannot tell.
+    """Sampling settings and data faults that a pair of log-probs implies; docs/guides/sampling.md lists its limits.
 
     Attributes:
-        findings: what was found, most serious first. A warning asks for a fix; "matched" and "processed" are notes.
-        tokens: valid tokens that were compared.
-        misreported: true on tokens whose values a finding about data covers, packed, (N,); None where
-            they were not looked for.
-        of_settings: true on the rows that certainly show sampling settings of their own, packed, (N,); None
-            where no rows do, or all together.
-        zeros_left: tokens at exactly 0 on one side, which the other side contradicts, that are left once these values
-            are undone: a row that is shifted back has its values at their own tokens, and none where the shift filled
-            one in. None where there are no such tokens to begin with.
+        findings: errors and warnings in the order of detection, then notes. A warning asks for a fix; "matched" and
+            "processed" are notes.
+        tokens: number of valid tokens that were compared.
+        misreported: true on tokens whose values a finding about data covers, packed, (N,) bool; defaults to `None`: not
+            computed.
+        of_settings: true on tokens of rows that certainly have their own sampling settings, packed, (N,) bool;
+            defaults to `None`: no such rows, or all rows share the settings.
+        zeros_left: number of tokens at exactly 0 on one side that the other side contradicts, counted after
+            misreported values were undone; undoing a shift returns each value to its token. Defaults to `None`: the
+            log contains no such token.
     """
 
     findings: tuple[Finding, ...]
@@ -39,27 +40,35 @@ class Provenance(HasFindings):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes of the findings."""
+        """Return the codes of the findings, in their order."""
         return tuple(finding.code for finding in self.findings)
 
     @property
     def temperature_ratio(self) -> float:
-        """The rollout's temperature over the trainer's; 1.0 if nothing speaks for another.
+        """Return the rollout's temperature over the trainer's; 1.0 without a "tempered" finding.
 
-        It is rough, and the more the two sides differ by noise or weights, the nearer it is to 1.
+        This is a rough estimate: noise and different weights bias it toward 1.
         """
         found = self.finding("tempered")
         return 1.0 if found is None else found.evidence["temperature_ratio"]
 
     def finding(self, code: str) -> Finding | None:
-        """The finding with that code, or None."""
+        """Return the first finding with this code, or `None`."""
         return next((finding for finding in self.findings if finding.code == code), None)
 
 
 def provenance_finding(
     code: str, reason: str, confidence: float | None, evidence: Mapping[str, float] | None = None, *, fix: str = ""
 ) -> Finding:
-    """Return a finding about provenance; its fix is that of its row unless another one is given."""
+    """Return a finding about provenance.
+
+    Args:
+        code: code of the finding's row in the table of faults.
+        reason: the evidence in words.
+        confidence: 0 to 1, or `None` if it is not computed.
+        evidence: name → number; defaults to no evidence.
+        fix: replaces the row's fix; defaults to the row's fix.
+    """
     row, evidence = fault(code), evidence or {}
     return replace(
         row.finding,
@@ -72,5 +81,5 @@ def provenance_finding(
 
 
 def confidence_of(z: float) -> float:
-    """z² / (1 + z²): see `Finding.confidence`."""
+    """Return the confidence z² / (1 + z²), 0 to 1, of a deviation of z standard errors; see `Finding.confidence`."""
     return z * z / (1 + z * z) if math.isfinite(z) else 1.0

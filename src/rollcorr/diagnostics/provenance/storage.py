@@ -1,4 +1,4 @@
-"""Log-probs that went through a 16-bit type: their float32 values end in zero bits."""
+"""Detect log-probs that were cast to a 16-bit type: their float32 values end in zero bits."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from rollcorr.diagnostics.provenance.pair_rows import PairRows, extent
 from rollcorr.diagnostics.provenance.provenance_findings import provenance_finding
 
 SHARE = 0.98
-"""Share of a row's values that must end in zeros."""
+"""Share of a row's values that must end in zero bits."""
 SMALLEST = -0.05
-"""Log-prob above which the bits of a value say nothing about its type."""
+"""Log-prob, nats, above which the bits of a value do not reveal its type."""
 TYPES = (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11))
-"""Name, zero bits at the end of its values as float32, and the largest relative distance of two neighbors."""
+"""(Name, trailing zero bits as float32, unit roundoff: the largest relative rounding error) of each type."""
 
 
 def is_16_bit(values: Tensor) -> bool:
-    """Return whether the values of a side went through a 16-bit type, as far as they are enough to tell."""
+    """Return whether the log-probs of one side, (n,) nats, were cast to a 16-bit type; False with fewer than 8."""
     bits = values[values <= SMALLEST].float().view(torch.int32)
     short = (bits & ((1 << min(zeros for _, zeros, _ in TYPES)) - 1)) == 0
     return len(bits) >= 8 and float(short.double().mean()) >= SHARE
 
 
 def find_storage(pairs: PairRows) -> list[Finding]:
-    """Say which rows of a side hold 16-bit values, and how much of the difference that rounding makes."""
+    """Find rows whose log-probs were cast to a 16-bit type.
+
+    Returns:
+        A note per side and type, with the share of the differences' mean square that rounding explains.
+    """
     findings = []
     valid = pairs.valid
     difference = (pairs.train - pairs.rollout).masked_fill(~valid, 0.0)
     for side, values in (("rollout", pairs.rollout), ("trainer", pairs.train)):
-        # Near 0 a log-prob is the difference of two numbers that are much larger, so that few of its bits are left.
+        # Near 0 a log-prob is the difference of two much larger numbers, so few of its bits are significant.
         single = values.masked_fill(~valid, 0.0).float()
         telling = valid & (single <= SMALLEST)
         if int(telling.sum()) < 16:
@@ -49,11 +53,11 @@ def find_storage(pairs: PairRows) -> list[Finding]:
                 continue
             taken |= rows
             tokens = pairs.of_rows(rows) & valid
-            findings.append(_stored(pairs, side, name, step, rows, tokens, single, difference))
+            findings.append(_storage_finding(pairs, side, name, step, rows, tokens, single, difference))
     return findings
 
 
-def _stored(
+def _storage_finding(
     pairs: PairRows,
     side: str,
     name: str,
@@ -63,7 +67,7 @@ def _stored(
     values: Tensor,
     difference: Tensor,
 ) -> Finding:
-    """The finding, with the standard deviation of the rounding: a step over √12, at the power of two below a value."""
+    """Return the note; the rounding's standard deviation is spacing/√12, the spacing at the value's power of two."""
     power = 2.0 ** values[tokens].double().abs().log2().floor()
     rounding = (power * 2 * step).square().mean() / 12
     measured = difference[tokens].square().mean()
