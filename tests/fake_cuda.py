@@ -10,7 +10,7 @@ Reading a value is an error there, so nothing on the way can wait for the device
 by itself, a copy of the host's memory to the device, is counted (`benchmarks/counting.py`).
 
 torch supports this where there is a GPU. Without one two things are missing, and this file has both: a guard that does
-nothing stands in for CUDA's, which a build for CPUs alone lacks and which ends the process where the driver is missing;
+nothing stands in for CUDA's, which a build for CPUs lacks and which ends the process where the driver is missing;
 and `backward` walks the graph, because the autograd engine asks for the streams of a device that is not there.
 """
 

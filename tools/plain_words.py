@@ -95,9 +95,9 @@ def terms_of(text: str) -> list[str]:
 
 
 def lines_of(root: Path) -> Iterator[tuple[Path, int, str]]:
-    """Yield (file, number, text) for each line of prose below a root; `diagnostics` packages are left out."""
+    """Yield (file, number, text) for each line of prose below a root."""
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
-        if path.suffix not in (".py", ".md") or "diagnostics" in path.relative_to(ROOT).parts[:3]:
+        if path.suffix not in (".py", ".md"):
             continue
         source = path.read_text(encoding="utf-8")
         for number, line in python_lines(source) if path.suffix == ".py" else markdown_lines(source):

@@ -53,7 +53,7 @@ def rollouts(
         weights: size of a fixed change of the trainer's table.
         noise: of the engine, added to its logits anew at each token.
         dropout: of the trainer, added to its logits anew at each token.
-        fading: size of a change of the trainer's logits that is another one in each row and fades along it.
+        fading: size of a change of the trainer's logits that differs from row to row and fades along the row.
         padded: size of a change in all rows but those with the longest prompt.
         temperature: of the trainer.
     """

@@ -185,7 +185,7 @@ def test_without_advantages_candidates_have_no_signal():
 
 
 def test_a_correction_that_keeps_few_tokens_is_rejected():
-    """k3 rejection at 0.01 keeps almost nothing where σ²/2 is 0.02."""
+    """k3 rejection at 0.01 keeps almost no token where σ²/2 is 0.02."""
     train, rollout = noise(300, 100, 0.2)
     rows = totals_of(train, rollout).table()
     kept = {row.name: row.kept for row in rows}["k3 + token"]
@@ -246,7 +246,7 @@ def test_too_little_data_is_not_advised_on(tmp_path):
 
 
 def test_a_log_that_was_not_judged_is_not_corrected(tmp_path):
-    """Also one of other weights whose token ids tell nothing."""
+    """Also one of other weights whose token ids are no evidence."""
     advice = advise(noisy_log(tmp_path / "log.parquet", 0.01, judged=False))
     assert (advice.decision, advice.preset, advice.exit_code) == ("not judged", None, 3)
     assert "weights not judged" in advice.reasons[0]

@@ -328,7 +328,7 @@ def test_the_table_of_noise_is_what_noise_does():
         ("sequence weights 2.0", "weights above the ceiling"): (product > 2).mean(),
     }
 
-    # The first threshold of token_k3 rejects nothing at this noise; a multiple of it does.
+    # The first threshold of token_k3 rejects no token at this noise; a multiple of it does.
     wide = 8 * (noise + sigma**2 / 2) - (8 * sigma) ** 2 / 2
     rows = noise_table(sigmas=[8 * sigma], lengths=[100])
     table |= {(row.limit, row.shows): row.shares[0] for row in rows if row.limit.startswith("token_k3")}

@@ -69,7 +69,7 @@ def test_positions_without_a_name(tmp_path, null):
 
 
 def test_missing_mass_is_no_dropout(tmp_path, null):
-    """One token in ten has another id on the trainer: nothing explains d, but the mean of π / μ is 0.9."""
+    """The trainer scores a different id for one token in ten: no axis explains d, but the mean of π / μ is 0.9."""
     random = np.random.default_rng(5)
     result = checked(
         tmp_path, null, changed(rollouts(), lambda ids, x: np.where(random.random(len(x)) < 0.1, x / 4, x))
@@ -122,7 +122,7 @@ def test_equal_prefixes_have_equal_hashes():
 
 
 def test_equal_prefixes_refute_dropout(tmp_path, null):
-    """The same noise after the same prompt and response: a fixed policy; another noise each time: dropout."""
+    """The same noise after the same prompt and response: a fixed policy; new noise each time: dropout."""
     once = rollouts(rows=24, dropout=0.3)
     assert first(checked(tmp_path, null, once)) == "stochastic_trainer"
     (tmp_path / "log.parquet").unlink()
@@ -138,7 +138,7 @@ def test_equal_prefixes_refute_dropout(tmp_path, null):
 
 
 def test_places_are_those_of_other_rows(null):
-    """Noise chooses values that carry nothing in the rows that did not choose them."""
+    """Noise chooses values without excess in the rows that did not choose them."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(40, 30, generator=generator) * 0.1
     rows = {

@@ -197,7 +197,7 @@ def test_equal_contexts_are_no_placeholder():
 
 
 def test_noise_where_the_null_has_no_tokens_names_no_cause(tmp_path):
-    """A null of random weights is flat, and the noise of a policy that has learned is another one."""
+    """A null of random weights is flat, and the noise of a policy that has learned is not."""
     random = np.random.default_rng(0)
 
     def rows(scale, noise):

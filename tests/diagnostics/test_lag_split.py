@@ -30,7 +30,7 @@ def log_softmax(z):
 
 
 def write_log(path, seed=0, *, grid=0.0, drift=0.0, version=lambda step, lag: step - 1 - lag):
-    """Sample from policies of several ages, rounded to a grid, and log them; return Σ k3 of the rounding alone.
+    """Sample from policies of several ages, rounded to a grid, and log them; return Σ k3 of the rounding.
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""Another context, other weights and a late start, told from synthetic tokens whose difference is known."""
+"""Another context, other weights and a late start, from synthetic tokens whose difference is known."""
 
 import numpy as np
 import pytest

@@ -206,7 +206,7 @@ def test_rounding_to_16_bits_says_how_much_of_the_difference_it_makes():
 
 
 def test_a_truncation_on_both_sides_contradicts_itself_and_is_not_claimed():
-    """Every likely token is certain, the even ones on one side alone and the odd ones on the other."""
+    """Every likely token is certain, the even ones on one side only and the odd ones on the other."""
     pairs = healthy()
     even = torch.arange(len(pairs.train)) % 2 == 0
     likely = pairs.train > -0.6

@@ -190,7 +190,7 @@ def test_the_advised_clip_keeps_95_percent(tmp_path, D, error):
     found = re.search(r"at ε = (\S+), (\d+)% .*; take (\S+) or more", advice)
     clip, share, advised = float(found[1]), float(found[2]) / 100, float(found[3].replace("−", "-"))
 
-    # Pictures of another seed: what the advice saw is not what it is held against.
+    # Score the advice on pictures of a new seed.
     other = write_steps(tmp_path / "other", lambda step, row: error, D=D, steps=6, seed=5)
     batches = [batch for file in sorted(other.iterdir()) for batch in read_rollout_log(file)]
     d = torch.cat([batch.packed("old_log_prob") - batch.packed("rollout_log_prob") for batch in batches]).expm1().abs()

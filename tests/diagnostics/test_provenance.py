@@ -276,7 +276,7 @@ def test_a_known_ratio_is_met_roughly_and_noise_pulls_it_towards_1(sharper, beta
 def test_likely_tokens_alone_bound_the_temperature_from_the_side_that_is_said(sharper, words):
     """A power β lifts the logit of a likely token by β or more, so β is at most what shows; 1/β is at least 1 over it.
 
-    Three tokens: the sampled one with p, the others with half of the rest each. At β = 1.5 the logit of the first is
+    Three tokens: the sampled one with p, two more with half of the rest each. At β = 1.5 the logit of the first is
     1.5 logit(p) + (1.5 − 1) log 2, so the exponent that shows is above 1.5.
     """
     p = torch.linspace(0.62, 0.99, 400, dtype=torch.float64)

@@ -124,7 +124,7 @@ def test_a_symptom_never_changes_the_first_cause(pairs, null, symptoms, evidence
 
 
 def test_a_row_is_judged_without_a_few_tokens():
-    """A value above 0 in 1 of 64 rows leaves the mismatch of the others unexplained."""
+    """A value above 0 in 1 of 64 rows does not explain the mismatch of the remaining rows."""
     ranked = resolve_findings(
         pairs=[finding("positive", row_share=1 / 64)],
         null=[finding("weights_differ")],

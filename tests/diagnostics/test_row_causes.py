@@ -127,7 +127,7 @@ def tempered_series(first, count, weights=0.0):
 
 @pytest.mark.parametrize(("first", "count"), [(11, ROWS), (8, ROWS), (8, 5)])
 def test_rows_with_settings_of_their_own_from_a_step_on_explain_the_rise_there(tmp_path, first, count):
-    """Whatever their share of the rows: what the others do not show follows from the settings of these."""
+    """Whatever their share of the rows: a finding that the rest does not show follows from the settings of these."""
     rows = tempered_series(first, count)
     log = write_rows(tmp_path / "log.parquet", rows)
     right = [row for step in range(21, 26) for row in of_two_temperatures(step, 0)]
@@ -171,7 +171,7 @@ def test_rows_that_become_more_with_the_steps_explain_a_growth_from_the_start(tm
 
 @pytest.mark.parametrize("onset", [9, 6])
 def test_a_rise_that_the_other_rows_show_too_stands_by_itself(tmp_path, onset):
-    """Four of twelve rows are shifted from step 9 on, and the weights of all of them differ from another one on."""
+    """Four of twelve rows are shifted from step 9 on, and the weights of all rows differ from a later step on."""
     rows = series(faults=[(late, 9, STEPS, 4)], weights=lambda step: 0.1 * (step >= onset))
     result = check_logs([write_rows(tmp_path / "log.parquet", rows)])
     rises = [f for f in result.health.findings if is_rise(f) and f.follows_from != "shifted"]

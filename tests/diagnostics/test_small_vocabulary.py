@@ -50,7 +50,7 @@ def named(found):
 @pytest.mark.parametrize("spread", [0.1, 0.4, 0.8])
 @pytest.mark.parametrize("drift", [0.01, 0.03, 0.06])
 def test_old_weights_are_no_temperature_no_other_request_and_no_placeholder(drift, spread, by_token):
-    """Contexts come again, and with them the old sampler's values, while the trainer says another value each time."""
+    """Contexts come again, and with them the old sampler's values, while the trainer returns a new value each time."""
     assert named(estimate_provenance(*sampled(drift=drift, spread=spread, by_token=by_token))) == set()
 
 

@@ -119,7 +119,7 @@ def surprise(values):
 
 
 def test_a_jump_of_surprisal_has_its_step():
-    """The sampler alone got a temperature: both sides' raw log-probs agree, 0.44 → 0.19 nats."""
+    """Only the sampler got a temperature: both sides' raw log-probs agree, 0.44 → 0.19 nats."""
     noise = 0.01 * np.random.default_rng(0).normal(size=20)
     finding = surprise([*(0.44 + noise[:12]), *(0.19 + noise[12:])])
     assert (finding.first_step, finding.steps) == (13, 8)
