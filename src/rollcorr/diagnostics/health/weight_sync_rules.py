@@ -139,8 +139,8 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
         title=title.format(onset=change.onset, factor=factor, age=format_number(change.age or 0.0)),
         value=change.value,
         limit=f"at most {format_number(most)}, {FACTOR:g} times its start ({start})",
-        reason=f"it rose from step {change.onset} on, first passed the limit at step {next(above, change.found)}, and reached "
-        f"{factor} times its start in {change.lasted} steps{until}; {cause}",
+        reason=f"it rose from step {change.onset} on, first passed the limit at step {next(above, change.found)}, and "
+        f"reached {factor} times its start in {change.lasted} steps{until}; {cause}",
         fix=fix,
         confirm=confirm,
         severity="note" if change.is_over or negligible else "warning",
