@@ -140,7 +140,7 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
         value=change.value,
         limit=f"at most {format_number(most)}, {FACTOR:g} times its start ({start})",
         reason=f"it rose from step {change.onset} on, first passed the limit at step {next(above, change.found)}, and "
-        f"reached {factor} times its start in {change.lasted} steps{until}; {cause}",
+        f"reached {factor} times its start (a median of 3 steps) in {change.lasted} steps{until}; {cause}",
         fix=fix,
         confirm=confirm,
         severity="note" if change.is_over or negligible else "warning",

@@ -5,7 +5,6 @@ One pass over a log keeps a bounded number of rows, and sums distributions and b
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,9 +77,8 @@ class TokenRows:
 
     Attributes:
         rows: the sequences that the page shows.
-        files: (name, rows) of the files of the log, in order.
-        applied: the loss applies weights.
-        rejects: the only criterion or veto that can have rejected a token; empty where several can.
+        files: (name, rows, first row) of the parts of the log, in order.
+        config: the correction whose weights and rejections are shown.
         sequences: of the log.
         tokens: of the log.
         kl: Σ k3 over all tokens that count, nats; of denoising steps, Σ exact KL, or Σ |J| where it is not recorded.
@@ -91,9 +89,8 @@ class TokenRows:
     """
 
     rows: list[TokenRow] = field(default_factory=list)
-    files: dict[str, int] = field(default_factory=dict)
-    applied: bool = False
-    rejects: str = ""
+    files: Sequence[tuple[str, int, int]] = ()
+    config: RolloutCorrectionConfig | None = None
     sequences: int = 0
     tokens: int = 0
     kl: float = 0.0
@@ -146,15 +143,11 @@ def read_tokens(
     Raises:
         RolloutLogError: a log cannot be read, or lacks the log-probs of a side.
     """
-    shards, found = log_shards(paths), TokenRows()
+    shards, found = log_shards(paths), TokenRows(config=config)
+    found.files = [(re.split(r"[/\\]", shard.file)[-1], shard.rows, shard.first_row) for shard in shards]
     total = sum(shard.rows for shard in shards)
-    if config is not None:
-        vetoes = [] if config.rollout_token_veto_threshold is None else ["the veto of tokens"]
-        found.applied, ways = config.weights_reach_loss, [*(one.name for one in config.criteria), *vetoes]
-        found.rejects = ways[0] if len(ways) == 1 else ""
     columns = (*COLUMNS, *(("prompt", "prompt_ids", "response_ids", "predictions") if text else ()))
     for shard in shards:
-        found.files[shard.file] = found.files.get(shard.file, 0) + shard.rows
         for batch in read_shard(shard, columns=columns):
             _add(found, batch, config, text=text)
             too_many = sum(len(row.tokens) for row in found.rows) > MOST_TOKENS or len(found.rows) > 2 * MOST_SEQUENCES
@@ -294,9 +287,9 @@ def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | No
     return {
         "run": name,
         "diffusion": found.diffusion,
-        "files": [(os.path.basename(file), rows) for file, rows in found.files.items()],
-        "applied": found.applied,
-        "rejects": found.rejects,
+        "files": found.files,
+        "applied": found.config is not None and found.config.weights_reach_loss,
+        "config": None if found.config is None else found.config.to_dict(),
         "sequences": found.sequences,
         "shown": len(found.rows),
         "count": found.tokens,

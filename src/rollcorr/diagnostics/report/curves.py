@@ -210,15 +210,13 @@ STALENESS = Panel(
     bounds=(0.0,),
     see="A line that only rises belongs to a sampler that gets no new weights.",
 )
-"""The panel of runs that record how old the sampler's weights are."""
 
 
 def panels_of(series: Mapping[str, Points], *, diffusion: bool) -> tuple[Panel, ...]:
     """The panels of a report on tokens, or on denoising steps; of old weights and accuracies, only if there are any."""
-    known = (LAGS, {"k3_kl_per_version"}), (ACCURACY, ACCURACY.curves.keys())
+    known = (STALENESS, STALENESS.curves.keys()), (LAGS, {"k3_kl_per_version"}), (ACCURACY, ACCURACY.curves.keys())
     measured = tuple(panel for panel, names in known if names & series.keys())
-    stale = (STALENESS,) if "engine/staleness" in series else ()
-    return (*stale, *(STEP_PANELS if diffusion else PANELS), *measured, REWARD)
+    return (*measured, *(STEP_PANELS if diffusion else PANELS), REWARD)
 
 
 COMPARED: tuple[Panel, ...] = (

@@ -139,7 +139,7 @@ def render(data: ReportData, page: Mapping[str, Any] | None = None) -> str:
         {
             "charts": run_charts(data.series, diffusion=data.health.diffusion),
             "onset": next((finding.first_step for finding in data.health.warnings), None),
-            "noise": data.health.expected.get("k3_kl"),
+            "noise": data.health.expected.get("k3_kl") if data.health.judged_against else None,
             **(page or {}),
         },
         data=data,

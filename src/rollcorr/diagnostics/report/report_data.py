@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,8 @@ from rollcorr.diagnostics.run_verdict import run_health
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.stored_run import Run
 
+# Codes of a sampler that did not get the weights of each step.
 OF_OLD_WEIGHTS = frozenset({"frozen_sampler", "stale_by_lag", "growing_mismatch"})
-"""Codes of a sampler that did not get the weights of each step."""
-REFRESH = re.compile(r"^  refresh_every: (\d+)$", re.MULTILINE)
-"""The option of the reference trainers in config.yaml."""
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
@@ -84,10 +81,10 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
 
 def _with_refresh(finding: Finding, run: Run) -> Finding:
     """Name the setting of this run that keeps its sampler on old weights, where that is the cause."""
-    every = REFRESH.search(run.config_text)
-    if finding.code not in OF_OLD_WEIGHTS or every is None or int(every[1]) <= 1:
+    every = run.config_text.partition("\n  refresh_every: ")[2].partition("\n")[0]
+    if finding.code not in OF_OLD_WEIGHTS or every in ("", "1"):
         return finding
-    setting = f"lower rollout.refresh_every: it is {every[1]}, so the sampler gets new weights every {every[1]} steps"
+    setting = f"lower rollout.refresh_every: it is {every}, so the sampler gets new weights every {every} steps"
     return replace(finding, fix=f"{setting}; else: {finding.fix}")
 
 

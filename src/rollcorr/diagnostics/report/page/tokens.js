@@ -50,6 +50,11 @@ rc.openRun = async (packed) => {
   for (const key of ["mu", "d", "weight", "state", "id", "length", "row", "step", "reward", "rowKl", "stepKl", "time"]) {
     if (packed[key]) run[key] = await rc.unpack(packed[key]);
   }
+
+  /* Why a token was rejected is certain where only one criterion, or the veto, can reject. */
+  const { rollout_rs: criteria, rollout_token_veto_threshold: veto } = packed.config ?? {};
+  const ways = [...(criteria ? String(criteria).split(",") : []), ...(typeof veto === "number" ? ["the veto of tokens"] : [])];
+  run.rejects = ways.length === 1 ? ways[0] : "";
   const count = run.d.length;
   run.starts = new Int32Array(run.length.length + 1);
   run.rowOf = new Int32Array(count);
@@ -147,7 +152,7 @@ rc.viewer = async (box) => {
   const rowCells = (r) => [rc.percent(run.rowShare[r]), String(run.row[r]), String(run.step[r]), String(run.length[r]), rc.number(run.reward[r]), rc.number(run.rowKl[r] / Math.max(1, run.length[r])), promptOf(r) || "–"];
   const heads = () => {
     const names = view.mode === "tokens" ? [["share", run.diffusion ? "share of KL" : "share of k3"], ["token", run.diffusion ? "timestep" : "token"], ["step"], ["place", "row:pos"], ["d", run.diffusion ? "J" : "d"], ["log μ"], ["log π"], ...(run.applied ? [["weight"]] : [])] : [["share", run.diffusion ? "share of KL" : "share of k3"], ["row"], ["step"], ["tokens", word("tokens")], ["reward"], ["mean", `${unit()} each`], [null, "prompt"]];
-    return names.map(([key, title]) => rc.el(key ? "button" : "span", key ? { className: view.sort === key ? "on" : "", onclick: () => update({ sort: key }), title: "Sort by this" } : {}, (title || key) + (key && view.sort === key ? " ▾" : "")));
+    return names.map(([key, title]) => rc.el(key ? "button" : "span", key ? { className: view.sort === key ? "on" : "", onclick: () => update({ sort: key }), title: "Sort by this" } : {}, (key && view.sort === key ? "▾ " : "") + (title || key)));
   };
 
   const count = rc.el("span", { className: "soft" }), legend = rc.el("div", { className: "legend soft" }), detail = rc.el("div", { className: "detail" });
@@ -204,7 +209,7 @@ rc.viewer = async (box) => {
       sample.style.background = `var(${color})`;
       return rc.el("span", {}, sample, name);
     };
-    const less = [key("--less", "π below μ"), key("--more", "π above μ"), "the stronger, the farther apart"];
+    const less = [key("--less", "π below μ"), key("--more", "π above μ"), rc.el("span", {}, "the stronger, the farther apart")];
     const colorKeys = {
       d: diffusion ? [key("--bad", "the stronger, the larger the exact KL")] : less,
       weight: run.applied ? [key("--less", "weight below 1"), key("--more", "above 1")] : ["weights are not applied: no color"],
@@ -216,7 +221,7 @@ rc.viewer = async (box) => {
     legend.replaceChildren(
       rc.el("p", {}, `μ is the sampler, π the trainer. ${ratio} Rows and positions count from 0; rows over all files of the log.`),
       ...(run.applied ? [] : [rc.el("p", {}, "Weights are not applied in this run: each kept " + one + " counts as 1.")]),
-      rc.el("p", { className: "keys" }, `Color of a ${one}: `, ...colorKeys, "Dotted line below: ", ...marks),
+      rc.el("p", { className: "keys" }, rc.el("b", {}, `Color of a ${one}`), ...colorKeys, rc.el("b", {}, "Dotted line below"), ...marks),
       rc.el("p", { className: "hint" }, "Swipe the table sideways for log μ and log π."),
     );
   };
@@ -238,8 +243,8 @@ rc.viewer = async (box) => {
 
   /* The file of a row, and the row in it. */
   const fileOf = (row) => {
-    for (const [name, rows] of run.files) {
-      if (row < rows) return [["file, row in it", `${name}, ${row}`]];
+    for (const [name, rows, first] of run.files) {
+      if (row < rows) return [["file, row in it", `${name}, ${row + first}`]];
       row -= rows;
     }
     return [];
