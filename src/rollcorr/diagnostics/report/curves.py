@@ -216,7 +216,8 @@ def panels_of(series: Mapping[str, Points], *, diffusion: bool) -> tuple[Panel, 
     """The panels of a report on tokens, or on denoising steps; of old weights and accuracies, only if there are any."""
     known = (STALENESS, STALENESS.curves.keys()), (LAGS, {"k3_kl_per_version"}), (ACCURACY, ACCURACY.curves.keys())
     measured = tuple(panel for panel, names in known if names & series.keys())
-    return (*measured, *(STEP_PANELS if diffusion else PANELS), REWARD)
+    stale = measured[:1] if STALENESS in measured else ()
+    return (*stale, *(STEP_PANELS if diffusion else PANELS), *measured[len(stale) :], REWARD)
 
 
 COMPARED: tuple[Panel, ...] = (

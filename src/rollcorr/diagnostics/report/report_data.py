@@ -84,8 +84,11 @@ def _with_refresh(finding: Finding, run: Run) -> Finding:
     every = run.config_text.partition("\n  refresh_every: ")[2].partition("\n")[0]
     if finding.code not in OF_OLD_WEIGHTS or every in ("", "1"):
         return finding
-    setting = f"lower rollout.refresh_every: it is {every}, so the sampler gets new weights every {every} steps"
-    return replace(finding, fix=f"{setting}; else: {finding.fix}")
+    return replace(
+        finding,
+        fix=f"lower rollout.refresh_every: it is {every}, so the sampler gets new weights every {every} steps; else: "
+        f"{finding.fix}",
+    )
 
 
 def _where_tokens_are(run: Run, verdict: HealthReport) -> tuple[str, ...]:
