@@ -73,7 +73,7 @@ BUDGETS = {
     "kernels": 3622,
     "layouts": 137,
     "monitor": 1346,
-    "rollout_log": 2155,
+    "rollout_log": 2156,
     "run_directory": 751,
     "simulation": 1161,
     "train": 3662,

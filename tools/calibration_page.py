@@ -22,6 +22,7 @@ def calibration_page(generated: str, table: Table) -> str:
     # What no length changes stands once, and what noise never reaches is only named.
     same = {limit for limit in first if all(shares[limit] == first[limit] for shares in by_length)}
     never = {limit for limit in same if set(first[limit]) == {"0"}}
+    above = {limit for limit in never if limit[1] == "weights above the band"}  # their lower end is not in the table
     lengths = ", ".join(f"{length:,}" for length in NOISE_LENGTHS[:-1]) + f" and {NOISE_LENGTHS[-1]:,}"
     sections = [f"### Equal at T = {lengths}\n\n{_table_of(first, same - never, table)}"]
     for length, shares in zip(NOISE_LENGTHS, by_length, strict=True):
@@ -31,7 +32,8 @@ def calibration_page(generated: str, table: Table) -> str:
     return frame.format(
         generated=generated,
         sections="\n\n".join(sections),
-        never=_in_words([f"`{limit[0]}`" for limit in first if limit in never]),
+        never=_in_words([f"`{limit[0]}`" for limit in first if limit in never - above]),
+        above=", ".join(f"`{limit[0]}`" for limit in first if limit in above),
         fewest=FEWEST,
     )
 

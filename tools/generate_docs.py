@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from api_pages import api_pages  # noqa: E402
 from calibration_page import calibration_page  # noqa: E402
 from conformance_page import conformance_page  # noqa: E402
+from findings_page import findings_page  # noqa: E402
 from laboratory_page import laboratory_page  # noqa: E402
 from lines_page import lines_page  # noqa: E402
 from option_types import option_types_stub  # noqa: E402
@@ -391,6 +392,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/metrics.md": metrics_page,
     "docs/background/performance.md": lambda: performance_page(GENERATED, _table),
     "docs/reference/options.md": lambda: options_page(GENERATED, _table),
+    "docs/reference/findings.md": lambda: findings_page(GENERATED, _table),
     "docs/reference/conformance.md": lambda: conformance_page(GENERATED, _table),
     "docs/coming_from/other_frameworks.md": lambda: lines_page(GENERATED),
     "docs/reference/dumps.md": lambda: dumps_page(GENERATED, _table),

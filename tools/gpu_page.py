@@ -29,8 +29,9 @@ The predictions are for {expected["device"]}; they were written {expected["writt
 def _said(content: dict[str, Any] | None) -> str:
     if content is None:
         return (
-            "No run on a GPU has happened, so there is no figure. `make test-triton` runs the kernels interpreted,\n"
-            "and compiles them for sm_80, sm_90, sm_100 and gfx942: all of it on Triton 3.4, 3.6 and 3.9 on 2026-11-23."
+            "No run on a GPU has happened, so there are no measurements. `make test-triton` runs the kernels\n"
+            "interpreted, and compiles them for sm_80, sm_90, sm_100 and gfx942. Both ran on Triton 3.4, 3.6 and\n"
+            "3.9 on 2026-11-23."
         )
     return (
         f"{content['device']}, torch {content['torch']}, Triton {content['triton']}, Python {content['python']}, "

@@ -28,7 +28,7 @@ SEVERITY = {
     "truncated": "1 − top_p",
     "top_k": "tokens left out",
     "stale": "largest change of a logit by the missing update, nats",
-    "quantized": "grid, nats",
+    "quantized": "spacing of the grid, nats",
 }
 
 Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
@@ -103,8 +103,8 @@ def _agreement() -> str:
     entries = sum(int(row["entries"]) for row in rows)
     largest, limit = max(row["largest_z"] for row in rows), min(row["limit"] for row in rows)
     return (
-        f"The two agree for every estimator on a million samples of each kind:\n"
-        f"of {entries:,} entries of mean gradients, none differs by more than {largest:.2f} standard errors "
+        f"They agree: with a million samples of each kind,\n"
+        f"none of {entries:,} entries of mean gradients differs by more than {largest:.2f} standard errors "
         f"(limit {limit:.2f})."
     )
 
@@ -177,7 +177,7 @@ def _winners() -> str:
         gained[row["kind"]] += gain > 2 * error
         lost[row["kind"]] += gain < -2 * error
     kinds = ", ".join(f"{count} with `{kind}`" for kind, count in gained.items() if count)
-    return f"{gained.total()}\ngain, {lost.total()} lose. The gains: {kinds}."
+    return f"{gained.total()} gain and {lost.total()} lose more than two standard errors. The gains: {kinds}."
 
 
 def _orders(table: Table) -> str:

@@ -20,9 +20,9 @@ def lines_page(generated: str) -> str:
 Add a few lines to put this library's correction into {len(names)} frameworks.
 
 The lines ran once in each framework's own code, at the commit in the heading. `experiments/conformance/lines.py`
-inserts the lines into the framework's file, runs its function on a batch with known weights and rejected tokens, and
-compares the results. No training has run in these frameworks, because their trainers need GPUs or a sampling server. In
-a different version, look for the place again. You can replace the preset by any
+inserts the lines into the framework's file, runs the framework's function on a batch with known weights and rejected
+tokens, and compares the results. No training has run in these frameworks, because their trainers need GPUs or a
+sampling server. In a different version, look for the place again. You can replace the preset by any
 [preset or configuration](../guides/choosing.md).
 
 {"".join(_entry(entry) for entry in entries)}## Unsloth
@@ -30,15 +30,15 @@ a different version, look for the place again. You can replace the preset by any
 Unsloth replaces methods of TRL's trainers, so [the adapter for TRL](trl.md) attaches to them:
 
 - Leave `vllm_importance_sampling_correction` off, as Unsloth does. The adapter then writes weights into `advantages`,
-  which Unsloth's loss reads, and rejected tokens into `tool_mask`. If the option is on, `attach` raises a `ValueError`,
-  because the loss does not read `importance_sampling_ratio`.
-- All prompts of a generation batch must have the same length in tokens. Otherwise Unsloth's log-probs are wider than
-  the completions, and torch raises an error.
+  which Unsloth's loss reads, and rejected tokens into `tool_mask`. If the option is on, training raises a
+  `ValueError` before the first update, because the loss does not read `importance_sampling_ratio`.
+- All prompts of a generation batch must have the same length in tokens. Otherwise Unsloth's log-probs have more columns
+  than the completions, and torch raises an error.
 
 `experiments/conformance/unsloth_in_trl.py` ran `compute_loss` of unsloth 015bdef0d94a and `grpo_compute_loss` of
 unsloth-zoo ce232d6cef9c in the GRPOTrainer of TRL 1.16.0 on a CPU: loss and gradient of a corrected batch equal TRL's
-to 1e-6, and 20 steps train. Unsloth itself can be imported on a GPU only, so its log-probs in chunks
-(`grpo_accumulated_loss`) were read, but not run.
+to 1e-6, and 20 steps train. Unsloth itself can be imported on a GPU only, so `grpo_accumulated_loss`, which computes
+log-probs in chunks, was read but did not run.
 
 Where to go next: [dumps of these frameworks](../reference/dumps.md), [names side by side](index.md).
 """
@@ -54,7 +54,7 @@ Set {entry["needs"]}. Place: {entry["place"]}.
 {entry["code"]}
 ```
 
-Run in [{entry["file"]}]({link}), sha256 of the file `{entry["sha256"][:16]}`; compared: {entry["compared"]}.
+The lines ran in [{entry["file"]}]({link}) (sha256 `{entry["sha256"][:16]}`). Compared: {entry["compared"]}.
 {entry["limits"]}
 
 """

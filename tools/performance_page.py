@@ -58,26 +58,28 @@ make docs                                # write this page from it
 
 {_provenance(result)}
 
-The configuration is token weights truncated at 2 and `seq_mean_k3` at 0.01. Every metric is read on the host, except
-where a row states otherwise; verl's function computes its 43 metrics. Log-probs are float32, the mask is bool. "Padded"
-responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" responses are the same without padding, and "dense"
-responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn in one process,
+The correction truncates token weights at 2 and rejects sequences by `seq_mean_k3` at 0.01. Every metric is read as a
+number, unless a row states otherwise; verl's function computes its 43 metrics. Log-probs are float32, the mask is
+bool. "Padded" responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" responses are the same without padding,
+and "dense" responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn in one process,
 {_runs(result["seconds"])} times, so disturbances affect all of them.
 
 {_second(result)}
 
 {_times(result, table)}
 
-`benchmarks/results/correction_cpu.json` has all figures.
+The torch times in this table are from an older version. The present version takes 3.8 to 4.3 times as long at 8 M
+tokens (`benchmarks/paired.py 0883dc5 --cases torch --tokens 8388608`, 8 pairs), so it is 6 to 9 times as fast as
+verl. `benchmarks/results/correction_cpu.json` has all figures.
 
 ## Targets
 
-{_verdict(result)} A figure that misses its target is bold.
+{_verdict(result)}
 
 {_targets(result, table)}
 
 At 1 M tokens every batch stays in the last-level cache between runs. {_growth(result["seconds"])} So ratios at 1 M
-tokens depend on the machine as much as on the kernel, which is limited by arithmetic. A call and `.metrics()` add about
+tokens depend on the machine as much as on the kernel, whose limit is arithmetic. A call and `.metrics()` add about
 0.1 ms of Python.
 
 ## Share of a training step
@@ -99,33 +101,29 @@ torch's profiler does not count compiled C, which reads 9 bytes per token and wr
 (the log-ratio), d², expm1(d) and weights, and the extremes of d. All metrics and the decisions about sequences follow
 from these numbers.
 
-*Lower limit.* No implementation can be faster than a copy of the same bytes: 14 per token for weights and a mask, 9 for
-metrics only. To allocate memory costs several times the arithmetic, so reuse buffers with `out=`.
+*Lower limit.* Every implementation must read 9 bytes per token, and write 5 for weights and a mask. The row "copy"
+writes 7 of its 14 bytes, so a correction can be faster. New memory can double the time: reuse buffers with `out=`.
 
 *Compiled C* (`impl="cpu"`, which `"auto"` selects if installation found a C compiler) processes 512 tokens at a time in
 float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if all tokens are
 valid, no log-ratio is beyond ±1 nat, no |log μ| is above 15, and no bound applies to a token. Quiet blocks
-take one loop without masks, about 60 AVX-512 instructions per 16 tokens. Other blocks are read again from
-the cache. A thread pool persists between calls. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
+need one loop without masks, about 60 AVX-512 instructions per 16 tokens. Other blocks are read again, from
+cache. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
 It has run on x86-64 only; `make test-arm` compiles it for arm64.
 
 *Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
-blocks. Masks are float64 too, because eager torch sums floats several times as fast as bools. A block takes about 140
-operations and four exponentials, at 0.2 to 0.5 ns per token each. The
-torch times in the first table are from an older version. The present version takes 3.8 to 4.3 times as long
-at 8 M tokens (`benchmarks/paired.py BASE --cases torch --tokens 8388608`, 8 pairs; BASE is commit 0883dc5), so it is
-6 to 9 times as fast as verl.
+blocks. A block needs about 140
+operations and four exponentials; each costs 0.2 to 0.5 ns per token.
 
 ## On a GPU
 
-`impl="triton"` launches three kernels and never waits. `"auto"` selects it after [a
-proof](correction.md#proof-on-a-gpu) on the machine.
+`impl="triton"` launches three kernels and never waits. `"auto"` selects it after
+[tests on the same GPU](correction.md#proof-on-a-gpu).
 
-The first launch reads the tokens: one warp per program, 512 tokens at a time, whose sums are added in float64 every
-4,096 tokens.
-A *regular* block has only valid tokens within ±2.75 nats. On sm_90 it costs 53 to 57 instructions per token (63 in
-bfloat16 with an int64 mask), on sm_100 43 to 60. Any other block costs 135 to 170. `tests/kernels/triton_compilation.py
-cuda:90` counts instructions in the machine code.
+The first launch reads the tokens. Each program is one warp. It reads blocks of 512 tokens, and adds its sums in
+float64 every 4,096 tokens. A *regular* block has only valid tokens, with log-ratios within ±2.75 nats. On sm_90 it
+costs 53 to 57 instructions per token (63 in bfloat16 with an int64 mask), on sm_100 43 to 60. Any other block costs
+135 to 170. `tests/kernels/triton_compilation.py cuda:90` counts instructions in the machine code.
 
 The second launch decides which sequences are kept. torch would need 104 to 274 launches for these decisions
 (`tests/kernels/test_decision_copies.py`): 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch merges the
@@ -139,14 +137,15 @@ make gpu             # on a machine with a GPU, without a network: under 9 minut
 make gpu-dry         # runs the same script on the CPU
 ```
 
-The script first tests the kernels: recorded cases and 200 random batches against float64, a sequence of more than
+`make gpu` first tests the kernels: recorded cases and 200 random batches against float64, a sequence of more than
 2³¹ tokens, two runs that must be bit-identical, a step of every mode with waits forbidden, and 100 replays of a
-captured graph. Each stage is a separate process, so the other stages continue after a failure.
+captured graph. Each stage of tests or measurements is a separate process, so the others continue
+after a failure.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
-one criterion, 248 packed, and no wait. verl 0.9.1 needs 308 launches and 49 waits. `torch.compile(fullgraph=True)`
-compiles `correct` and every `policy_loss` into one graph without waits (torch 2.6 is too old). On the CPU, inductor's
-float64 takes at least ten times as long as eager torch.
+one criterion, 248 packed, and no wait. 8 M tokens need 757, in eight blocks of 1 M. verl 0.9.1 needs 308 launches and
+49 waits. `torch.compile(fullgraph=True)` compiles `correct` and every `policy_loss` into one graph without waits
+(torch 2.6 is too old). On the CPU, inductor's float64 takes at least ten times as long as eager torch.
 
 ## Log-probs without logits
 
@@ -173,7 +172,7 @@ def _without_logits(table: Table) -> str:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
 chunked implementation computes at least four matrix products, which the row "four products" measures. The head's
-gradient needs 134 or 622 MB; rows with "added to a gradient" reuse an existing buffer, except in the masked softmax.
+gradient needs 134 or 622 MB. Rows with "added to a gradient" need no new buffer, except the masked softmax.
 
 {table(("", *header), rows)}
 
@@ -190,11 +189,12 @@ def _share() -> str:
         "own": result["correction_bytes"] / 2**20,
         "whole": result["step_bytes"] / 2**20,
     }
-    text = """A step of the reference trainer: {rows} responses, {tokens:,} tokens, a model of {millions:.1f} M
-parameters. The correction and all of its metrics take {correction_cpu_ms} of {step_cpu_ms:,.0f} ms of CPU time,
-**{time_share:.3%}**, and {own:.2f} of {whole:,.0f} MiB, **{memory_share:.3%}**: outputs and temporary tensors, counted
-where torch dispatches. A larger model makes both shares smaller. verl's guide of October 2025 says 1 to 3 % of compute
-and about 1 % of memory. `{command}`: {device}, {threads} thread, torch {torch}, {date}, commit {commit}."""
+    text = """The measured step of the reference trainer has {rows} responses with {tokens:,} tokens, and a model of
+{millions:.1f} M parameters. The correction and all of its metrics take {correction_cpu_ms} of {step_cpu_ms:,.0f} ms
+of CPU time, **{time_share:.3%}**, and {own:.2f} of {whole:,.0f} MiB, **{memory_share:.3%}**. The correction's memory
+is its outputs and temporary tensors, counted where torch dispatches operations. A larger model makes both shares
+smaller. verl's guide of October 2025 says 1 to 3 % of compute and about 1 % of memory. `{command}`: {device},
+{threads} thread, torch {torch}, {date}, commit {commit}."""
     return text.format(**result)
 
 
@@ -227,7 +227,7 @@ def _growth(seconds: Seconds) -> str:
     least, most = dense[0], dense[-1]
     times = {name: most[name]["min"] / least[name]["min"] for name in (VERL, COPY, "cpu, out=")}
     return (
-        f"For 8 times the tokens, dense,\nverl takes {times[VERL]:.0f} times as long, "
+        f"For 8 times as many tokens (dense),\nverl takes {times[VERL]:.0f} times as long, "
         f"the copy {times[COPY]:.0f} times, and `cpu, out=` {times['cpu, out=']:.0f} times."
     )
 
@@ -252,7 +252,7 @@ def _short(title: str) -> str:
 def _second(result: dict[str, Any]) -> str:
     """What the table shows; on a busy machine the CPU time says more than the median."""
     if _clock(result) == "min":
-        return "Milliseconds, the least / the median of the runs:"
+        return "Milliseconds of the fastest run / of the median run:"
     return "Milliseconds, the least of the runs by the clock / the least CPU time of all threads together:"
 
 
@@ -293,7 +293,7 @@ def _verdict(result: dict[str, Any]) -> str:
         for of in result["seconds"].values()
     ]
     basis = "the clock" if clock == "min" else "CPU time, because the machine was busy"
-    return f"Judged by {basis}, {sum(met)} of {len(met)} figures meet their target."
+    return f"Judged by {basis}, {sum(met)} of {len(met)} figures meet their target; the others are bold."
 
 
 def _targets(result: dict[str, Any], table: Table) -> str:

@@ -223,7 +223,7 @@ def run_rllm(root: Path, entry: Lines) -> None:
 
 
 GRADIENT = "the gradient with respect to log π_θ at π_θ = π_old, in float32, to 1e-6"
-ORIGINAL_COUNT = "Rejected tokens add 0 to the loss, and still count where {name} divides."
+ORIGINAL_COUNT = "Rejected tokens add 0 to the loss, but {name} still counts them in the divisor."
 LINES = (
     Lines(
         "prime-rl",
@@ -256,8 +256,7 @@ def corrected_loss(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss=output.loss, metrics={"rollcorr/kept": kept})""",
         run_prime_rl,
         f"`compute_loss` with the loss of `setup_rl_loss_fn`: {GRADIENT}",
-        ORIGINAL_COUNT.format(name="prime-rl") + " prime-rl computes no π_old, hence bypass mode. Its trainer needs a "
-        "GPU, so no training run was made.",
+        ORIGINAL_COUNT.format(name="prime-rl") + " prime-rl computes no π_old, so the lines use bypass mode.",
     ),
     Lines(
         "ms-swift",
@@ -289,7 +288,7 @@ TrainerFactory.TRAINER_MAPPING["grpo"] = "my_plugin.CorrectedTrainer\"""",
         run_ms_swift,
         f"`compute_loss` with `loss_type` bnpo, twice on one batch: {GRADIENT}",
         "The losses dapo and cispo still divide by the original count. `TRAINER_MAPPING` is a public name that "
-        "ms-swift's pages do not describe. It records log-probs of vLLM only, so no training run was made on a CPU.",
+        "ms-swift's pages do not describe. ms-swift records log-probs of vLLM only.",
     ),
     Lines(
         "AReaL",

@@ -1,6 +1,7 @@
-"""What is wrong, why, and how to fix it: the health check, the check of logs, provenance and the report.
+"""Diagnose a mismatch: find its cause and the fix.
 
-Names are imported on first use; `__init__.pyi` lists them.
+Contains the health check, the check of logs, provenance and the report. Names are imported on first use; `__init__.pyi`
+lists them.
 """
 
 import lazy_loader as _lazy

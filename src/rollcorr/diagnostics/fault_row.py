@@ -1,7 +1,8 @@
-"""A row of the table of faults: all that is declared about one code, with the tests that refute a cause.
+"""A row of the table of faults: the declaration of one code, with the tests that refute a cause.
 
-A setting, a template or a random layer acts from the first step on, with the same size. A sampler that keeps its
-weights starts right. So the course of the mismatch over the steps refutes causes that single tokens cannot tell apart.
+A setting, a template or a random layer acts with constant size from the first step. A sampler that misses weight
+updates starts correct. So the course of the mismatch over the steps refutes causes that single tokens cannot
+distinguish.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from rollcorr.diagnostics.health.trend import AGE, FEWEST_STEPS, TREND_FACTOR
 from rollcorr.diagnostics.numbers import format_number
 
 GROWS = 30.0
-"""Growth of the mismatch over its start that no constant cause produces. A temperature that stays reaches 6, because it
-shows more as the policy sharpens; a sync that stops reached 5,000 to 6,000 in fifteen steps."""
+"""Growth of the mismatch over its start that no constant cause produces. A constant temperature reaches 6, because its
+effect grows as the policy sharpens. A stopped sync reached 5,000 to 6,000 in fifteen steps."""
 SAME_STEP = 3
-"""Steps between the onset of a rise and the first step of a cause, up to which the cause explains the onset."""
+"""Maximum number of steps between the onset of a rise and the first step of a cause that explains it."""
 FALLS = 10.0
-"""k3 at the highest recorded age over that at the lowest, which no constant cause produces."""
+"""Ratio of k3 at the highest recorded age to k3 at the lowest age that no constant cause produces."""
 FEWEST_AT_AGE = 2
-"""Steps at the lowest and at the highest age that this comparison needs."""
+"""Minimum number of steps at each of these two ages."""
 STARTS_IN_EXCESS = 10.0
-"""k3 over the null's at the first step, above which no missed sync made it: up to 1.2 was seen before one."""
+"""Ratio of k3 to the null's k3 at the first step that no missed sync produces; up to 1.2 was measured before one."""
 
 VIOLATIONS, LITTLE_NOISE = 0.1, 0.05
-"""Share of tokens on the wrong side of the exponent of a temperature: up to 0.01 with noise of this size in nats, and
-from 0.17 under other weights. Noise of 0.2 nats puts 0.25 there."""
+"""Share of tokens on the opposite side of a temperature's exponent, and the noise in nats up to which it is
+informative. The share is at most 0.01 with this noise, and at least 0.17 with different weights. Noise of 0.2 nats
+reaches 0.25."""
 
 
 class Refutation(NamedTuple):
-    """Why a cause is refuted.
+    """Result of a test that refutes a cause.
 
     Attributes:
-        reason: the evidence, in words.
-        instead: the code that explains the finding instead; empty if none does, and the cause is ruled out.
+        reason: evidence, as a sentence.
+        instead: code that explains the finding instead; empty if the cause is ruled out.
     """
 
     reason: str
@@ -50,10 +52,10 @@ class Case(NamedTuple):
     """A cause with the evidence to test it against.
 
     Attributes:
-        finding: the cause; None before it is a finding.
-        evidence: the series of steps; None without one.
-        from_null: the findings of the comparison with a null, in their order.
-        by_null: the cause is one of them.
+        finding: the cause, if it is a finding already.
+        evidence: series of steps, if there is one.
+        from_null: findings of the comparison with a null, in order.
+        by_null: True if the cause is one of `from_null`.
     """
 
     finding: Finding | None
@@ -68,13 +70,13 @@ RefutingTest = Callable[[Case], Refutation | None]
 def present_from_start(case: Case) -> Refutation | None:
     """Refute a constant cause if the mismatch has grown `GROWS` times since its start.
 
-    Rows that show the cause from the step of a sudden rise on are evidence of their own, and are not refuted.
+    A cause whose rows begin at the step of a sudden rise is not refuted: the rows are evidence for it.
     """
     change = None if case.evidence is None else case.evidence.rise
     if case.evidence is None or change is None or change.is_over or change.factor < GROWS:
         return None
 
-    # After a sudden rise old weights go on to differ by more, and a setting does not.
+    # After a sudden rise, stale weights keep diverging; a changed setting stays constant.
     first = None if case.finding is None else case.finding.first_step
     since = [k3 for step, k3 in case.evidence.series("k3_kl") if step >= change.onset]
     grows_on = bool(since) and median(since[-FEWEST_STEPS:]) >= TREND_FACTOR * median(since[:FEWEST_STEPS])
@@ -87,7 +89,7 @@ def present_from_start(case: Case) -> Refutation | None:
 
 
 def resets_with_sync(case: Case) -> Refutation | None:
-    """Refute a constant cause if the mismatch falls back whenever the recorded age of the weights does."""
+    """Refute a constant cause if the mismatch drops whenever the recorded age of the weights drops."""
     history = [] if case.evidence is None else case.evidence.history
     of_steps = [(round(step[AGE]), step["k3_kl"]) for _, step in history if AGE in step and "k3_kl" in step]
     if sum(later < earlier for (earlier, _), (later, _) in pairwise(of_steps)) < FEWEST_AT_AGE:
@@ -103,7 +105,7 @@ def resets_with_sync(case: Case) -> Refutation | None:
 
 
 def not_one_exponent(case: Case) -> Refutation | None:
-    """Refute a temperature if more tokens contradict its exponent than so little noise makes."""
+    """Refute a temperature if more tokens contradict its exponent than the measured noise explains."""
     noise = None if case.evidence is None else case.evidence.noise
     wrong = 0.0 if case.finding is None else case.finding.evidence.get("violations", 0.0)
     if noise is None or noise.sigma > LITTLE_NOISE or wrong <= VIOLATIONS:
@@ -112,7 +114,7 @@ def not_one_exponent(case: Case) -> Refutation | None:
 
 
 def in_excess_at_start(case: Case) -> Refutation | None:
-    """Refute a missed sync if the mismatch was in excess of the null before the first update."""
+    """Refute a missed sync if the mismatch exceeded the null before the first update."""
     evidence = case.evidence
     named = next((finding for finding in case.from_null if finding.severity != "note"), None)
     if named is not None and named.evidence.get("ratio_of_first_step", 0.0) >= STARTS_IN_EXCESS:
@@ -125,7 +127,7 @@ def in_excess_at_start(case: Case) -> Refutation | None:
 
 
 def cache_named_first(case: Case) -> Refutation | None:
-    """Refute another prompt, which pairs suspect, if a null shows that a stale prefix cache is more likely."""
+    """Refute a different prompt, suggested by pairs, if a null shows that a stale prefix cache is more likely."""
     first = next((finding.code for finding in case.from_null if finding.severity != "note"), None)
     if case.by_null or first != "stale_prefix_cache":
         return None
@@ -137,7 +139,7 @@ Needs = Literal["record", "pairs", "null", "routing", "steps", "metrics"]
 Part = Literal["log", "rows", "positions", "filled", "nothing"]
 
 CAUSES: frozenset[Kind] = frozenset({"data", "settings", "weights", "noise"})
-"""Kinds that name a cause. A symptom measures the mismatch, and a course tells when or by how much it changed."""
+"""Kinds that name a cause. A symptom measures the mismatch; a course describes when or by how much it changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,22 +147,22 @@ class Fault:
     """One row of the table.
 
     Attributes:
-        code: of its findings.
-        kind: the kind of fault.
-        needs: evidence that shows it: the log's own record, pairs of log-probs, a null, the routing, a series of steps,
-            or the metrics of one batch.
-        part: what it concerns and a resolver removes: the log, the rows that it counts, positions of the responses,
-            values that were filled in, or nothing of the mismatch.
-        score: how direct its evidence is. A cause explains what has a lower score.
-        refuted_by: tests, each of which may refute it.
-        explained_by: codes that explain it before any cause does; the first one that is present.
-        apart: metrics whose findings stand for themselves.
+        code: code of its findings.
+        kind: kind of fault.
+        needs: required evidence: the log's own record, pairs of log-probs, a null, the routing, a series of steps, or
+            the metrics of one batch.
+        part: part of the data that the fault concerns and the resolver removes: the log, the rows that it counts,
+            positions of the responses, filled-in values, or no part of the mismatch.
+        score: directness of its evidence. A cause explains findings with a lower score.
+        refuted_by: tests, each of which can refute the cause.
+        explained_by: codes that explain it before any cause does; the first one present is used.
+        apart: metrics whose findings are not attributed to a cause.
         title: the problem.
         reason: its meaning.
-        fix: the change to make.
-        confirm: the experiment that confirms it or rules it out.
-        number: the name of the number that shows it, for a pair of log-probs.
-        limit: what that number should be.
+        fix: the recommended change.
+        confirm: experiment that confirms the cause or rules it out.
+        number: name of the number that shows it, for a pair of log-probs.
+        limit: healthy value of that number.
     """
 
     code: str
@@ -180,7 +182,7 @@ class Fault:
 
     @property
     def finding(self) -> Finding:
-        """A finding in the words of the row, to be completed with `dataclasses.replace`."""
+        """Return a finding with the text of the row; complete it with `dataclasses.replace`."""
         metric = f"log/{self.number}" if self.number else None
         nothing_wrong = self.kind == "no finding" and not self.fix
         return Finding(
@@ -204,14 +206,17 @@ class Fault:
         value: float | None = None,
         **words: Any,  # noqa: ANN401
     ) -> Finding | None:
-        """Return the finding of a rule about a metric, if the rule is broken now.
+        """Return the finding of a rule about a metric, if the rule is violated now.
 
         Args:
-            evidence: the numbers, and the history that tells when it was broken.
-            metric: that the rule is about.
-            breaks: whether a value breaks the rule; it is False for NaN.
-            value: what is judged; defaults to the metric's current value.
-            words: other fields of the finding.
+            evidence: current metrics, and the history that dates the violation.
+            metric: metric that the rule is about.
+            breaks: returns whether a value violates the rule; False for NaN.
+            value: value to judge; by default the metric's current value.
+            words: additional fields of the finding.
+
+        Returns:
+            The finding; None if the rule is met.
         """
         judged = evidence.get(metric) if value is None else value
         if not breaks(judged):
@@ -219,5 +224,5 @@ class Fault:
         return replace(self.finding, metric=metric, value=judged, **words, **evidence.when(metric, breaks))
 
     def above(self, evidence: Evidence, metric: str, bound: float, /, **words: Any) -> Finding | None:  # noqa: ANN401
-        """Return the finding of a limit that the metric must not exceed; other arguments as in `broken`."""
+        """Return the finding of an upper limit on the metric, if exceeded; Args are as in `broken`."""
         return self.broken(evidence, metric, lambda value: value > bound, **words)

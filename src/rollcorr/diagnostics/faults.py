@@ -1,7 +1,7 @@
-"""The table of faults: each code of a finding once, with its kind, evidence, part, tests, words and experiment.
+"""The table of faults: each code of a finding once, with its kind, evidence, part, tests, text and experiment.
 
-Every check takes its findings from here (`fault`), and `resolver` reads from the same rows which finding explains
-which. A code without a row raises. CONTRIBUTING.md shows how to add a row.
+Every check reads its findings from this table (`fault`), and `resolver` reads from it which finding explains which. A
+code without a row raises an error. CONTRIBUTING.md explains how to add a row.
 """
 
 from __future__ import annotations
@@ -441,7 +441,7 @@ def fault(code: str) -> Fault:
 
 
 def refutation(code: str, case: Case) -> Refutation | None:
-    """Return why a test of the code's row refutes it; None if none does."""
+    """Return the first refutation by the tests of the code's row; None if every test passes."""
     return next((refuted for test in fault(code).refuted_by if (refuted := test(case)) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""What is installed here, for bug reports: versions, extras, and kernels with the reason why one does not run."""
+"""Describe the installation for bug reports: versions, extras, and kernels with the reason if one does not run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Kernel:
     """One implementation of the correction.
 
     Attributes:
-        name: what `impl=` takes.
-        usable: whether it runs here.
-        note: where it runs, or why it does not.
+        name: value for `impl=`.
+        usable: True if it runs here.
+        note: where it runs, or the reason why it does not run.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Extra:
 
     Attributes:
         name: as in `pip install 'rollcorr[name]'`.
-        missing: packages of it that are not installed.
+        missing: its packages that are not installed.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """The library and what it runs on.
+    """The library and its environment.
 
     Attributes:
-        versions: of rollcorr, Python and torch.
+        versions: versions of rollcorr, Python and torch.
         machine: system and processor architecture.
-        threads: threads that torch, and so the CPU kernels, use.
-        accelerator: the name of the first GPU, or None.
+        threads: number of threads that torch and the CPU kernels use.
+        accelerator: name of the first GPU, if any.
         kernels: every implementation of the correction.
-        extras: every extra; empty when the package was not installed but found on the path.
+        extras: every extra; empty if the package is imported from a path without being installed.
     """
 
     versions: dict[str, str]
@@ -73,7 +73,7 @@ class Installation:
 
 
 def inspect_installation() -> Installation:
-    """Find out what is installed, without importing anything slow."""
+    """Return the installed versions, kernels and extras, without slow imports."""
     kernels = (Kernel(name=name, usable=usable, note=note) for name, (usable, note) in implementations().items())
     return Installation(
         versions={"rollcorr": rollcorr.__version__, "python": platform.python_version(), "torch": torch.__version__},
@@ -86,7 +86,7 @@ def inspect_installation() -> Installation:
 
 
 def show_installation(console: Console, installation: Installation) -> None:
-    """Print it as tables."""
+    """Print an installation as tables."""
     rows = [
         *installation.versions.items(),
         ("machine", f"{installation.machine}, {installation.threads} threads"),
@@ -104,7 +104,7 @@ def show_installation(console: Console, installation: Installation) -> None:
 
 
 def to_json(installation: Installation) -> str:
-    """The same as one JSON object."""
+    """Return an installation as a JSON object."""
     return json.dumps(asdict(installation), ensure_ascii=False, indent=2)
 
 
@@ -119,7 +119,7 @@ def _show(console: Console, title: str, rows: list[tuple[str, bool, str]]) -> No
 
 
 def _extras() -> tuple[Extra, ...]:
-    """The extras that the installed package declares, `dev` and those that only join others aside."""
+    """Return the extras that the installed package declares, except `dev` and extras that only combine extras."""
     try:
         declared = metadata.requires("rollcorr") or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""One metric in words: unit, sample, formula with its symbols, healthy range, and what to do outside it."""
+"""Explain a metric: unit, sample, formula with its symbols, healthy range, and the fix outside this range."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYMBOLS: dict[str, str] = {
     "lo": "the lower threshold of the weights",
     "J": "the joint log-ratio of a denoising step",
 }
-"""Symbols of docs/reference/notation.md that formulas of metrics use."""
+"""Symbol → meaning, for metric formulas; from docs/reference/notation.md."""
 
 _STEPS = (
     "below {} negligible, below {} small, below {} moderate, beyond that severe or a fault (docs/guides/choosing.md)"
@@ -50,7 +50,7 @@ SCALES: dict[str, str] = {
     "log_ratio_std": "k3 is about half its square; "
     + _MEASURED.format("float32 2e-6, float16 0.004, bfloat16 0.04, int8 0.07"),
 }
-"""Metric → how large is large, with the source of the numbers."""
+"""Metric → values that count as small, moderate and large, with the source of the numbers."""
 
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "kl": ("k1", "k1_kl", "mismatch_kl"),
@@ -66,30 +66,33 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "rollout_is_veto_fraction": ("veto_frac", "veto_fraction"),
     "rollout_rs_masked_fraction": ("masked_frac", "masked_fraction", "rejected_fraction", "reject_rate"),
 }
-"""Metric → its names elsewhere."""
+"""Metric → its names in other libraries."""
 NOTES = {
     "rollout_is_ratio_fraction_high": "the share of tokens at PPO's own clip is another one, actor/clip_fraction_high "
     "and _low of a loss (docs/reference/metrics.md)",
 }
-"""Metric → what its names elsewhere also stand for."""
+"""Metric → different quantities with the same name in other libraries."""
 
-# A word; a circumflex over its last letter is a character of its own, and belongs to it.
+# A word; a combining circumflex over its last letter is a separate character, and part of the word.
 _SYMBOL = re.compile(r"(?:seq|token)_\w+|[^\W\d_]+\u0302?(?:_i\b)?")
 
 
 def explain_metric(name: str) -> dict[str, str]:
-    """What the registry says of a metric, as words by heading.
+    """Return the registry's explanation of a metric, as text by heading.
 
     Args:
-        name: bare or prefixed, as it stands in a log; or what the metric is called elsewhere, such as "ess".
+        name: bare or prefixed name, as in a log, or a name from a different library, such as "ess".
+
+    Returns:
+        Heading → text, without empty entries.
 
     Raises:
-        ValueError: there is no such metric; the nearest is named.
+        ValueError: there is no such metric; the message contains the nearest name.
     """
     bare = name.removeprefix("actor/").removeprefix(PREFIX).removeprefix("mismatch/").lower().replace("-", "_")
     own_name = {synonym: own for own, synonyms in SYNONYMS.items() for synonym in synonyms}
 
-    # A name of 2025 is explained by its change and the metric of today.
+    # Explain a name of 2025 by its change and the current metric.
     older = next((old for old in (f"mismatch/{bare}", PREFIX + bare) if old in OLDER_NAMES), "")
     lines = {}
     if older and (name.startswith("mismatch/") or bare not in METRICS):
@@ -123,7 +126,7 @@ def _lines(found: Metric) -> dict[str, str]:
         "scale": SCALES.get(found.name, ""),
     }
 
-    # A range may only have guide lines, and no limit that warns.
+    # Some healthy ranges are only guides, without warning limits.
     healthy = found.healthy
     if healthy is not None:
         size = f"|{found.name}|" if healthy.absolute else "the value"

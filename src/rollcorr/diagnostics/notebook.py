@@ -1,4 +1,4 @@
-"""A verdict in a notebook: what the terminal prints, as HTML without scripts."""
+"""Render a verdict in a notebook: the terminal's text as HTML without scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers for people: which come first, and how they are written."""
+"""Select and format numbers for people."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HEADLINES: Mapping[str, str] = {
     "rollout_rs_masked_fraction": "tokens rejected",
     "t_times_kl": "length × KL, nats",
 }
-"""The metrics that head a verdict, in order, with their labels."""
+"""Headline metrics of a verdict, in order, with their labels."""
 
 LAG_HEADLINES: Mapping[str, str] = {
     "k3_kl_lag0": "of the engine, at lag 0",
     "k3_kl_staleness": "of old weights, over all tokens",
     "k3_kl_per_version": "of each version of lag",
 }
-"""The parts of k3, where versions of the weights are recorded."""
+"""Parts of k3, if versions of the weights are recorded."""
 
 STEP_HEADLINES: Mapping[str, str] = {
     "exact_kl_mean": "exact KL of a step, mean, nats",
@@ -38,7 +38,7 @@ STEP_HEADLINES: Mapping[str, str] = {
     "actor/zeroed_fraction_negative": "gradients zeroed, advantage below 0",
     "reward/mean": "reward",
 }
-"""Those that head a verdict on denoising steps."""
+"""Headline metrics of a verdict on denoising steps."""
 
 _STEP_METRICS = frozenset(
     {
@@ -72,29 +72,29 @@ LABELS: Mapping[str, str] = {
     "nonfinite_count": "number of missing log-probs",
     "zero_probability_count": "number of tokens with trainer probability 0",
 }
-"""What the metrics with a healthy range are called in a sentence."""
+"""Metric with a healthy range → its label in a sentence."""
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLUMNS = 30
-"""Points of a sparkline."""
+"""Maximum number of points in a sparkline."""
 
 
 def label(name: str) -> str:
-    """A metric in words: its label, or its name without underscores."""
+    """Return the label of a metric; by default, its name without underscores."""
     return LABELS.get(name, name.replace("_", " "))
 
 
 def headlines(*, diffusion: bool) -> Mapping[str, str]:
-    """The metrics that head a verdict on tokens, or on denoising steps, with their labels."""
+    """Return the headline metrics for tokens, or for denoising steps, with their labels."""
     return STEP_HEADLINES if diffusion else HEADLINES
 
 
 def shown_metrics(values: Mapping[str, float], *, diffusion: bool) -> dict[str, float]:
-    """The metrics that a reader is shown, by bare name.
+    """Return the metrics to show, by bare name.
 
-    Of denoising steps, those that mean something for them: their counts are of steps and pictures, and what is averaged
-    over tokens is left out.
+    For denoising steps, return only meaningful metrics: rename counts to steps and pictures, and omit averages over
+    tokens.
     """
     if not diffusion:
         return dict(values)
@@ -104,13 +104,13 @@ def shown_metrics(values: Mapping[str, float], *, diffusion: bool) -> dict[str, 
 
 
 def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, left: int = 0, right: int = 2) -> Table:
-    """Return rows of texts as a table for a terminal, without lines.
+    """Return rows of text as a terminal table without borders.
 
     Args:
-        rows: texts of each row, with the markup of rich.
-        headings: of the columns; none for a table without them.
-        left: spaces before each column.
-        right: spaces after it.
+        rows: cells of each row, with rich markup.
+        headings: column headings; default: no header.
+        left: spaces before each column; default 0.
+        right: spaces after each column; default 2.
     """
     from rich.table import Table
 
@@ -121,7 +121,7 @@ def text_table(rows: Iterable[Sequence[str]], headings: Sequence[str] = (), *, l
 
 
 def format_number(value: float) -> str:
-    """About four significant digits, without noise: 1.0003, 0.25, 1.30e−05, 12,345.
+    """Format a number with about four significant digits: 1.0003, 0.25, 1.30e−05, 12,345.
 
     Example:
         >>> [format_number(x) for x in (1.00031, 0.25, 1.3e-5, 12345.0, 0.0)]
@@ -142,7 +142,7 @@ def format_number(value: float) -> str:
 
 
 def format_range(low: float, high: float) -> str:
-    """Two ends with the digits that the width of the range needs.
+    """Format both ends of a range with as many digits as its width needs.
 
     Example:
         >>> format_range(-0.0012345, 0.0812345)

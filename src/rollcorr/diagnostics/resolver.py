@@ -1,12 +1,13 @@
-"""One ranked list of causes, from everything that looked at a log or a run.
+"""Rank the causes from all checks of a log or a run in one list.
 
-Choose the most direct cause that no test refuted, put what it explains under it, and go on with the rest:
+Choose the most direct cause that no test refuted, attribute to it the findings that it explains, and repeat:
 
-1. A cause that a test refutes is ruled out, or goes under the finding that explains it instead.
+1. A cause that a test refutes is ruled out, or attributed to the finding that explains it instead.
 2. The cause with the highest score explains each finding with a lower score, if it concerns most of the rows.
-3. The next cause explains what is left, until none is left. Then the course over the steps explains the symptoms.
+3. The next cause explains the remaining findings, until there are no more causes. Then the course over the steps
+   explains the symptoms.
 
-A symptom explains no cause, so another symptom never changes the first cause. `faults` declares kinds, scores and
+A symptom explains no cause, so an additional symptom never changes the first cause. `faults` declares kinds, scores and
 tests.
 """
 
@@ -21,9 +22,9 @@ from rollcorr.diagnostics.faults import fault, is_cause, measures, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 
 WEAK = 0.5
-"""Confidence of a cause without one."""
+"""Default confidence of a cause."""
 MOST_ROWS = 0.5
-"""Share of the rows from which a cause explains the numbers of the whole log."""
+"""Share of rows from which a cause explains metrics of the entire log."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Folded:
 
 @dataclass
 class _Entry:
-    """A finding on its way through the resolver.
+    """Working state of a finding in the resolver.
 
     Attributes:
-        finding: as it is known so far.
-        row: its row of the table.
-        by_null: it comes from the comparison with a null.
-        doubted: a test refuted it.
+        finding: the finding, updated by each step.
+        row: its row of the table of faults.
+        by_null: True if it comes from the comparison with a null.
+        doubted: True if a test refuted it.
     """
 
     finding: Finding
@@ -52,12 +53,12 @@ class _Entry:
 
     @property
     def score(self) -> float:
-        """How direct its evidence is: a null shows the causes of pairs only by their places."""
+        """Return how direct the evidence is. Causes of pairs score 1 from a null, which shows only their positions."""
         return 1.0 if self.by_null and self.row.needs == "pairs" else self.row.score
 
     @property
     def wide(self) -> bool:
-        """Whether it concerns most of the rows."""
+        """Return whether the finding concerns most of the rows."""
         if self.row.part == "nothing":
             return False
         known = self.finding.row_share
@@ -65,7 +66,7 @@ class _Entry:
 
     @property
     def stands(self) -> bool:
-        """Whether it is a warning that nothing explains so far."""
+        """Return whether the finding is a warning without an explanation so far."""
         return self.finding.severity != "note" and self.finding.follows_from is None and not self.doubted
 
 
@@ -77,17 +78,17 @@ def resolve_findings(
     metrics: Sequence[Finding] = (),
     evidence: Evidence | None = None,
 ) -> tuple[Finding, ...]:
-    """Rank findings: causes first, then their consequences, each with its cause in `follows_from`; notes last.
+    """Rank findings: causes first, then consequences with their cause in `follows_from`, notes last.
 
     Args:
-        pairs: of the log's record and of the pairs of log-probs.
-        null: of the comparison with a null.
-        steps: of the versions and of the series.
-        metrics: of the metrics of a run or a log.
-        evidence: the series of steps, which refutes causes; None without one.
+        pairs: findings from the log's record and from pairs of log-probs.
+        null: findings from the comparison with a null.
+        steps: findings from weight versions and from series of steps.
+        metrics: findings from the metrics of a run or a log.
+        evidence: series of steps, which refutes causes; default: no series.
 
     Returns:
-        Each finding once; a symptom once for each metric. A finding with a cause keeps it.
+        Each finding once; a symptom once for each metric. A finding that already has a cause keeps it.
 
     Raises:
         LookupError: a code is not declared.
@@ -99,7 +100,7 @@ def resolve_findings(
     for entry in entries:
         _explain_by_declared(entry, entries)
 
-    # A cause of few rows makes the whole mismatch only if the other rows are ordinary.
+    # A cause of few rows explains the entire mismatch only if the remaining rows are ordinary.
     rest_is_ordinary = any(entry.finding.code == "ordinary_noise" for entry in entries)
     causes = sorted(
         (e for e in entries if e.stands and is_cause(e.finding)), key=lambda e: (not e.wide, -e.score, *_rank(e))
@@ -112,7 +113,7 @@ def resolve_findings(
 
 
 def standing(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return the causes, and the courses without a cause, of a ranked list."""
+    """Return the causes, and the courses without a cause, from a ranked list."""
     return tuple(
         finding
         for finding in findings
@@ -122,9 +123,10 @@ def standing(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _distinct(pairs: Sequence[Finding], null: Sequence[Finding], others: Sequence[Finding]) -> list[_Entry]:
-    """One entry for each code, or for each code and metric of a symptom.
+    """Return one entry for each code, or for each code and metric of a symptom.
 
-    If one source shows a cause in a few rows and another in most of the log, it is a fault of the log.
+    If one source shows a cause in a few rows and a second source in most rows, keep the second: the fault concerns the
+    log.
     """
     entries: dict[object, _Entry] = {}
     for number, finding in enumerate((*pairs, *null, *others)):
@@ -138,7 +140,7 @@ def _distinct(pairs: Sequence[Finding], null: Sequence[Finding], others: Sequenc
 
 
 def _refute(entry: _Entry, entries: Sequence[_Entry], null: Sequence[Finding], evidence: Evidence | None) -> None:
-    """Rule a cause out, or put it under the finding that explains it instead."""
+    """Rule a cause out, or attribute it to the finding that explains it instead."""
     refuted = refutation(entry.row.code, Case(entry.finding, evidence, null, entry.by_null))
     if refuted is None or (refuted.instead and all(e.finding.code != refuted.instead for e in entries)):
         return
@@ -151,7 +153,7 @@ def _refute(entry: _Entry, entries: Sequence[_Entry], null: Sequence[Finding], e
 
 
 def _explain_by_declared(entry: _Entry, entries: Sequence[_Entry]) -> None:
-    """Put a finding under the first finding that its row declares."""
+    """Attribute a finding to the first present finding that its row declares."""
     present = [other.finding.code for other in entries if other.finding.severity != "note" and not other.doubted]
     declared = [code for code in entry.row.explained_by if code in present]
     if declared and entry.stands:
@@ -159,7 +161,7 @@ def _explain_by_declared(entry: _Entry, entries: Sequence[_Entry]) -> None:
 
 
 def _remove(cause: _Entry, entries: Sequence[_Entry], *, everything: bool) -> None:
-    """Remove what a cause concerns: put each finding that it explains under it."""
+    """Remove the part that a cause concerns: attribute each finding that it explains to it."""
     code, onset = cause.finding.code, None
     for other in entries:
         if other is cause or other.finding.follows_from is not None:
@@ -171,13 +173,13 @@ def _remove(cause: _Entry, entries: Sequence[_Entry], *, everything: bool) -> No
             if other.row.needs == "steps" and other.finding.severity != "note":
                 onset = onset or other.finding
 
-    # Weights that differ from some step on have the onset of the course that they explain.
+    # A cause in the weights inherits the onset of the course that it explains.
     if onset is not None and cause.by_null and cause.row.kind == "weights" and cause.finding.first_step is None:
         cause.finding = replace(cause.finding, first_step=onset.first_step, steps=onset.steps)
 
 
 def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
-    """Sort key: causes, then consequences, then the unexplained, then notes; the most certain first."""
+    """Return the sort key: causes, then consequences, then the unexplained, then notes; the most certain first."""
     finding = entry.finding
     share = finding.row_share
     if share is None:
@@ -192,9 +194,9 @@ def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
 
 
 def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
-    """Fold consequences under their causes, as deep as they go: warnings before notes, else in their order.
+    """Nest consequences under their causes, recursively: warnings before notes, else in the given order.
 
-    A consequence whose cause is not among the findings stands for itself, and so do those of a circle.
+    A consequence whose cause is missing becomes a root, and so does a finding in a cycle.
     """
     ordered = sorted(findings, key=lambda finding: finding.severity == "note")
     by_code = {finding.code: finding for finding in reversed(ordered)}
@@ -214,7 +216,7 @@ def folded(findings: Sequence[Finding]) -> tuple[Folded, ...]:
 
 
 def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Order findings with each consequence below its cause."""
+    """Return findings in order, with each consequence below its cause."""
 
     def flat(one: Folded) -> list[Finding]:
         return [one.finding, *(finding for below in one.consequences for finding in flat(below))]
@@ -223,7 +225,7 @@ def unfolded(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def _in_circle(finding: Finding, cause: Finding | None, by_code: Mapping[str, Finding]) -> bool:
-    """Return whether the causes of a cause come back to the finding: then neither explains the other."""
+    """Return whether the chain of causes leads back to the finding: then neither explains the other."""
     seen = {finding.code}
     while cause is not None and cause.code not in seen:
         seen.add(cause.code)

@@ -1,4 +1,4 @@
-"""The verdict on a run directory, from its metrics, its null and the tokens of its rollouts, and runs side by side."""
+"""Judge a run directory by its metrics, its null and its logged rollouts, and compare runs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
 
 REWARD = "reward/mean"
 MOST_BYTES = 1 << 28
-"""Size of the rollouts that a verdict reads besides the metrics; `rollcorr check` reads any size."""
+"""Maximum size of rollouts that a verdict reads in addition to the metrics; `rollcorr check` has no limit."""
 
 
 def causes(directory: str | os.PathLike[str]) -> tuple[Finding, ...]:
-    """Return the causes of a mismatch, most likely first; empty without any.
+    """Return the causes of a mismatch, most likely first; empty if there are none.
 
-    `rollcorr check`, `report`, `watch` and `advise` and `Monitor.causes` name the first of them.
+    `rollcorr check`, `report`, `watch` and `advise` and `Monitor.causes` name the first cause.
 
     Args:
-        directory: of a run, or a folder of rollout logs.
+        directory: run directory, or a folder of rollout logs.
+
+    Returns:
+        The causes that no test refuted.
 
     Raises:
-        BadInputError: the directory holds neither metrics nor rollouts, or its null cannot be read.
+        BadInputError: the directory contains neither metrics nor rollouts, or its null cannot be read.
     """
     path = Path(directory)
     if RunDirectory(path).metrics.exists():
@@ -47,12 +50,13 @@ def causes(directory: str | os.PathLike[str]) -> tuple[Finding, ...]:
 
 
 def run_health(run: Run, *, diffusion: bool = False, tokens: bool = False) -> HealthReport:
-    """Return the verdict on a run, by the null in its directory if there is one.
+    """Return the verdict on a run, using the null in its directory if there is one.
 
     Args:
-        run: from `rollcorr.read_run`.
-        diffusion: judge it as a diffusion sampler's, also if its configuration does not show that.
-        tokens: also look at logged rollouts, up to `MOST_BYTES`; pictures are judged by them alone, and by their null.
+        run: result of `rollcorr.read_run`.
+        diffusion: judge the run as a diffusion sampler, even if its configuration does not show that; default False.
+        tokens: also read logged rollouts, up to `MOST_BYTES`; default False. Pictures are judged only by their rollouts
+            and their null.
 
     Raises:
         BadInputError: the null cannot be read.
@@ -76,15 +80,15 @@ def run_health(run: Run, *, diffusion: bool = False, tokens: bool = False) -> He
 
 
 def _checked(path: Path) -> CheckResult | None:
-    """Return what logged rollouts show; None without any, or if they are too large, links or unreadable."""
+    """Return the check of the logged rollouts; None if they are missing, oversized, links or unreadable."""
     folder = RunDirectory(path).rollouts
     files = [] if folder.is_symlink() or not folder.is_dir() else list(folder.iterdir())
-    linked = any(file.is_symlink() for file in files)  # a run may be untrusted: a link may lead out of it
+    linked = any(file.is_symlink() for file in files)  # a run may be untrusted, and a link may point outside of it
     if not files or linked or sum(file.stat().st_size for file in files) > MOST_BYTES:
         return None
     try:
         from rollcorr.diagnostics.log_check.check import check_logs
-    except ImportError:  # without Arrow the metrics decide
+    except ImportError:  # without Arrow, judge only the metrics
         return None
     try:
         return check_logs([path], keep_going=True)
@@ -94,13 +98,13 @@ def _checked(path: Path) -> CheckResult | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Some runs, in the order in which they were given.
+    """Several runs, in the given order.
 
     Attributes:
-        names: what each is called: as much of its path as tells it from the others.
-        steps: how many steps each has.
-        reports: the verdict on each.
-        values: metric → its median over the last ten steps of each run; None where a run does not have it.
+        names: name of each run: the last part of its path, or the full path if last parts repeat.
+        steps: number of steps of each run.
+        reports: verdict on each run.
+        values: metric → its median over the last ten steps of each run; None if a run does not contain it.
     """
 
     names: tuple[str, ...]
@@ -110,14 +114,18 @@ class RunComparison:
 
 
 def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunComparison:
-    """Judge some runs, and put their metrics beside each other.
+    """Judge several runs, and tabulate their metrics.
 
     Args:
-        runs: from `rollcorr.read_run`.
-        metrics: which ones, with or without a prefix. None: the reward and the headline metrics that any run has.
+        runs: results of `rollcorr.read_run`.
+        metrics: names of the metrics, with or without a prefix; default: the reward and every headline metric that any
+            run contains.
+
+    Returns:
+        The comparison.
 
     Raises:
-        ValueError: no run has one of the metrics.
+        ValueError: no run contains one of the metrics.
     """
     medians = [recent_medians(history_of(run.series)) for run in runs]
     wanted = [next(iter(bare_metrics({name: 0.0}))) for name in metrics]
@@ -127,7 +135,7 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
     kinds = dict.fromkeys(name for run in runs for name in (REWARD, *headlines(diffusion=run.diffusion)))
     shown = wanted or [name for name in kinds if any(name in values for values in medians)]
 
-    # The last part of each path, unless last parts repeat.
+    # Use the last part of each path, or the full path if these repeat.
     names = tuple(run.path.resolve().name for run in runs)
     return RunComparison(
         names=names if len(set(names)) == len(names) else tuple(str(run.path) for run in runs),
@@ -138,7 +146,7 @@ def compare_runs(runs: Sequence[Run], metrics: Sequence[str] = ()) -> RunCompari
 
 
 def comparison_table(comparison: RunComparison) -> Table:
-    """The comparison for a terminal: a column for each run."""
+    """Return the comparison as a terminal table with one column per run."""
     counts = [len(report.warnings) for report in comparison.reports]
     found = [f", {count} finding{'s' * (count > 1)}" if count else "" for count in counts]
     labels = {**STEP_HEADLINES, **HEADLINES}

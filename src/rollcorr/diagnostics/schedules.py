@@ -1,4 +1,4 @@
-"""Denoising schedules from files, and whether two of them are one."""
+"""Read denoising schedules from files, and compare two schedules."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from rollcorr.rollout_log import read_rollout_log
 from rollcorr.run_directory.metrics_file import BadInputError
 
 MOST_BYTES = 1 << 20
-"""A longer file is no schedule."""
+"""Maximum size of a schedule file."""
 LOG_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 
 
 def read_schedule(path: Path) -> list[float]:
-    """A schedule: the numbers of a JSON file, or the σ of the denoising steps in a rollout log, from noise to data.
+    """Read a schedule: numbers from a JSON file, or the σ of the denoising steps in a rollout log, from noise to data.
+
+    Args:
+        path: JSON file, rollout log, or folder of logs.
+
+    Returns:
+        The values of the schedule.
 
     Raises:
-        BadInputError: there is no such file, or it holds no schedule.
+        BadInputError: the file does not exist, or contains no schedule.
         RolloutLogError: the log cannot be read.
     """
     if path.is_dir() or path.name.endswith(LOG_SUFFIXES):
@@ -44,12 +50,15 @@ def read_schedule(path: Path) -> list[float]:
 
 
 def compare_schedules(rollout: Sequence[float], trainer: Sequence[float], *, tolerance: float = 1e-5) -> Finding | None:
-    """What differs between two schedules; None when they agree.
+    """Compare two schedules; return None if they agree.
 
     Args:
-        rollout: the sampler's, in order.
-        trainer: the trainer's.
-        tolerance: largest difference allowed, relative to the largest entry.
+        rollout: values of the sampler's schedule, in order.
+        trainer: values of the trainer's schedule, in order.
+        tolerance: maximum difference, relative to the largest entry; default 1e-5.
+
+    Returns:
+        A finding that describes the difference.
     """
     try:
         check_schedule(rollout, trainer, tolerance=tolerance)

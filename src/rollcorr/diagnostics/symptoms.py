@@ -71,7 +71,7 @@ SYMPTOMS = (
         reason="a step sampled by one policy has a likelihood ratio of about exp(−KL) under the other; averages over "
         "the dimensions hide it",
     ),
-    # What only measures the mismatch.
+    # Symptoms only measure the mismatch.
     Fault(code="token_share_rose", kind="symptom", needs="steps"),
     Fault(
         code="out_of_range",
@@ -156,7 +156,7 @@ SYMPTOMS = (
         reason="the trainer has moved away from the rollouts' weights, and the copy does not follow",
         fix="send the engine the trainer's weights after every update, and check that all of them arrive",
     ),
-    # Nothing wrong, or nothing known.
+    # Healthy or unknown.
     Fault(
         code="matched",
         kind="no finding",

@@ -1,4 +1,4 @@
-"""What to do about a mismatch: thresholds from a null, what noise does to customary limits, which preset to take."""
+"""Advice on a mismatch: thresholds from a null, noise at customary limits, and the choice of a preset."""
 
 import lazy_loader as _lazy
 

@@ -1,7 +1,7 @@
-"""Advice on a log: a measured correction and the reasons for it, or "do not correct; repair X first".
+"""Advise on a log: recommend a measured correction with reasons, or "do not correct; repair X first".
 
-A correction repairs a drift that everybody knows of: rounding, weights that are a few updates old. It does not repair a
-fault; it hides it, and the run learns from what the fault leaves over. So the causes come first.
+A correction compensates a known drift: rounding, or weights that are a few updates old. It only hides a fault, and the
+run learns from the remaining error. So causes come first.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Decision = Literal["correct", "repair", "not judged"]
 
 EXIT_CODES: Mapping[Decision, int] = {"correct": 0, "repair": 1, "not judged": 3}
 KNOWN_DRIFT = frozenset({"stale_by_lag"})
-"""Causes that a correction is made for: weights whose recorded age explains the mismatch."""
+"""Causes that a correction is designed for: weights whose recorded age explains the mismatch."""
 OF_A_FAULT = frozenset({"zero_probability_count", "nonfinite_count"})
-"""Metrics whose broken range is a fault of the log-probs."""
+"""Metrics whose violated range means faulty log-probs."""
 
 FEW_ROWS = 0.01
-"""Share of the rows. A fault in so few does not make the mismatch of a log whose sampler differs on purpose."""
+"""Share of rows. With `intended`, a fault in at most this share does not block a correction."""
 
 IF_INTENDED = "if the sampler's weights are old or rounded on purpose, repeat with --intended"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do.
+    """Recommendation for a log.
 
     Attributes:
-        decision: correct with a preset, repair something first, or nothing that could be judged.
-        preset: its name; None unless the decision is to correct.
-        candidate: its name among the candidates; empty unless the decision is to correct.
-        thresholds: field of the configuration → value, where it differs from the preset's.
-        candidates: what each candidate does to the log; empty unless the decision is to correct.
-        reasons: sentences, the most important first.
-        repairs: what to repair, with its fix: the causes, the most likely first.
-        caveats: what the advice does not know.
+        decision: "correct" with a preset, "repair" a fault first, or "not judged".
+        preset: name of the preset; None unless the decision is to correct.
+        candidate: name of the chosen candidate; empty unless the decision is to correct.
+        thresholds: configuration field → value that differs from the preset's default.
+        candidates: effect of each candidate on the log; empty unless the decision is to correct.
+        reasons: sentences, most important first.
+        repairs: causes to repair, each with its fix, most likely first.
+        caveats: limits of the advice.
     """
 
     decision: Decision
@@ -61,24 +61,24 @@ class Advice:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of `rollcorr advise`."""
+        """Return the exit code of `rollcorr advise`."""
         return EXIT_CODES[self.decision]
 
     def to_json(self) -> str:
-        """The advice as one JSON object."""
+        """Return the advice as a JSON object."""
         document = {**asdict(self), "yaml": self.yaml}
         return json.dumps(document, ensure_ascii=False, indent=2)
 
     @property
     def config(self) -> RolloutCorrectionConfig | None:
-        """The configuration; None unless the decision is to correct."""
+        """Return the recommended configuration; None unless the decision is to correct."""
         if self.preset is None:
             return None
         return RolloutCorrectionConfig.preset(self.preset).with_options(**cast(ConfigOptions, self.thresholds))
 
     @property
     def yaml(self) -> str:
-        """The configuration as YAML to paste; empty unless the decision is to correct."""
+        """Return the configuration as YAML to paste; empty unless the decision is to correct."""
         if self.preset is None:
             return ""
         fields = preset_fields(self.preset, {}) | dict(self.thresholds)
@@ -86,25 +86,25 @@ class Advice:
 
 
 def advise(result: CheckResult, *, intended: bool = False) -> Advice:
-    """What to do about the mismatch of a log.
+    """Recommend how to handle the mismatch of a log.
 
     Args:
-        result: what `check_logs(…, candidates=True)` found.
-        intended: the user knows that the sampler has other weights, for example old or rounded ones: advise although
-            nothing shows that they are the right ones.
+        result: result of `check_logs(…, candidates=True)`.
+        intended: True if the sampler's weights differ on purpose, for example stale or quantized ones: advise although
+            no null confirms the weights. Default: False.
 
     Returns:
-        The advice. A named cause other than weights of a recorded age means that nothing is corrected; so do weights
-        that were not judged, unless `intended`.
+        The advice. It contains no correction if the check found a cause other than weights of a recorded age. Without
+        `intended`, the weights must also have been judged.
 
     Raises:
-        ValueError: there is something to choose, and the candidates were not measured.
+        ValueError: a correction can be chosen, but the candidates were not measured.
     """
     metrics = bare_metrics(result.metrics)
     short = _too_little(metrics)
     if short:
         return Advice(decision="not judged", reasons=(short,))
-    if result.profile.tokens == 0:  # denoising steps have no profile of tokens
+    if result.profile.tokens == 0:  # denoising steps have no token profile
         return Advice(
             decision="not judged",
             reasons=(
@@ -113,14 +113,14 @@ def advise(result: CheckResult, *, intended: bool = False) -> Advice:
             ),
         )
 
-    # Rows of a policy that falls apart look unrelated, or strange in another way, long before most of them do.
+    # In a collapsing policy a few rows look faulty long before most do, so do not let them block a correction.
     faults = _faults(result)
     repairs = tuple(one for one in faults if not (intended and one.row_share and one.row_share <= FEW_ROWS))
     if repairs:
         return _repair_first(repairs)
     aside = tuple(f"{one.title}: {one.row_share:.2%} of the rows, so look at them, but correct" for one in faults)
 
-    # A fault that nobody looked for would be hidden, and the run would learn from it.
+    # Without a judgment, a correction could hide an undetected fault, and the run would learn from it.
     known_drift = intended or any(cause.code in KNOWN_DRIFT for cause in result.causes)
     # Unknown sampling settings are a caveat: most dumps do not record them.
     open_questions = result.health.verdict == "not judged" and set(result.health.not_judged) != {DRAWS_NOT_JUDGED}
@@ -143,7 +143,7 @@ def advise(result: CheckResult, *, intended: bool = False) -> Advice:
 
 
 def _too_little(metrics: Mapping[str, float]) -> str:
-    """The sentence for a log that is too small to advise on; empty where it is not."""
+    """Return a sentence if the log is too small for advice, else an empty string."""
     for name, fewest in (("sequence_count", FEWEST_SEQUENCES), ("token_count", FEWEST_TOKENS)):
         seen = metrics.get(name, 0.0)
         if seen < fewest:
@@ -152,7 +152,7 @@ def _too_little(metrics: Mapping[str, float]) -> str:
 
 
 def _faults(result: CheckResult) -> tuple[Finding, ...]:
-    """What must be repaired before anything is corrected, the most likely cause first."""
+    """Return the findings that must be repaired before any correction, most likely cause first."""
     causes = [finding for finding in result.causes if is_cause(finding) and finding.code not in KNOWN_DRIFT]
     named = {finding.code for finding in causes}
     others = [

@@ -1,8 +1,8 @@
-"""Thresholds and alarms from a null: what to set so that a stated share of healthy sequences is rejected.
+"""Calibrate thresholds and alarms from a null: reject a stated share of healthy sequences.
 
-A customary threshold rejects anything between nothing and everything, by the length and the noise at hand. The null has
-the noise, so the quantiles of its rows are the thresholds. A band has half of the rate on each side. Lengths that the
-null does not have are made of its rows (`spliced_rows`); that leaves out what a longer context changes.
+A customary threshold rejects any share from 0 to 1, depending on length and noise. A null contains the noise, so
+quantiles of its rows are thresholds; a band has half of the rate on each side. For lengths without recorded rows, rows
+are cut or spliced (`spliced_rows`), which ignores effects of a longer context.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ Floats = NDArray[np.float64]
 
 LENGTHS = (100, 500, 1000, 8000)
 REPLICATES = 200
-"""Bootstrap replicates behind an interval."""
+"""Number of bootstrap replicates for an interval."""
 TOKEN_REPLICATES = 100
-"""The same for tokens, of which there are many."""
+"""Number of bootstrap replicates over tokens; fewer, because tokens are numerous."""
 SPLICES, SPLICES_AGAIN = 20_000, 2_000
-"""Spliced sequences for a value, and for each replicate of it."""
+"""Number of spliced sequences for an estimate, and for each of its replicates."""
 LARGEST_RATIO = math.exp(88.0)
-"""Largest ratio that float32 holds."""
+"""Largest ratio that float32 can represent."""
 TIE, TIE_OF_RATIO = 1e-5, 2e-7
-"""Part of a threshold, in nats, by which it is written farther out, and nats more for a ratio. Frameworks compare in
-float32, and a value that many sequences share must not be rejected for its rounding."""
+"""Relative margin, in nats, by which a written threshold is widened, and the additional nats for a ratio. Frameworks
+compare in float32: rounding must not reject a value that several sequences share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedLimit:
     """A threshold for one setting and length.
 
-    What lies beyond it is rejected, and what lies on it is kept. Where many sequences share one value, as the extremes
-    of a policy with few different log-ratios do, they are kept or rejected together; the share is the rate at most.
+    Values beyond the threshold are rejected; values equal to it are kept. Ties are kept or rejected together (extremes
+    of a policy with few distinct log-ratios are often tied), so the rejected share is at most the rate.
 
     Attributes:
-        setting: a criterion ("seq_mean_k3"), "veto", or what a weight threshold is ("token ceiling", "token band",
+        setting: a criterion ("seq_mean_k3"), "veto", or a kind of weight threshold ("token ceiling", "token band",
             "sequence ceiling", "sequence band").
-        option: the field of the configuration that takes it.
-        length: tokens of the sequences; None where it does not depend on it.
-        source: how sequences of this length were made.
-        upper: the largest value kept: a ratio for k1 and weights, nats for k2 and k3; None without an upper end.
-        lower: the smallest value kept, a ratio; None without a lower end.
+        option: configuration field of the threshold.
+        length: tokens per sequence; None if the threshold does not depend on it.
+        source: origin of the sequences of this length.
+        upper: largest accepted value: a ratio for k1 and weights, nats for k2 and k3; None without an upper bound.
+        lower: smallest accepted value, a ratio; None without a lower bound.
     """
 
     setting: str
@@ -80,7 +80,7 @@ class CalibratedLimit:
 
     @property
     def text(self) -> str:
-        """The threshold as the configuration reads it, `TIE` farther out."""
+        """Return the threshold in configuration syntax, widened by `TIE`."""
         ends = (self.lower, -1), (self.upper, 1)
         return "_".join(f"{self._farther_out(end.value, sign):.9g}" for end, sign in ends if end is not None)
 
@@ -92,12 +92,12 @@ class CalibratedLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedAlarm:
-    """The value of a metric that a healthy step exceeds with a stated probability.
+    """Limit of a metric that a healthy step exceeds with a stated probability.
 
     Attributes:
         metric: "k3_kl" or "log_ratio_std".
-        length: tokens of the sequences of a step.
-        sequences: of a step.
+        length: tokens per sequence.
+        sequences: sequences per step.
         limit: nats per token.
     """
 
@@ -112,14 +112,14 @@ class Calibration:
     """Thresholds and alarms from a null.
 
     Attributes:
-        null: its name.
-        rows: sequences behind it.
-        tokens: and tokens.
-        rate: the share of healthy units that a threshold rejects: tokens for token settings, else sequences.
-        alarm_rate: the share of healthy steps that exceed an alarm.
-        limits: for each setting and length.
-        alarms: for each metric and length.
-        remarks: what the reader should know.
+        null: name of the null.
+        rows: number of sequences in the null.
+        tokens: number of tokens in the null.
+        rate: share of healthy units that a threshold rejects: tokens for token settings, else sequences.
+        alarm_rate: share of healthy steps that exceed an alarm.
+        limits: thresholds by setting and length.
+        alarms: alarms by metric and length.
+        remarks: notes on the method, one sentence each.
     """
 
     null: str
@@ -132,10 +132,14 @@ class Calibration:
     remarks: tuple[str, ...]
 
     def limit(self, setting: str, length: int | None = None) -> CalibratedLimit:
-        """The threshold of a setting at a length.
+        """Return the threshold of a setting.
+
+        Args:
+            setting: name, as in `CalibratedLimit`.
+            length: tokens per sequence; default: None, for token settings.
 
         Raises:
-            KeyError: it was not calibrated.
+            KeyError: the threshold was not calibrated.
         """
         for one in self.limits:
             if one.setting == setting and one.length == length:
@@ -143,7 +147,7 @@ class Calibration:
         raise KeyError(f"no threshold for {setting} at length {length}")
 
     def to_json(self) -> str:
-        """Everything as one JSON document; an end of an interval that the null does not bound is null."""
+        """Return everything as a JSON document; an unbounded interval end becomes null."""
         document = {
             "format": "rollcorr-calibration",
             "version": 1,
@@ -157,7 +161,7 @@ class Calibration:
         return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document, whole or not at all."""
+        """Write the JSON document atomically."""
         write_text_durably(Path(path), self.to_json() + "\n")
 
 
@@ -170,22 +174,22 @@ def calibrate(
     sequences: int = 256,
     seed: int = 0,
 ) -> Calibration:
-    """Thresholds that reject a share of healthy sequences, and alarms that a share of healthy steps exceeds.
+    """Compute thresholds that reject a share of healthy sequences, and alarms that a share of healthy steps exceeds.
 
     Args:
-        null: the mismatch of two correct policies.
-        rate: share of tokens (token settings) or of sequences that a threshold rejects.
-        lengths: tokens of the responses to calibrate for.
-        alarm_rate: share of healthy steps that exceed an alarm.
-        sequences: of a step, for the alarms.
-        seed: of the splices and of the bootstrap.
+        null: mismatch between two correct policies.
+        rate: share of tokens (token settings) or sequences to reject; default 0.05.
+        lengths: response lengths to calibrate for, tokens; default `LENGTHS`.
+        alarm_rate: share of healthy steps that exceed an alarm; default 0.001.
+        sequences: sequences per step, for the alarms.
+        seed: random seed of splices and bootstrap.
 
     Returns:
-        Thresholds and alarms with 95 % intervals, which are about the sampling of the null's rows.
+        Thresholds and alarms with 95 % intervals, which reflect the sampling of the null's rows.
 
     Raises:
-        BadInputError: the null has fewer than 200 rows or compares one side with itself, or a rate or length is out of
-            range.
+        BadInputError: the null contains fewer than 200 rows or compares one side with itself, or a rate or length is
+            out of range.
     """
     null.check_sides()
     _check(null, rate, alarm_rate, lengths, sequences)
@@ -214,15 +218,15 @@ def calibrate(
 
 
 def _with_means_of_all(rows: UnitRows, profile: MismatchProfile) -> UnitRows:
-    """The rows of the table, moved to the means of all rows: a splice repeats what a mean is off.
+    """Return the table's rows, shifted to the means of all rows, because a splice multiplies an error of the mean.
 
-    A null of many rows keeps a part of them in its table, and exact sums of all.
+    A large null stores only some rows in its table, but exact sums over all rows.
     """
     _, d, square, k3 = profile.cells.sum((1, 2))
     means = np.array([d, square / 2, k3]) / profile.tokens
     own = token_means(rows)
     sums = rows.sums * np.where(own > 0, means / np.where(own > 0, own, 1.0), 1.0)[:, None]
-    # d has either sign, so its sums move instead; k2 and k3 stay positive.
+    # d has either sign: shift its sums. k2 and k3 are scaled above, so they stay positive.
     sums[0] = rows.sums[0] + (means - own)[0] * rows.tokens
     return replace(rows, sums=sums)
 
@@ -253,7 +257,7 @@ def _remark(length: int, source: Source, parts: UnitRows) -> str:
 def _limits_at(
     length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Iterator[CalibratedLimit]:
-    """Everything that judges sequences, at one length."""
+    """Compute the thresholds of all sequence settings at one length."""
     estimates = _estimates(length, source, parts, rate, seed, halves)
 
     def limit(
@@ -261,7 +265,7 @@ def _limits_at(
     ) -> CalibratedLimit:
         return CalibratedLimit(setting=setting, option=option, length=length, source=source, upper=upper, lower=lower)
 
-    # S is the log of the product, S / T that of the geometric mean.
+    # S is the log of the product, S / T the log of the geometric mean.
     low, high, above = (estimates(0, q) for q in (rate / 2, 1 - rate / 2, 1 - rate))
     for setting, option, scale in (
         ("seq_sum_k1", "rollout_rs_threshold", 1),
@@ -285,7 +289,7 @@ def _limits_at(
 
 
 def _extremes(lowest: Floats, highest: Floats) -> Floats:
-    """The largest k2, k3 and −d of sequences whose d has these extremes: (3, r)."""
+    """Compute the largest k2, k3 and −d of sequences from the extremes of d: (3, r)."""
     size = np.maximum(np.abs(lowest), np.abs(highest))
     return np.stack([size**2 / 2, np.maximum(k3_of(lowest), k3_of(highest)), -lowest])
 
@@ -293,19 +297,19 @@ def _extremes(lowest: Floats, highest: Floats) -> Floats:
 def _estimates(
     length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Callable[[int, float], QuantileEstimate]:
-    """A function that estimates a quantile of a column: `SUMS`, then `_extremes`."""
+    """Return a function that estimates a quantile of a column: `SUMS`, then `_extremes`."""
     count = max(length / float(parts.tokens.mean()), 1e-9)
     sums = at_length(parts.tokens, parts.sums, length, token_means(parts))
     columns = np.concatenate([sums, _extremes(parts.lowest, parts.highest)])
 
-    # The extreme of k independent parts is below x with the k-th power of the chance of one part.
+    # P(max of k independent parts ≤ x) is the k-th power of P(part ≤ x).
     def of_parts(column: int, q: float) -> QuantileEstimate:
         return quantile_estimate(columns[column], q if column < len(SUMS) else q ** (1 / count))
 
     if source == "recorded":
         return of_parts
 
-    # Windows of one row are not independent, and a splice uses rows again: whole rows are drawn anew.
+    # Windows of a row are dependent, and splices reuse rows, so the bootstrap resamples entire rows.
     random = np.random.default_rng([seed, length])
     wanted = np.array([rate / 2, 1 - rate / 2, 1 - rate])
 
@@ -333,7 +337,7 @@ def _estimates(
 
 
 def _drawn_anew(parts: UnitRows, random: np.random.Generator) -> UnitRows:
-    """A bootstrap replicate: clusters drawn with replacement, each with all of its stretches, and each a new one."""
+    """Return a bootstrap replicate: draw clusters with replacement, with all their stretches, and renumber them."""
     order = np.argsort(parts.cluster, kind="stable")
     numbers, first, sizes = np.unique(parts.cluster[order], return_index=True, return_counts=True)
     drawn = random.integers(len(numbers), size=len(numbers))
@@ -344,7 +348,7 @@ def _drawn_anew(parts: UnitRows, random: np.random.Generator) -> UnitRows:
 
 
 def _token_limits(null: MismatchNull, rate: float, seed: int) -> Iterator[CalibratedLimit]:
-    """Everything that judges tokens: the share of tokens does not depend on the length."""
+    """Compute the thresholds of all token settings; the share of tokens does not depend on the length."""
     low, high, above, k2, k3 = _token_quantiles(null, rate, seed)
 
     def limit(
@@ -361,7 +365,7 @@ def _token_limits(null: MismatchNull, rate: float, seed: int) -> Iterator[Calibr
 
 
 def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[QuantileEstimate]:
-    """Quantiles over tokens: d at rate/2, 1 − rate/2 and 1 − rate, then k2 and k3 at 1 − rate."""
+    """Estimate quantiles over tokens: d at rate/2, 1 − rate/2 and 1 − rate, then k2 and k3 at 1 − rate."""
     if not null.sample:
         return _binned_quantiles(null.profile, rate)
     d = np.concatenate(null.sample)
@@ -388,7 +392,7 @@ def _token_quantiles(null: MismatchNull, rate: float, seed: int) -> list[Quantil
 
 
 def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEstimate]:
-    """The same from the histogram of d, where no tokens were kept: right to a bin, which is the interval."""
+    """Estimate the same quantiles from the histogram of d, if no tokens are stored; the bin is the interval."""
     edges = size_edges(profile.sizes.shape[1] // 32)
     ends = list(pairwise(edges.tolist()))
     bins = [*(QuantileEstimate(-math.sqrt(a * b), -b, -a) for a, b in ends)][::-1]
@@ -409,15 +413,15 @@ def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEst
 
 
 def _sorted_by_value(ends: Floats) -> tuple[float, float, float]:
-    """Value, low and high of an estimate whose ends a function may have swapped."""
+    """Return value, low and high of an estimate whose ends a decreasing function swapped."""
     return float(ends[0]), float(ends.min()), float(ends.max())
 
 
 def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int) -> Iterator[CalibratedAlarm]:
-    """Limits on the k3 and the standard deviation of a step.
+    """Compute limits on k3 and the standard deviation of a step.
 
-    A step has many rows, so its mean is nearly normal; the third moment corrects what is left (Cornish and Fisher).
-    Responses to one prompt depend on each other, so their sum counts as one. The interval draws prompts anew.
+    The mean over the rows of a step is nearly normal; its third moment corrects the quantile (Cornish and Fisher).
+    Responses to one prompt are dependent, so each prompt is one unit, also in the bootstrap.
     """
     random = np.random.default_rng([seed, length, 1])
     again = np.stack(
@@ -430,11 +434,11 @@ def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, s
 
 
 def _step_limits(rows: UnitRows, tokens: int, alarm_rate: float) -> Floats:
-    """What k3 and std of a step of so many tokens exceed with probability `alarm_rate`: (2,)."""
+    """Compute the k3 and std that a step of `tokens` tokens exceeds with probability `alarm_rate`: (2,), nats."""
     mean, half_square, k3 = token_means(rows)
     variance = 2 * half_square - mean**2
 
-    # What a prompt adds to the sum of a step beyond its share: k3, and the squared deviation from the mean.
+    # A prompt's deviation from its expected part of the step's sums: of k3, and of the squared deviation from the mean.
     beyond = np.stack(
         [
             rows.sums[2] - k3 * rows.tokens,
@@ -454,7 +458,7 @@ def _step_limits(rows: UnitRows, tokens: int, alarm_rate: float) -> Floats:
 
 
 def _ratio(estimate: QuantileEstimate, scale: float) -> QuantileEstimate:
-    """A log-ratio as a ratio, after division by `scale`."""
+    """Convert a log-ratio to a ratio, after division by `scale`."""
     return QuantileEstimate(*(min(math.exp(min(x / scale, 88.0)), LARGEST_RATIO) for x in estimate))
 
 

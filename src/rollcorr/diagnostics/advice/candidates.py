@@ -1,9 +1,9 @@
-"""The corrections that `advise` chooses among, each measured on a log: sums that merge, and the numbers from them.
+"""Measure the corrections that `advise` chooses from: mergeable sums over a log, and metrics computed from them.
 
-The gradient of the loss is Σ w A ∇log π over tokens. A log has its coefficients w A, summed here by token id: that is
-the gradient of a bias of the last layer, but for the probabilities of the other tokens. Prompts are dealt to folds, and
-the spread of the folds gives the variance of the total (half-samples). No estimator here has ratios of its whole
-history but sequence weights, so the bias of another is its difference from these.
+The gradient of the loss is Σ w A ∇log π over tokens. A log contains its coefficients w A, summed here by token id. This
+equals the gradient of the last layer's bias, except for the probabilities of the unsampled tokens. Prompts are assigned
+to folds, and the spread over folds estimates the variance of the total (half-samples). Only sequence weights use the
+ratios of the entire history, so the bias of a candidate is its difference from sequence weights.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rollcorr.rollout_log import RolloutBatch
 Sums = NDArray[np.float64]
 
 FOLDS = 16
-"""Parts of the prompts."""
+"""Number of folds of the prompts."""
 BUCKETS = 256
-"""Token ids are folded to so many; positions take their place if a log has no ids."""
+"""Number of buckets for token ids, by modulo; positions replace ids if a log has no ids."""
 FLIPS, LEVEL = 999, 0.05
-"""A bias is shown if a smaller share of so many random signs of the folds give as large a sum."""
+"""Number of random sign flips of the folds, and the share of equally large sums below which a bias is significant."""
 OF_A_CANDIDATE = ("kept", "weight", "weight_square", "row_weight", "row_weight_square", "signal")
 """Sums: tokens of weight above 0; Σ w, Σ w² over tokens; Σ u, Σ u² over sequences of mean weight u; Σ w A²."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A correction to choose.
+    """A correction that `advise` can recommend.
 
     Attributes:
-        preset: its preset.
-        options: field → value, where it differs from the preset's.
+        preset: name of the preset.
+        options: configuration field → value that differs from the preset's default.
     """
 
     preset: str
@@ -49,12 +49,12 @@ class Candidate:
 
     @property
     def fields(self) -> dict[str, object]:
-        """Every field of the configuration that the preset or the candidate sets."""
+        """Return every configuration field that the preset or the candidate sets."""
         return preset_fields(self.preset, {}) | dict(self.options)
 
     @property
     def config(self) -> RolloutCorrectionConfig:
-        """The configuration."""
+        """Return the configuration."""
         return RolloutCorrectionConfig(**self.fields)  # type: ignore[arg-type]
 
 
@@ -72,14 +72,14 @@ CANDIDATES: dict[str, Candidate] = {
     "geometric + token": Candidate(preset="decoupled_geo_rs_token_tis"),
     "k3 + token": Candidate(preset="decoupled_k3_rs_token_tis"),
 }
-"""Name → correction: from no ratio to those of the whole sequence, then those that reject."""
+"""Name → correction: from no ratio to ratios of the entire sequence, then corrections that reject."""
 WHOLE_HISTORY = "Seq-TIS 4"
-"""The candidate that others are compared with."""
+"""Reference candidate for noise and bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateRow:
-    """What one candidate does to a log.
+    """Effect of a candidate on a log.
 
     Attributes:
         name: key of `CANDIDATES`.
@@ -87,10 +87,10 @@ class CandidateRow:
         mean_weight: Σ w / N.
         token_ess: (Σ w)² / (N Σ w²) over all N tokens.
         sequence_ess: the same over sequences, each with the mean weight of its tokens.
-        signal: Σ w A² / Σ A²; None where no advantages are recorded.
-        noise: standard error of the coefficients per mean weight, relative to the size of those of `WHOLE_HISTORY`;
-            None without advantages, or if noise hides that size.
-        bias: size of the difference from `WHOLE_HISTORY`, relative to the same; 0 if noise explains it.
+        signal: Σ w A² / Σ A²; None without advantages.
+        noise: standard error of the coefficients per mean weight, relative to the norm of `WHOLE_HISTORY`'s
+            coefficients; None without advantages, or if noise hides that norm.
+        bias: norm of the difference from `WHOLE_HISTORY`, relative to the same norm; 0 if not significant.
     """
 
     name: str
@@ -105,15 +105,15 @@ class CandidateRow:
 
 @dataclass(frozen=True, eq=False)
 class CandidateTotals:
-    """Sums of a stretch of a log.
+    """Sums over part of a log.
 
     Attributes:
-        rows: sequences with a valid token.
-        tokens: valid tokens.
+        rows: number of sequences with a valid token.
+        tokens: number of valid tokens.
         square: Σ A².
         sums: name → `OF_A_CANDIDATE`; empty if candidates are not measured.
         coefficients: name → Σ w A by fold and token id, (FOLDS, BUCKETS).
-        advantages: every valid token so far had an advantage.
+        advantages: True if every valid token so far has an advantage.
     """
 
     rows: int = 0
@@ -135,16 +135,16 @@ class CandidateTotals:
         prompts: Sequence[Tensor] | None,
         first: int = 0,
     ) -> CandidateTotals:
-        """The sums of a batch, in the packed layout, (N,) each.
+        """Compute the sums of a packed batch, (N,) each.
 
         Args:
-            batch: the rows.
-            train: log π.
-            rollout: log μ.
-            mask: true on response tokens.
-            ids: of the response tokens; None if they are not recorded.
-            prompts: ids of each prompt; None if they are not recorded.
-            first: position of the first row in the log.
+            batch: rows of the log.
+            train: log π, nats.
+            rollout: log μ, nats.
+            mask: True on response tokens.
+            ids: ids of the response tokens, if recorded.
+            prompts: token ids of each prompt, if recorded.
+            first: position of the first row in the log; default 0.
         """
         rows, lengths = len(batch), batch.lengths
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -152,7 +152,7 @@ class CandidateTotals:
         valid = (mask & (train.double() - rollout).isfinite()).numpy()
         row_tokens = np.bincount(row, valid, rows)
 
-        # Responses to one prompt share their problem and their baseline, so they stay in one fold.
+        # Responses to a prompt share their baseline, so they must stay in one fold.
         keys = np.arange(first, first + rows)
         if prompts is not None:
             keys = np.array([zlib.crc32(prompt.numpy().tobytes()) for prompt in prompts])
@@ -182,7 +182,7 @@ class CandidateTotals:
         return cls(int((row_tokens > 0).sum()), int(valid.sum()), square, sums, coefficients, known)
 
     def merge(self, later: CandidateTotals) -> CandidateTotals:
-        """The sums of both stretches."""
+        """Return the sums over both parts of the log."""
         return CandidateTotals(
             self.rows + later.rows,
             self.tokens + later.tokens,
@@ -193,7 +193,7 @@ class CandidateTotals:
         )
 
     def table(self) -> tuple[CandidateRow, ...]:
-        """What each candidate does; empty without a valid token."""
+        """Compute the effect of each candidate; empty without a valid token."""
         return tuple(self._row(name) for name in self.sums) if self.tokens else ()
 
     def _row(self, name: str) -> CandidateRow:
@@ -201,7 +201,8 @@ class CandidateTotals:
         noise = bias = None
         has_advantages = self.advantages and self.square > 0
 
-        # A factor on all weights changes no direction. Without the size of the gradient, nothing says what is large.
+        # Divide by the mean weight: a common factor does not change the direction. Report errors relative to the
+        # gradient's norm, if it is known.
         whole, own = self._per_weight(WHOLE_HISTORY), self._per_weight(name)
         size, _ = squared_size(whole)
         if has_advantages and size > 0:
@@ -220,19 +221,22 @@ class CandidateTotals:
         )
 
     def _per_weight(self, name: str) -> Sums:
-        """The coefficients of a candidate, divided by the mean of its weights."""
+        """Return the coefficients of a candidate, divided by its mean weight."""
         weight = float(self.sums[name][OF_A_CANDIDATE.index("weight")])
         per_weight: Sums = self.coefficients[name] * (self.tokens / weight if weight else 0.0)
         return per_weight
 
 
 def squared_size(folds: Sums) -> tuple[float, float]:
-    """Return |E Σ|² of a sum over folds without the part of noise, and the variance of the sum.
+    """Compute |E Σ|² of a sum over folds without its noise, and the variance of the sum.
 
     The variance is Σ_f |g_f − ḡ|² F / (F − 1): the mean of |one half − other half|² over all splits of the folds.
 
     Args:
         folds: g, (F, K).
+
+    Returns:
+        Squared norm, which is negative if noise dominates, and variance.
     """
     count = len(folds)
     variance = float(((folds - folds.mean(0)) ** 2).sum()) * count / (count - 1)
@@ -240,7 +244,7 @@ def squared_size(folds: Sums) -> tuple[float, float]:
 
 
 def is_resolved(folds: Sums) -> bool:
-    """Whether the sum over folds is larger than that of the same folds with random signs (Fisher's randomization)."""
+    """Return whether the sum over folds is significantly larger than with random signs (Fisher's randomization)."""
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (FLIPS, len(folds)))
     sizes = ((signs @ folds) ** 2).sum(1)
     return bool((sizes >= (folds.sum(0) ** 2).sum()).mean() < LEVEL)
@@ -249,7 +253,7 @@ def is_resolved(folds: Sums) -> bool:
 def applied_weights(
     config: RolloutCorrectionConfig, train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> Sums:
-    """Return what each token's loss is multiplied by: its weight if weights reach the loss, else 1; 0 if rejected."""
+    """Return the factor on each token's loss: its weight if weights reach the loss, else 1; 0 if rejected."""
     correction = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True)
     weight: Sums = correction.loss_mask.numpy().astype(np.float64)
     if config.weights_reach_loss and correction.weights is not None:
@@ -258,7 +262,7 @@ def applied_weights(
 
 
 def advantages_of(batch: RolloutBatch, valid: NDArray[np.bool_]) -> tuple[Sums, bool]:
-    """Return the advantages of a batch, 0 where one is missing, and whether every valid token has one."""
+    """Return the advantages of a batch, 0 if missing, and whether every valid token has one."""
     if not batch.has("advantages"):
         return np.zeros(len(valid)), False
     recorded = batch.packed("advantages").double().numpy()
@@ -267,6 +271,6 @@ def advantages_of(batch: RolloutBatch, valid: NDArray[np.bool_]) -> tuple[Sums, 
 
 
 def added(one: Mapping[str, Sums], other: Mapping[str, Sums]) -> dict[str, Sums]:
-    """Add arrays by name; one of both may be empty."""
+    """Add arrays by name; a name may be absent from one mapping."""
     both = one.keys() & other.keys()
     return {**one, **other, **{name: one[name] + other[name] for name in both}}

@@ -1,7 +1,7 @@
-"""What pure noise does to every customary limit: the share that leaves it, by noise and length.
+"""Compute the share of pure noise outside every customary limit, by noise and length.
 
-The limits are the presets' thresholds, and the first threshold of `CRITERIA` for each criterion that no preset has. The
-expectations are those of a verdict (`health.noise`).
+The limits are the presets' thresholds, plus the first threshold of `CRITERIA` for each criterion without a preset.
+Verdicts use the same expectations (`health.noise`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NOISE_LENGTHS = (100, 500, 1000, 8000)
 
 @dataclass(frozen=True)
 class NoiseRow:
-    """What one limit makes of noise.
+    """Shares of noise outside one limit.
 
     Attributes:
         limit: the setting and its threshold.
-        shows: what the shares are of.
-        sigma: the noise of a token, nats.
-        shares: for each length.
+        shows: unit of the shares.
+        sigma: noise of a token, nats.
+        shares: one share per length.
     """
 
     limit: str
@@ -36,14 +36,14 @@ class NoiseRow:
 
 
 def noise_table(sigmas: Sequence[float] = SIGMAS, lengths: Sequence[int] = NOISE_LENGTHS) -> tuple[NoiseRow, ...]:
-    """The share that noise alone puts outside each customary limit.
+    """Compute the share of pure noise outside each customary limit.
 
     Args:
-        sigmas: standard deviations of d, nats.
-        lengths: tokens of a response.
+        sigmas: standard deviations of d, nats; default `SIGMAS`.
+        lengths: tokens per response; default `NOISE_LENGTHS`.
 
     Returns:
-        A row for each limit and σ; independent normal tokens.
+        A row for each limit and σ; tokens are independent and normal.
     """
     rows = []
     for limit, shows, metric, config in _customary_limits():
@@ -59,7 +59,7 @@ def _expected(metric: str, sigma: float, length: int, config: RolloutCorrectionC
 
 
 def _customary_limits() -> list[tuple[str, str, str, RolloutCorrectionConfig]]:
-    """Each limit once: its words, what it acts on, the metric that shows it, and a configuration with it alone."""
+    """Return distinct limits: label, unit, metric, and a configuration with only this limit."""
     weights: dict[tuple[str, str], None] = {}
     criteria: dict[tuple[str, object], None] = {}
     vetoes: dict[float, None] = {}
@@ -67,7 +67,7 @@ def _customary_limits() -> list[tuple[str, str, str, RolloutCorrectionConfig]]:
         preset = RolloutCorrectionConfig.preset(name)
         if preset.rollout_token_veto_threshold is not None:
             vetoes[preset.rollout_token_veto_threshold] = None
-        if row.source == VERL_2025_11:  # the same bands in another spelling
+        if row.source == VERL_2025_11:  # the same bands under older names
             continue
         if preset.rollout_is is not None:
             weights[preset.rollout_is, str(preset.rollout_is_threshold)] = None

@@ -1,4 +1,4 @@
-"""Quantiles of a sample with intervals that assume no distribution.
+"""Estimate quantiles with distribution-free intervals.
 
 The interval of a quantile lies between two order statistics: P(x_(l) ≤ quantile ≤ x_(u)) is a sum of binomial
 probabilities, whatever the distribution. Source: Conover (1999), Practical Nonparametric Statistics, section 3.2.
@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 
 class QuantileEstimate(NamedTuple):
-    """A number and its 95 % interval; infinite where the sample does not bound it."""
+    """An estimate and its 95 % interval; an end that the sample does not bound is infinite."""
 
     value: float
     low: float
@@ -27,9 +27,9 @@ class QuantileEstimate(NamedTuple):
 
 
 def quantile_estimate(values: Floats, q: float) -> QuantileEstimate:
-    """A quantile of independent values.
+    """Estimate a quantile of independent values.
 
-    The value is interpolated so that a new one lies below it with probability q on average: position (n + 1) q.
+    The value is interpolated at position (n + 1) q: on average, a new value lies below it with probability q.
     """
     ordered = np.sort(values)
     below, above = _ranks(len(ordered), round(q, 12))
@@ -39,14 +39,14 @@ def quantile_estimate(values: Floats, q: float) -> QuantileEstimate:
 
 
 def interval_of(replicates: Floats) -> tuple[float, float]:
-    """The percentile interval of bootstrap replicates."""
+    """Return the percentile interval of bootstrap replicates."""
     low, high = np.quantile(replicates, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 @lru_cache(maxsize=1024)
 def _ranks(n: int, q: float) -> tuple[int, int]:
-    """The ranks, from 1, of the order statistics around the quantile; 0 or n + 1 where there is none."""
+    """Return the 1-based ranks of the order statistics around the quantile; 0 or n + 1 if unbounded."""
     log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])
     k = np.arange(n + 1)
     log_chance = log_factorial[n] - log_factorial - log_factorial[::-1] + k * math.log(q) + (n - k) * math.log1p(-q)

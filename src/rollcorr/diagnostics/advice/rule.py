@@ -1,14 +1,14 @@
-"""Which candidate a log calls for: a provisional rule, with limits from trained policies.
+"""Choose a candidate for a log by a provisional rule, with limits from trained policies.
 
-1. Without a mismatch that weights could see, correct nothing: the ESS of sequence weights is near 1.
-2. Else a candidate that keeps few tokens is rejected: policies trained on few tokens fell behind.
-3. Else take sequence weights while their ESS and their mean are at least as high as where they were trained with
-   success. The mean counts because weights that are all at the safety bound have an ESS of 1 and no gradient.
-4. Else take token weights: trained policies ended ahead of those without correction.
+1. If the ESS of sequence weights is near 1, weights have no visible mismatch to correct: correct nothing.
+2. Reject a candidate that keeps few tokens: policies trained on few tokens fell behind.
+3. Choose sequence weights if their ESS and mean are at least as high as in successful training. The mean is needed
+   because weights that all equal the safety bound have an ESS of 1 and no gradient.
+4. Else choose token weights: trained policies ended ahead of no correction.
 
-The ESS of token weights decides nothing: one update of staleness leaves it at 0.989, and the run without correction
-fails. Nor does T × KL: a few sequences carry the KL. `experiments/bench/advice_evidence.py` takes the limits from the
-committed cells, and a test holds them against its table.
+The rule ignores the ESS of token weights: one update of staleness leaves it at 0.989, and the run without correction
+fails. It also ignores T × KL, because a few sequences dominate the KL. `experiments/bench/advice_evidence.py` computes
+the limits from the committed cells, and a test compares them with its table.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rollcorr.diagnostics.advice.candidates import CANDIDATES, WHOLE_HISTORY, Ca
 from rollcorr.diagnostics.numbers import format_number
 
 NEGLIGIBLE_ESS = 0.999
-"""ESS of sequence weights from which on nothing is corrected: that of clean samplers."""
+"""ESS of sequence weights at or above which no correction is needed, measured on clean samplers."""
 LOWEST_ESS = 0.07
 """Lowest ESS of sequence weights, on the log of a sampler for which they ended ahead of token weights in training."""
 LOWEST_MEAN = 0.18
 """Lowest mean of the same weights."""
 FEWEST_KEPT = 0.38
-"""Share of the tokens: corrections that kept so many or fewer ended behind sequence weights in training."""
+"""Share of tokens: corrections that kept this share or less ended behind sequence weights in training."""
 PROVISIONAL = (
     "the rule is provisional: it rests on one small policy, stale 4-bit samplers and clean ones "
     "(experiments/bench/advice_evidence.csv)"
@@ -34,12 +34,12 @@ PROVISIONAL = (
 
 
 class Choice(NamedTuple):
-    """The candidate to take.
+    """The recommended candidate.
 
     Attributes:
         name: key of `CANDIDATES`.
-        reasons: sentences, the most important first.
-        caveats: what the rule does not know.
+        reasons: sentences, most important first.
+        caveats: limits of the rule.
     """
 
     name: str
@@ -48,10 +48,13 @@ class Choice(NamedTuple):
 
 
 def choose(rows: Sequence[CandidateRow]) -> Choice:
-    """Return the candidate that the rule takes for a log.
+    """Return the candidate that the rule recommends for a log.
 
     Args:
-        rows: every candidate on the log (`CheckResult.candidates`).
+        rows: every candidate, measured on the log (`CheckResult.candidates`).
+
+    Returns:
+        The choice with its reasons.
     """
     by_name = {row.name: row for row in rows}
     whole = by_name[WHOLE_HISTORY]

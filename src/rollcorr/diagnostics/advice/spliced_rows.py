@@ -1,9 +1,9 @@
-"""Sequences of a wanted length, made of the rows of a null: whole rows, cut rows, or rows put end to end.
+"""Build sequences of a requested length from the rows of a null: entire rows, cut rows, or concatenated rows.
 
-A row is known by sums over its tokens (`RowTable`). Sums of rows that are put end to end are the sums of the parts, so
-a splice needs no tokens. Rows differ persistently, in their noise and in their mean, which independent rows put end to
-end would average away. So a splice has rows of one level. The level of a row is known up to the noise of its tokens: it
-is drawn anew for each splice, given what was measured. The halves of rows tell levels from noise (multiple imputation).
+A row is represented by sums over its tokens (`RowTable`). Sums of concatenated rows add up, so a splice needs no
+tokens. Rows differ persistently in noise and mean. Concatenating independent rows would average these differences away,
+so a splice combines rows of similar level. A row's measured level contains token noise, so each splice draws the level
+from its posterior (multiple imputation). Comparing the halves of rows separates levels from noise.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Source = Literal["recorded", "cut", "spliced"]
 SUMS = ("k1", "k2", "k3")
 """Sums of a sequence: S = Σ d, Σ d²/2 and Σ k3, nats."""
 NEAR = 1.25
-"""Rows whose length is within this factor of a wanted one count as having it."""
+"""Maximum ratio between a row's length and the requested length for the row to count as that length."""
 SEQUENCES = 100
-"""Fewest spliced sequences that rows are sorted into."""
+"""Minimum number of spliced sequences per sorting of the rows."""
 FEWEST = 200
-"""Fewer sequences of a length are not used for it."""
+"""Minimum number of sequences of a length for it to be used."""
 
 
 @dataclass(frozen=True, eq=False)
 class UnitRows:
-    """What is known of independent stretches of tokens.
+    """Sums of independent stretches of tokens.
 
     Attributes:
-        tokens: of each stretch, (r,).
-        sums: `SUMS` of each stretch, (3, r).
-        lowest: smallest d of each stretch, (r,).
-        highest: largest d of each stretch, (r,).
-        cluster: number of the prompt of a row, or of the row that a stretch was cut from, (r,).
+        tokens: number of tokens of each stretch, (r,).
+        sums: `SUMS` of each stretch, nats, (3, r).
+        lowest: smallest d of each stretch, nats, (r,).
+        highest: largest d of each stretch, nats, (r,).
+        cluster: number of the row's prompt, or of the row that a stretch was cut from, (r,).
     """
 
     tokens: Floats
@@ -52,7 +52,7 @@ class UnitRows:
 
     @classmethod
     def of_table(cls, rows: RowTable) -> UnitRows:
-        """Whole rows. Consecutive rows are of one prompt if their prompts have equal numbers of tokens."""
+        """Return the rows of a table. Consecutive rows with equal prompt lengths count as one prompt."""
         prompt = rows.column("prompt")
         is_new = (np.diff(prompt) != 0) | (prompt[1:] < 0)
         cluster = np.concatenate([[0], is_new.cumsum()])[: len(rows)].astype(np.int64)
@@ -61,7 +61,7 @@ class UnitRows:
 
     @classmethod
     def of_windows(cls, sample: Sequence[Floats], length: int) -> UnitRows:
-        """Windows of `length` tokens, side by side in each row of a sample; what is left of a row is not used."""
+        """Cut each sampled row into consecutive windows of `length` tokens, and drop the remainder."""
         windows = [row[: len(row) // length * length].reshape(-1, length) for row in sample]
         cluster = np.repeat(np.arange(len(windows)), [len(part) for part in windows])
         d = np.concatenate([np.zeros((0, length)), *windows])
@@ -72,17 +72,17 @@ class UnitRows:
         return len(self.tokens)
 
     def taken(self, rows: NDArray[np.generic]) -> UnitRows:
-        """Some of the stretches, by index or by flag."""
+        """Return a subset of the stretches, by index or Boolean mask."""
         return UnitRows(
             self.tokens[rows], self.sums[:, rows], self.lowest[rows], self.highest[rows], self.cluster[rows]
         )
 
 
 def rows_for(length: int, rows: UnitRows, sample: Sequence[Floats]) -> tuple[Source, UnitRows]:
-    """The stretches that sequences of a length are made of, and how.
+    """Return the source of sequences of a length, and the stretches to build them from.
 
     Args:
-        length: tokens of the wanted sequences.
+        length: requested tokens per sequence.
         rows: all rows of the null.
         sample: d of the tokens of some rows.
 
@@ -98,19 +98,22 @@ def rows_for(length: int, rows: UnitRows, sample: Sequence[Floats]) -> tuple[Sou
         if len(windows) >= FEWEST:
             return "cut", windows
 
-        # Without tokens to cut, whole rows are brought to the length by their sums.
+        # Without tokens to cut, rescale the sums of entire rows to the length.
         return "cut", rows
     return "spliced", rows.taken(rows.tokens <= length * NEAR)
 
 
 def at_length(tokens: Floats, sums: Floats, length: int, means: Floats) -> Floats:
-    """The sums of sequences that are nearly of a length, brought to it: means grow as T, deviations as √T.
+    """Rescale the sums of sequences to a length: means grow as T, deviations as √T.
 
     Args:
-        tokens: of each sequence, (r,).
-        sums: `SUMS` of each sequence, (3, r).
+        tokens: number of tokens of each sequence, (r,).
+        sums: `SUMS` of each sequence, nats, (3, r).
         length: T.
-        means: of `SUMS` per token, (3,).
+        means: means of `SUMS` per token, nats, (3,).
+
+    Returns:
+        Rescaled sums, (3, r); k2 and k3 are at least 0.
     """
     deviation = (sums - means[:, None] * tokens) * np.sqrt(length / tokens)
     brought: Floats = means[:, None] * length + deviation
@@ -119,24 +122,24 @@ def at_length(tokens: Floats, sums: Floats, length: int, means: Floats) -> Float
 
 
 def token_means(rows: UnitRows) -> Floats:
-    """`SUMS` per token, (3,)."""
+    """Compute the mean of `SUMS` per token, (3,) nats."""
     means: Floats = rows.sums.sum(1) / rows.tokens.sum()
     return means
 
 
 class RowLevels(NamedTuple):
-    """What persists in a row: log of k2 per token, and the mean of d beyond −k2.
+    """Persistent differences between rows: log of k2 per token, and mean of d plus k2.
 
     Attributes:
-        between: variance of each over rows, without the noise of tokens; (2,).
-        noise: variance of the log of k2 times the tokens, and that of the mean times tokens / (2 k2); (2,).
+        between: variance between rows of each level, without token noise; (2,).
+        noise: variance of log k2 times tokens, and variance of the mean times tokens / (2 k2); (2,).
     """
 
     between: Floats
     noise: Floats
 
     def drawn(self, rows: UnitRows, random: np.random.Generator) -> Floats:
-        """Levels of rows, given what was measured: (2, r). Normal levels and normal noise are assumed."""
+        """Draw row levels from their posterior, (2, r), assuming normal levels and normal noise."""
         largest = np.maximum(np.abs(rows.lowest), np.abs(rows.highest))
         measured, scale = _measured_levels(rows.tokens, rows.sums, largest)
         noise = self.noise[:, None] * scale
@@ -147,13 +150,13 @@ class RowLevels(NamedTuple):
 
 
 def halves_of(sample: Sequence[Floats]) -> Floats:
-    """Measure the levels of the halves of rows, and what the variance of their noise is proportional to.
+    """Measure the levels of the two halves of each row, and the scales of their noise variance.
 
     Args:
-        sample: d of the tokens of some rows.
+        sample: d of the tokens of some rows, nats.
 
     Returns:
-        First and second halves' levels, then their scales of noise: (4, 2, rows).
+        Levels of first and second halves, then their noise scales: (4, 2, rows).
     """
     halves = [(row[: len(row) // 2], row[len(row) // 2 :]) for row in sample if len(row) > 1]
     sides = []
@@ -167,15 +170,18 @@ def halves_of(sample: Sequence[Floats]) -> Floats:
 
 
 def row_levels(halves: Floats) -> RowLevels:
-    """Estimate what persists from the covariance of the halves of rows; nothing below two standard errors of it.
+    """Estimate persistent variance from the covariance between halves of rows; 0 below two standard errors.
 
     Args:
-        halves: as `halves_of` returns them; fewer than `FEWEST` rows show nothing.
+        halves: result of `halves_of`; with fewer than `FEWEST` rows, all variances are 0.
+
+    Returns:
+        The variances between rows, and of the noise.
     """
     one, other, scale_one, scale_other = halves
     if one.shape[1] < FEWEST:
         return RowLevels(np.zeros(2), np.zeros(2))
-    # A row counts by what it tells: the mean of a noisy row tells little of what persists in it.
+    # Weight rows by precision: the mean of a noisy row is a poor estimate of its level.
     weight = 1 / np.sqrt(scale_one * scale_other)
     weight /= weight.mean(1, keepdims=True)
     products = (one - (weight * one).mean(1, keepdims=True)) * (other - (weight * other).mean(1, keepdims=True))
@@ -186,46 +192,48 @@ def row_levels(halves: Floats) -> RowLevels:
 
 
 def _measured_levels(tokens: Floats, sums: Floats, largest: Floats) -> tuple[Floats, Floats]:
-    """The measured levels of rows, and what the variance of their noise is proportional to: (2, r) each.
+    """Compute the measured levels of rows, and the scales of their noise variance: (2, r) each.
 
     Args:
-        tokens: of each row, (r,).
-        sums: Σ d and Σ d²/2 of each row; more rows are not read. (2, r).
-        largest: largest |d| of each row, (r,).
+        tokens: number of tokens of each row, (r,).
+        sums: Σ d and Σ d²/2 of each row, nats, (2, r); additional sums are ignored.
+        largest: largest |d| of each row, nats, (r,).
     """
     mean, k2 = sums[0] / tokens, np.maximum(sums[1] / tokens, 1e-30)
 
-    # One outlier would raise the level of its row. The outliers then meet in few splices, and the others lack them.
+    # Exclude the largest token: an outlier would raise its row's level, and sorting would then collect all outliers in
+    # few splices.
     others = np.maximum(sums[1] - largest**2 / 2, k2) / np.maximum(tokens - 1, 1)
     return np.stack([np.log(others), mean + k2]), np.stack([1 / tokens, 2 * k2 / tokens])
 
 
 def splices(rows: UnitRows, length: int, count: int, random: np.random.Generator, levels: RowLevels) -> Floats:
-    """Sequences of a length: rows of one level put end to end, each as often as any other.
+    """Concatenate rows of similar level to sequences of a length; each row is used equally often.
 
-    Rows are sorted by the level of their noise, and consecutive ones make a sequence. It ends at the row with which it
-    comes nearest to the length, and is brought to it. The means of its rows give way to that of its first row.
+    Rows are sorted by their noise level, and consecutive rows form a sequence. It ends at the row that brings it
+    closest to the length, and is then rescaled to it. The mean level of its first row replaces the mean levels of its
+    rows.
 
     Args:
-        rows: to draw from.
+        rows: rows to draw from.
         length: T.
-        count: at least so many sequences.
-        random: of the levels.
-        levels: what persists in a row.
+        count: minimum number of sequences.
+        random: random generator for levels and order.
+        levels: persistent differences between rows.
 
     Returns:
-        `SUMS`, the lowest and the highest d of each sequence: (5, sequences).
+        `SUMS`, the lowest and the highest d of each sequence, nats: (5, sequences).
     """
     means = token_means(rows)
     parts = max(length / float(rows.tokens.mean()), 1.0)
 
-    # A few long sequences of all levels have no tail: rows are used again, each time with another level.
+    # A few long sequences of all levels have no tail, so reuse rows, each time with a newly drawn level.
     copies = math.ceil(SEQUENCES * parts / len(rows))
     rows = rows.taken(np.tile(np.arange(len(rows)), copies))
     sequences = max(int(len(rows) / parts), 1)
     found = []
     for _ in range(math.ceil(count / sequences)):
-        # Rows without a level of their own are all at 0: their order is random.
+        # Without persistent levels all rows are at 0, so break ties randomly.
         level, shift = levels.drawn(rows, random)
         order = np.lexsort([random.random(len(rows)), level])
         total = rows.tokens[order].cumsum()
@@ -236,7 +244,7 @@ def splices(rows: UnitRows, length: int, count: int, random: np.random.Generator
         sums[0] += shift[order][first] * tokens - np.add.reduceat((shift * rows.tokens)[order], first)
         sums = at_length(tokens, sums, length, means)
         ends = np.minimum.reduceat(rows.lowest[order], first), np.maximum.reduceat(rows.highest[order], first)
-        # The rest of the rows makes a sequence that is too short.
+        # Drop the last sequence if the remaining rows are short of the length.
         whole = tokens > 0.5 * length if len(tokens) > 1 else tokens > 0
         found.append(np.concatenate([sums, ends])[:, whole])
     return np.concatenate(found, axis=1)

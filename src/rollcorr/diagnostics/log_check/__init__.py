@@ -1,4 +1,4 @@
-"""`rollcorr check`: rollout logs read in parallel, measured, judged."""
+"""Check rollout logs (`rollcorr check`): read in parallel, measure, judge."""
 
 import lazy_loader as _lazy
 

@@ -1,8 +1,8 @@
 """Check a rollout log: stream it through the correction, merge the statistics, and judge them.
 
-A reader holds one batch in memory. The verdict is about all rows together, exactly as one call on all of them would
-give it (statistics merge exactly); the panels show each training step, where the log records steps. The log is cut into
-shards that depend on it alone, so any number of readers gives the same numbers to the last bit.
+Each reader keeps one batch in memory. The verdict covers all rows and equals the verdict of a single call on them,
+because statistics merge exactly. The panels show each training step if the log records steps. The split into shards
+depends only on the log, so any number of readers returns bit-identical numbers.
 """
 
 from __future__ import annotations
@@ -57,22 +57,25 @@ from rollcorr.run_directory.stored_run import BadInputError
 DIAGNOSIS = RolloutCorrectionConfig(
     rollout_is="token", rollout_is_threshold=2.0, rollout_token_veto_threshold=1e-4, apply_is=False
 )
-"""What `rollcorr check` measures by default: token weights truncated at 2 and the veto's share, no rejection criterion.
+"""Default configuration of `rollcorr check`: token weights truncated at 2 and the veto's share; no rejection criterion.
 
-Token weights are the ones that stay informative at any length; the other levels and criteria say little before a level
-and a band have been chosen, and are measured with `--preset` or `--config`.
+Token weights stay informative at any length. The other levels and criteria are informative only once a level and a band
+are chosen: measure them with `--preset` or `--config`.
 """
 
 
 def choose_config(*, preset: str | None = None, settings: Sequence[str] = ()) -> RolloutCorrectionConfig:
-    """What to measure: a preset, options of any generation, or `DIAGNOSIS` when neither is given.
+    """Return the configuration to measure: a preset, option names of any generation, or the default `DIAGNOSIS`.
 
     Args:
-        preset: its name.
-        settings: as on a command line: one YAML file at most, and `dotted.name=value` over it.
+        preset: name of the preset; excludes `settings`.
+        settings: as on a command line: at most one YAML file, and `dotted.name=value` overrides.
+
+    Returns:
+        The resolved configuration.
 
     Raises:
-        BadInputError: both are given, or what is given is no configuration or switches the correction off.
+        BadInputError: both are given, the settings are not a configuration, or they switch the correction off.
     """
     text = " ".join(settings)
     if preset is not None and settings:
@@ -90,28 +93,28 @@ def choose_config(*, preset: str | None = None, settings: Sequence[str] = ()) ->
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What a log says about the mismatch.
+    """Result of a check: the mismatch of a log and the verdict on it.
 
     Attributes:
-        health: the verdict over all rows.
-        metrics: every metric over all rows, prefixed.
-        series: the metrics of each step, with "step" and, where recorded, "reward/mean"; one entry without steps.
-        rows: rows read.
-        files: files of the log.
-        train_column: the column that π was taken from.
-        provenance: what the log-probs imply about the sampling behind them, from a spread sample of the rows.
-        config: the configuration that was measured.
-        remarks: what the reader should know about the input.
-        interrupted: reading stopped before the end.
-        unreadable: what could not be read, a sentence for each file, where reading went on.
-        hypotheses: what may be wrong, most likely first, from the pairs of log-probs and from the comparison with a
-            null; those that make the verdict are also among the findings of `health`.
-        profile: the mismatch of all rows.
-        null: what it was compared with; None without any.
-        what_if: what each preset would do, where that was asked for and the tokens are of a language model.
-        candidates: what each correction that `advise` chooses among would do, where that was asked for.
-        worst_tokens: the few tokens that carry most of k3; empty if no few do.
-        lags: the mismatch by the age of the weights that sampled; empty unless steps and versions are recorded.
+        health: verdict over all rows.
+        metrics: every metric over all rows, by prefixed name.
+        series: metrics of each step, with "step" and, if recorded, "reward/mean"; a single entry if there are no steps.
+        rows: number of rows read.
+        files: paths of the log's files.
+        train_column: column that contains log π.
+        provenance: estimate of the sampling settings behind the log-probs, from a spread sample of the rows.
+        config: configuration that was measured.
+        remarks: notes on the input, one sentence each.
+        interrupted: True if reading stopped before the end.
+        unreadable: one sentence for each file that could not be read, with `keep_going`.
+        hypotheses: possible causes, most likely first, from the pairs of log-probs and from the comparison with a null.
+            Hypotheses that decide the verdict are also findings of `health`.
+        profile: mismatch of all rows.
+        null: the null that the log was compared with, or None.
+        what_if: effect of each preset; empty unless requested, and for denoising steps.
+        candidates: effect of each correction that `advise` chooses from; empty unless requested.
+        worst_tokens: the tokens that carry most of k3; empty unless a few tokens do.
+        lags: mismatch by the age of the sampler's weights; empty unless steps and versions are recorded.
     """
 
     health: HealthReport
@@ -141,7 +144,7 @@ class CheckResult:
 
     @property
     def causes(self) -> tuple[Finding, ...]:
-        """The causes that no test refuted, most likely first."""
+        """Return the causes that no test refuted, most likely first."""
         return standing(self.health.findings)
 
 
@@ -167,37 +170,38 @@ def check_logs(
     """Judge rollout logs, or the dumps of other frameworks, without a training run.
 
     Args:
-        paths: files, folders (also run folders) or patterns.
-        config: what to measure; nothing is trained, so what it would apply is only counted.
-        train_column: where π is: old_log_prob or log_prob. None takes old_log_prob where recorded, else log_prob; with
-            `bypass_mode` the other way round, because there old_log_prob is a copy of rollout_log_prob.
-        diffusion: the log-probs are densities: positive ones are not a finding, and the diffusion rules warn.
-        null: what two correct policies differ by here (`read_null`, `null_of_logs`). Defaults to the null in the run's
-            directory, if `paths` is one run with `null.json`.
-        null_steps: instead, the first and the last step of this log that serve as its null: they are known to be right.
-            Without any null, the first steps of a log of 10 steps or more do, and its start stays unjudged.
-        what_if: also measure what every preset would do, in the same pass.
-        candidates: also measure the corrections that `advise` chooses among.
-        batch_size: most rows that a reader has in memory at once; fewer where they are long.
-        workers: processes that read. Several are started as new interpreters, so a script that asks for them needs
+        paths: files, folders (also run folders) or glob patterns.
+        config: configuration to measure; default `DIAGNOSIS`. Nothing is trained: weights and rejections are only
+            counted.
+        train_column: column that contains log π: old_log_prob or log_prob. The default is old_log_prob if recorded,
+            else log_prob; with `bypass_mode` the reverse, because old_log_prob is then a copy of rollout_log_prob.
+        diffusion: True if the log-probs are densities: positive values are valid, and the diffusion rules apply.
+        null: mismatch between two correct policies on this setup (`read_null`, `null_of_logs`). Defaults to `null.json`
+            in the run directory, if `paths` is a single run that contains one.
+        null_steps: first and last step of this log to use as the null, if these steps are known to be correct. Without
+            any null, a log of at least 10 steps uses its first steps, and its start stays unjudged.
+        what_if: also measure the effect of every preset, in the same pass.
+        candidates: also measure the corrections that `advise` chooses from.
+        batch_size: maximum number of rows that a reader keeps in memory; fewer if rows are long.
+        workers: number of reader processes; default 1. Additional workers are spawned, so the calling script needs
             `if __name__ == "__main__":`.
-        ray: instead, the address of a Ray cluster whose nodes read: "auto", "local" or "ray://host:port". They need
-            this package, and the files under the same names.
-        keep_going: judge what can be read where a file cannot; the verdict is then "not judged" at best.
-        file_limits: what a file may hold; None for the defaults.
-        column_names: column of the log → its name in the files, as in `read_rollout_log`.
-        on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
+        ray: address of a Ray cluster whose nodes read instead: "auto", "local" or "ray://host:port". The nodes need
+            this package, and the files under the same paths.
+        keep_going: skip unreadable files and judge the rest; the verdict is then "not judged" at best.
+        file_limits: size limits of a file; default limits if omitted.
+        column_names: mapping from the log's column to its name in the files, as in `read_rollout_log`.
+        on_rows: progress callback: receives the rows read since the last call, and the total rows of the log.
 
     Returns:
-        The result. After a KeyboardInterrupt it covers the rows read until then, and says so.
+        The result. After a KeyboardInterrupt it covers the rows read so far, and its remarks report the interrupt.
 
     Raises:
-        BadInputError: there is no row, the log lacks the log-probs of a side, or the null is of another engine, other
-            sampling settings or another vocabulary.
-        RolloutLogError: a log cannot be read; the message names file, row and column.
-        TypeError: the null is not one that was read (`read_null`).
-        ImportError: Ray is asked for and not installed.
-        OSError: there is no cluster at the address, or a worker was killed.
+        BadInputError: the log is empty, it lacks the log-probs of one side, or the null was measured with a different
+            engine, sampling settings or vocabulary.
+        RolloutLogError: a log cannot be read; the message contains file, row and column.
+        TypeError: the null is not an object that `read_null` returns.
+        ImportError: `ray` is given and Ray is not installed.
+        OSError: no cluster at the address, or a worker was killed.
     """
     if null is not None and not isinstance(null, MismatchNull | PictureNull):
         raise TypeError(f"null is a {type(null).__name__}, not a MismatchNull: give read_null({str(null)!r})")
@@ -236,16 +240,19 @@ def check_batches(
     """Judge rollouts in memory, as `check_logs` judges them in a file.
 
     Args:
-        batches: the rollouts, in their order.
+        batches: rollouts, in log order.
         config: as in `check_logs`.
-        train_column: where π is.
-        null: as in `check_logs`; defaults to none.
+        train_column: column that contains log π.
+        null: as in `check_logs`; default: no null.
+
+    Returns:
+        The result, as `check_logs` returns it.
 
     Raises:
-        NullMismatchError: the null is of another engine, other sampling settings or another vocabulary.
+        NullMismatchError: the null was measured with a different engine, sampling settings or vocabulary.
     """
     if config.nonfinite == "raise":
-        config = replace(config, nonfinite="reject_token")  # a check counts what is missing and goes on
+        config = replace(config, nonfinite="reject_token")  # a check counts missing values and continues
     kept = batches[0].has("kept_offsets")
     measurement = Measurement(config=config, train_column=train_column, batch_size=256, kept=kept)
     tally = measurement.of_batches(batches)
@@ -261,15 +268,15 @@ def _result(
     null_steps: tuple[int, int] | None = None,
     files: tuple[str, ...] = (),
 ) -> CheckResult:
-    """Judge what a pass over a log gave. Arguments and errors are those of `check_logs`."""
+    """Judge the tally of a log. Args, Returns and Raises are as in `check_logs`."""
     tally = read.tally
     diffusion = diffusion or read.measurement.denoising
     measured = log_metrics(tally)
     provenance = tally.sample.estimate()
     provenance = replace(provenance, findings=tuple(map(read.in_its_file, provenance.findings)))
 
-    # All rows together are judged. The steps are history, for the rules and the panels. Densities of a diffusion
-    # sampler have no tokens, and rules of their own.
+    # The verdict is about all rows; steps are only history for rules and panels. Densities of a diffusion sampler have
+    # no tokens, so they have separate rules.
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
     evidence = replace(evidence, sampling=bool(tally.origin.sampling))
     judged = _JudgedRows()
@@ -304,7 +311,14 @@ def _result(
 
 @dataclass(frozen=True, kw_only=True)
 class _JudgedRows:
-    """What a comparison says: the null that was used, the weights, the noise, and the rows that a cause leaves."""
+    """Result of the comparison with a null.
+
+    Attributes:
+        used: the null, if the log was compared with one.
+        weights: judgment of the weights.
+        noise: noise of a token, if known.
+        rest: verdict on the remaining rows, if a cause is limited to some rows.
+    """
 
     used: MismatchNull | None = None
     weights: WeightJudgment = field(default_factory=WeightJudgment)
@@ -313,7 +327,7 @@ class _JudgedRows:
 
     @property
     def explains(self) -> bool:
-        """Whether the rows that are left are ordinary: by the null, else by the rules."""
+        """Return whether the remaining rows are ordinary: by the null, else by the rules."""
         if self.used is not None:
             return ordinary(self.weights)
         return self.rest is not None and self.rest.ordinary and not in_excess(self.weights)
@@ -327,9 +341,9 @@ def _judge_rows(
     evidence: Evidence,
     ages: Mapping[int, Mapping[str, float]],
 ) -> _JudgedRows:
-    """Judge the weights, and the rows that a cause of some rows leaves.
+    """Judge the weights, and the rows that remain after a cause of some rows.
 
-    Rows with sampling settings of their own explain the log if its other rows are ordinary.
+    Rows with different sampling settings explain the log if its remaining rows are ordinary.
     """
 
     def judge(others: OtherRows | None) -> _JudgedRows:
@@ -350,8 +364,8 @@ def _judge_rows(
             rest = replace(rest, evidence=replace(rest.evidence, noise=noise))
         return _JudgedRows(used=used, weights=weights, noise=noise, rest=rest)
 
-    beside = other_rows(tally.sample, provenance, settings=True)
-    if beside is not None and (judged := judge(beside)).explains:
+    without_own_settings = other_rows(tally.sample, provenance, settings=True)
+    if without_own_settings is not None and (judged := judge(without_own_settings)).explains:
         return judged
     return judge(other_rows(tally.sample, provenance))
 
@@ -359,7 +373,7 @@ def _judge_rows(
 def _judge_pictures(
     tally: Tally, null: MismatchNull | PictureNull | None, null_steps: tuple[int, int] | None
 ) -> WeightJudgment:
-    """Judge pictures by a null, or by the steps that serve as one; these are not judged themselves."""
+    """Judge pictures by a null, or by the log steps that serve as one; those steps are not judged."""
     if isinstance(null, MismatchNull):
         raise BadInputError(f"{null.name} is a null of tokens, and this log is of pictures; give a null of pictures")
     rows = tally.pictures
@@ -373,7 +387,7 @@ def _judge_pictures(
     judged = judge_pictures(rows, null)
     remarks = () if null is None else null.remarks(tally.origin)
 
-    # With a fault, or without a null, nobody knows whether the log-ratios are noise that a clip should let through.
+    # Only a passed comparison with a null shows that the log-ratios are noise, which a clip should let through.
     advice = clip_advice(rows) if judged.judged_against and not in_excess(judged) else ""
     return replace(judged, remarks=(*remarks, advice) if advice else remarks)
 
@@ -381,11 +395,11 @@ def _judge_pictures(
 def _verdict(
     read: LogTally, judged: _JudgedRows, provenance: Provenance, evidence: Evidence
 ) -> tuple[HealthReport, tuple[Finding, ...]]:
-    """Return the verdict, and the list of all hypotheses: one fault shows in several sources."""
+    """Return the verdict and all hypotheses; a fault may appear in several sources."""
     tally, weights, rest = read.tally, judged.weights, judged.rest
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.measurement.kept)
     if read.measurement.denoising:
-        evidence = replace(evidence, changes={})  # averages over D and over windows; R of each timestep is judged
+        evidence = replace(evidence, changes={})  # averages over D and windows hide R of a timestep
     measured = measured_findings(evidence)
     measured = measured if rest is None else rest.attribute(measured, with_rises=True)
 
@@ -394,13 +408,13 @@ def _verdict(
     of_versions: tuple[Finding, ...] = ()
     of_null = weights.findings
     if not evidence.diffusion:
-        # What a null judged says more than that no setting shows.
+        # A judgment by a null is more informative than "no setting matched".
         implied = tuple(f for f in provenance.findings if f.code != "matched" or not weights.findings)
         of_null = (*judge_routing(tally.routing, judged.used, in_excess=in_excess(weights)), *of_null)
         of_versions = judge_versions(tally.versions)
         of_versions = of_versions if rest is None else rest.attribute(of_versions)
 
-    # The metrics show symptoms, and the steps show courses. Each finding is shown once, below its cause.
+    # Metrics show symptoms, and steps show courses. Print each finding once, below its cause.
     resolved = resolve_findings(
         pairs=(*found, *implied),
         null=of_null,
@@ -411,7 +425,7 @@ def _verdict(
     of_tokens = {finding.code for finding in (*found, *implied, *of_null, *of_versions)}
     hypotheses = tuple(f for f in resolved if f.code in of_tokens or fault(f.code).kind == "course" or is_rise(f))
 
-    # Notes of the pairs are hypotheses, and the verdict leaves them out.
+    # Notes of the pairs are only hypotheses, so the verdict omits them.
     notes = {finding.code for finding in implied if finding.severity == "note"}
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
     by_metrics = evidence.diffusion and not read.measurement.denoising

@@ -1,7 +1,7 @@
-"""Denoising steps in a rollout log: their statistics in joint units, as a diffusion batch is corrected.
+"""Denoising steps in a rollout log: statistics in joint units, as for a diffusion batch.
 
-A row with `dimensions` is one picture, and its tokens are denoising steps. Their log-probs are averages over D, so what
-a threshold for language models means is asked of D times their difference: the joint log-ratio J.
+A row with `dimensions` is one picture, and its tokens are denoising steps. Logged log-probs are averages over D
+dimensions. Thresholds apply to the joint log-ratio J, which is D times their difference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollcorr.diffusion.step_correction import correct_steps
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard
 
 MOST_TIMESTEPS = 100
-"""Values that the mismatch is broken down by; a log with more has random timesteps, and no breakdown."""
+"""Maximum number of distinct timesteps in a breakdown. A log with more has random timesteps, and gets no breakdown."""
 DENOISING_COLUMNS = (
     "dimensions",
     "timestep",
@@ -32,7 +32,7 @@ DENOISING_COLUMNS = (
 
 
 def timestep_values(shards: Sequence[Shard], batch_size: int) -> tuple[float, ...]:
-    """The timestep values of a log, from noise to data; none where it records none, or too many."""
+    """Return the distinct timesteps of a log, from noise to data; empty without a record or above `MOST_TIMESTEPS`."""
     columns = ("timestep",)
     batches = (batch for shard in shards for batch in read_shard(shard, columns=columns, batch_size=batch_size))
     seen = distinct_values(batches, columns, most=MOST_TIMESTEPS)
@@ -40,7 +40,7 @@ def timestep_values(shards: Sequence[Shard], batch_size: int) -> tuple[float, ..
 
 
 def distinct_values(batches: Iterable[RolloutBatch], columns: Sequence[str], *, most: float = math.inf) -> list[float]:
-    """Return the finite values of some columns, each once and the largest first; more than `most` end the reading."""
+    """Return the distinct finite values of some columns, in descending order; stop reading after more than `most`."""
     seen: set[float] = set()
     for batch in batches:
         for values in [batch.packed(column) for column in columns if batch.has(column)]:
@@ -60,23 +60,23 @@ def denoising_statistics(
     *,
     with_exact_kl: bool,
 ) -> Iterator[Statistics]:
-    """The statistics of some rows; one for each window length and number of dimensions among them.
+    """Compute the statistics of some rows: one for each combination of window length and number of dimensions.
 
     Args:
-        batch: with `dimensions`.
-        rows: which rows, (B,) bool.
-        train: log π of the whole batch, packed.
+        batch: rows with `dimensions`.
+        rows: rows to include, (B,) bool.
+        train: log π of the entire batch, packed, (N,) nats.
         rollout: log μ, likewise.
-        config: what is measured; its weights and bounds are of the joint likelihood ratio.
-        timesteps: values to break the mismatch down by.
-        with_exact_kl: measure the exact KL, NaN where it is not recorded.
+        config: configuration to measure; its weights and bounds apply to the joint likelihood ratio.
+        timesteps: timesteps of the breakdown.
+        with_exact_kl: measure the exact KL; NaN where it is not recorded.
     """
     actor = DiffusionActorConfig(rollout_correction=config, reduction="sum")
     dimensions = batch.values("dimensions")
     kl = exact_kl(batch) if with_exact_kl else None
     times = batch.packed("timestep") if batch.has("timestep") and timesteps else None
 
-    # Rows of one shape make one rectangle. A batch has one shape, or a few.
+    # Rows of equal shape form a rectangular tensor; a batch has few shapes.
     shapes = torch.stack([batch.lengths, dimensions], dim=1)
     for width, size in shapes[rows].unique(dim=0).tolist():
         chosen = (rows & (batch.lengths == width) & (dimensions == size)).repeat_interleave(batch.lengths)
@@ -100,12 +100,12 @@ def denoising_statistics(
 
 
 def has_exact_kl(batch: RolloutBatch) -> bool:
-    """Whether a batch records what the exact KL needs."""
+    """Return whether a batch contains the columns of the exact KL."""
     return batch.has("exact_kl") or (batch.has("mean_distance") and batch.has("step_std"))
 
 
 def exact_kl(batch: RolloutBatch) -> Tensor:
-    """KL of each step over all D, packed, float64 nats: as recorded, or from the distance of means; NaN without."""
+    """Compute each step's KL over all D, (N,) float64 nats: as recorded, or from the distance of means, or NaN."""
     kl = torch.full((int(batch.lengths.sum()),), torch.nan, dtype=torch.float64, device="cpu")
     if batch.has("mean_distance") and batch.has("step_std"):
         kl = batch.packed("mean_distance").double() / (2 * batch.packed("step_std").double().square())

@@ -1,4 +1,4 @@
-"""The null of a log: `rollcorr null`, and the first steps of a log that is checked."""
+"""The null of a log: for `rollcorr null`, and from the first steps of a checked log."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rollcorr.rollout_log.reader import Paths
 from rollcorr.run_directory.stored_run import BadInputError
 
 MEASUREMENT = RolloutCorrectionConfig(rollout_is="token", apply_is=False)
-"""What a pass for a null measures besides the profile: as little as possible."""
+"""Cheapest configuration for a pass that needs only the profile."""
 QUANTIZED = ("fp8", "int8", "fp4", "int4")
-"""Precisions of an engine that explain weights other than the trainer's."""
+"""Engine precisions whose weights may differ from the trainer's."""
 
 
 @one_thread()
@@ -48,29 +48,29 @@ def null_of_logs(
     """Measure the null of rollouts whose two sides are the same policy.
 
     Args:
-        paths: files, folders (also run folders) or patterns.
-        name: what verdicts call it.
-        kind: "log", or "engine" where an engine made the rollouts for this purpose.
-        sides: which two log-probs the rollouts hold, as `rollcorr null --sides`; a null of one side compared with
-            itself is refused where a run is judged.
-        train_column: where π is: old_log_prob or log_prob; None as in `check_logs`.
-        steps: first and last step that count; None for all rows.
-        workers: processes that read.
-        file_limits: what a file may hold; None for the defaults.
-        column_names: column of the log → its name in the files.
-        on_rows: called now and then with the rows read since the last call, and the rows of the whole log.
-        engine_precision: of a quantized engine, one of `QUANTIZED`: its weights may differ from the trainer's, by token
-            id as well. The null keeps the remark.
+        paths: files, folders (also run folders) or glob patterns.
+        name: name of the null in verdicts.
+        kind: "log", or "engine" if an engine generated the rollouts to measure a null.
+        sides: which two log-probs the rollouts contain, as `rollcorr null --sides`. A null that compares one side with
+            itself cannot judge a run.
+        train_column: column that contains log π: old_log_prob or log_prob; default as in `check_logs`.
+        steps: first and last step to include; default: all rows.
+        workers: number of reader processes.
+        file_limits: size limits of a file; default limits if omitted.
+        column_names: mapping from the log's column to its name in the files.
+        on_rows: progress callback: receives the rows read since the last call, and the total rows of the log.
+        engine_precision: precision of a quantized engine, from `QUANTIZED`. Its weights may differ from the trainer's,
+            also by token id. The null stores it as a remark.
 
     Returns:
-        The null, a `PictureNull` for denoising steps; its `save` writes it.
+        The null; a `PictureNull` for denoising steps. Its `save` method writes it.
 
     Raises:
-        BadInputError: there is no row or no row of these steps, the log lacks a side, or its two sides are visibly not
-            of one policy: other sampling settings, also where only the recorded ones say so, a shift, or weights that
-            differ so much that the token id tells, if no quantized engine is declared.
+        BadInputError: there is no row, or no row of these steps; the log lacks a side; or its two sides are visibly
+            different policies: sampling settings differ (measured, or only recorded), log-probs are shifted, or weights
+            differ by token id and no quantized engine is declared.
         RolloutLogError: a log cannot be read.
-        KeyboardInterrupt: it was interrupted; part of a log is no null.
+        KeyboardInterrupt: reading was interrupted; a partial log is not a null.
     """
     read = read_log(
         paths,
@@ -98,10 +98,10 @@ def null_of_logs(
 
 
 def picture_null(tally: Tally, steps: tuple[int, int] | None, *, name: str, quantized: bool = False) -> PictureNull:
-    """Return the null of a log's pictures, or of those of some steps.
+    """Return the null of a log's pictures, or of the pictures of some steps.
 
     Raises:
-        BadInputError: there are none, they have no exact KL, or they show two policies.
+        BadInputError: there are no pictures, they lack the exact KL, or they show two policies.
     """
     low, high = steps or (-math.inf, math.inf)
     of_step = tally.pictures.column("step")
@@ -120,18 +120,21 @@ def null_of_batch(
     train_column: str = "old_log_prob",
     engine_precision: str = "",
 ) -> MismatchNull:
-    """The same for rollouts in memory, as `rollcorr.engines.measure_null` returns them.
+    """Measure the null of rollouts in memory, such as `rollcorr.engines.measure_null` returns.
 
     Args:
-        batch: rollouts whose two sides are the same policy, or several batches of them.
-        name: what verdicts call the null.
-        kind: who made the rollouts.
-        sides: as in `null_of_logs`: "engine" for `measure_null` without `score`, "trainer" for one with `again`.
-        train_column: where π is.
+        batch: one or several batches of rollouts whose two sides are the same policy.
+        name: name of the null in verdicts.
+        kind: origin of the rollouts, as in `null_of_logs`.
+        sides: as in `null_of_logs`: "engine" for `measure_null` without `score`, "trainer" with `again`.
+        train_column: column that contains log π.
         engine_precision: as in `null_of_logs`.
 
+    Returns:
+        The null.
+
     Raises:
-        BadInputError: the two sides are visibly not of one policy, or the recorded settings contradict themselves.
+        BadInputError: the two sides are visibly different policies, or the recorded settings contradict themselves.
     """
     batches = [batch] if isinstance(batch, RolloutBatch) else batch
     tally = Measurement(config=MEASUREMENT, train_column=train_column, batch_size=256).of_batches(batches)
@@ -148,7 +151,11 @@ def _null_of(
     placed: Callable[[Finding], Finding] | None = None,
     engine_precision: str = "",
 ) -> MismatchNull:
-    """The null of a tally, unless it shows two policies; `placed` gives a finding the file that its first row is in."""
+    """Return the null of a tally; `placed` adds to a finding the file of its first row.
+
+    Raises:
+        BadInputError: the rollouts show two policies, or the engine precision is unknown.
+    """
     if engine_precision and engine_precision not in QUANTIZED:
         raise BadInputError(
             f"engine precision {engine_precision!r} is none of {', '.join(QUANTIZED)}; an engine in another precision "
@@ -158,7 +165,7 @@ def _null_of(
         tally = replace(tally, sample=_sample_of_steps(tally))
     profile = tally.profile if steps is None else _of_steps(tally, steps)
 
-    # Numbers may agree by chance where settings do not, as raw log-probs of short answers that a sampler is sure of.
+    # Check recorded settings as well: raw log-probs of short, confident answers agree even if settings differ.
     findings = (*tally.claims.values(), *(f for f in tally.sample.estimate().warnings if fault(f.code).number))
     two_weights = () if engine_precision else judge_weights(profile, None).findings
     for finding in findings or two_weights:
@@ -177,7 +184,7 @@ def _null_of(
 def _described(
     tally: Tally, profile: MismatchProfile, steps: tuple[int, int] | None, *, engine_precision: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a null that its rollouts decide, by name."""
+    """Return the fields of a null that depend on its rollouts, by name."""
     low, high = steps or (-math.inf, math.inf)
     own = [step for step in tally.parts if step is not None and low <= step <= high]
     first, last = (min(own), max(own)) if own else (None, None)
@@ -193,10 +200,15 @@ def _described(
 
 
 def null_of_pictures(batches: Sequence[RolloutBatch], *, name: str, quantized: bool = False) -> PictureNull:
-    """Return the null of pictures in memory, such as those of `rollcorr.train.fresh_pictures`.
+    """Return the null of pictures in memory, for example from `rollcorr.train.fresh_pictures`.
+
+    Args:
+        batches: pictures whose two sides are the same policy.
+        name: name of the null in verdicts.
+        quantized: True if the engine is quantized.
 
     Raises:
-        BadInputError: as `picture_null`.
+        BadInputError: as in `picture_null`.
     """
     tally = Measurement(
         config=MEASUREMENT, train_column="old_log_prob", batch_size=256, denoising=True, with_exact_kl=True
@@ -206,13 +218,13 @@ def null_of_pictures(batches: Sequence[RolloutBatch], *, name: str, quantized: b
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The steps of a log that are to be its null.
+    """Steps of a log that serve as its null.
 
     Attributes:
-        null: what they make; None where too few of their rows are of any use.
-        steps: the first and the last of them.
-        profile: the mismatch of all of their rows; these are not judged.
-        remark: what was left out, or why they are no null; empty without either.
+        null: the null of these steps; None if they cannot serve as one.
+        steps: first and last step.
+        profile: mismatch of all rows of these steps, which are not judged.
+        remark: rows that were excluded, or the reason for a missing null; may be empty.
     """
 
     null: MismatchNull | None
@@ -222,13 +234,19 @@ class Baseline:
 
 
 def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | None:
-    """The null that the first steps of a log make, or the steps that were asked for.
+    """Return the null of a log's first steps, or of the requested steps.
 
-    Rows that certainly hold other values than the log-probs of their tokens are left out. Without steps asked for, None
-    where the log has fewer than twice `FIRST_STEPS`.
+    Rows whose values are certainly not the log-probs of their tokens are excluded.
+
+    Args:
+        tally: sums of the log.
+        steps: first and last step; default: the first `FIRST_STEPS` of the log.
+
+    Returns:
+        The baseline; None by default if the log has fewer than twice `FIRST_STEPS` steps.
 
     Raises:
-        BadInputError: the log has no step of those asked for, or no other.
+        BadInputError: the log contains none of the requested steps, or no step outside them.
     """
     recorded = [step for step in tally.parts if step is not None]
     if steps is None and len(recorded) < 2 * FIRST_STEPS:
@@ -245,19 +263,19 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
         profile=profile,
     )
 
-    # Steps that the user vouches for pass the guard of every null. Others are a start that nobody judged.
+    # Requested steps must pass the same checks as any null. The default first steps are not claimed to be correct.
     if steps is not None and (two := judge_weights(profile, None).findings):
         return replace(baseline, null=None, remark=f"they are no null: {two[0]}")
     return _without_certain_rows(baseline, _sample_of_steps(tally))
 
 
 def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
-    """A baseline without the rows of a certain finding; without a null where too few others are left."""
+    """Return a baseline without the rows of a certain finding; it has no null if not enough rows remain."""
     others = other_rows(sample, sample.estimate())
     if others is None or baseline.null is None:
         return baseline
     others = others.alike()
-    rest = others.profile.folded(FIRST_IDS)  # as the steps are, and as the others will be
+    rest = others.profile.folded(FIRST_IDS)  # as folded as the profiles it is compared with
     steps = f"{len(sample.rows)} rows of steps {baseline.steps[0]} to {baseline.steps[1]}"
     held = f"{others.left_out or others.in_part} of {steps} hold {NOT_OF_THEIR_TOKENS}"
     if not enough(rest):
@@ -268,15 +286,15 @@ def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
 
 
 def _sample_of_steps(tally: Tally) -> PairSample:
-    """The sequences of the steps that the tally kept apart."""
+    """Merge the sequence samples of the first steps."""
     return reduce(PairSample.merge, tally.first_samples.values(), PairSample())
 
 
 def _of_steps(tally: Tally, steps: tuple[int, int]) -> MismatchProfile:
-    """The profile of the steps that the tally kept apart.
+    """Merge the profiles of the first steps.
 
     Raises:
-        BadInputError: there are none.
+        BadInputError: the log contains no row of `steps`.
     """
     profile = reduce(MismatchProfile.merge, tally.first.values(), MismatchProfile().folded(FIRST_IDS))
     if not profile.tokens:

@@ -1,7 +1,7 @@
-"""One pass over a log, which `rollcorr check` and `rollcorr null` share: what it reads, and what it shows.
+"""Read a log once, for `rollcorr check` and `rollcorr null`, and compute its metrics.
 
-It shows metrics over all rows, which are judged, those of each step, which are their history, and the findings and
-remarks of the log's own record.
+Metrics over all rows are judged; metrics of each step are their history. Findings and remarks come from the log's own
+record.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rollcorr.run_directory.stored_run import BadInputError
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread of torch: on batches of this size a second one costs four times the CPU and no less time.
+    """Compute with one torch thread: at these batch sizes, a second thread costs four times the CPU and saves no time.
 
-    Several readers are several processes; the caller's number of threads is restored.
+    Parallel readers are processes. The caller's thread count is restored on exit.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -48,14 +48,14 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogTally:
-    """What a pass over a log gave.
+    """Result of one pass over a log.
 
     Attributes:
-        tally: what was seen.
-        measurement: how.
-        total: rows of the log; more than were read after an interrupt.
-        unreadable: what could not be read, a sentence for each file.
-        before: the files with rows, in the order of the log, each with the rows of the log before it.
+        tally: merged sums.
+        measurement: settings of the pass.
+        total: number of rows in the log; more than were read after an interrupt.
+        unreadable: one sentence for each unreadable file.
+        before: (rows of the log before the file, path) of each file with rows, in log order.
     """
 
     tally: Tally
@@ -65,7 +65,7 @@ class LogTally:
     before: tuple[tuple[int, str], ...] = ()
 
     def in_its_file(self, finding: Finding) -> Finding:
-        """A finding whose first row is counted in the log, with that row's file, counted there."""
+        """Return a finding with the file of its first row, and the row number counted within that file."""
         if finding.first_row is None or finding.file is not None:
             return finding
         within = [(before, file) for before, file in self.before if before <= finding.first_row]
@@ -89,15 +89,15 @@ def read_log(
     column_names: Mapping[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> LogTally:
-    """Read a log once. Arguments and errors are those of `check_logs`."""
+    """Read a log once. Args and Raises are as in `check_logs`."""
     paths = path_texts(paths)
     if train_column not in (None, "old_log_prob", "log_prob"):
         raise BadInputError(f"the training side is old_log_prob or log_prob, not {train_column!r}")
     if workers < 1 or (workers > 1 and ray is not None):
-        beside = " with a Ray cluster" if ray is not None else ""
-        raise BadInputError(f"workers={workers}{beside}; give 1 or more, or the cluster")
+        suffix = " with a Ray cluster" if ray is not None else ""
+        raise BadInputError(f"workers={workers}{suffix}; give 1 or more, or the cluster")
 
-    # A check counts what is missing and goes on.
+    # A check counts missing values and continues.
     if config.nonfinite == "raise":
         config = replace(config, nonfinite="reject_token")
 
@@ -128,13 +128,13 @@ def read_log(
                 timesteps=timestep_values(shards, batch_size) if denoising else (),
                 with_exact_kl=denoising and has_exact_kl(head),
             )
-        told = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
-        for part in read_shards(measurement, shards, told, workers=workers, ray=ray):
+        report_rows = (lambda rows: None) if on_rows is None else (lambda rows: on_rows(rows, total))
+        for part in read_shards(measurement, shards, report_rows, workers=workers, ray=ray):
             tally = tally.merge(part)
     except KeyboardInterrupt:
         tally = replace(tally, interrupted=True)
 
-    # A file in several shards is one file.
+    # Report a file once, even if several of its shards failed.
     problems = tuple(dict.fromkeys((*unreadable, *tally.unreadable)))
     if not tally.parts:
         seen = problems[0] if problems else "there is no row"
@@ -152,7 +152,7 @@ def read_log(
 def _readable_shards(
     paths: Sequence[str], file_limits: FileLimits | None, column_names: Mapping[str, str] | None
 ) -> tuple[list[Shard], list[str]]:
-    """The shards of the files that are whole, and what is wrong with the others."""
+    """Return the shards of all readable files, and one sentence for each unreadable file."""
     shards: list[Shard] = []
     unreadable = []
     for file in log_files(paths):
@@ -169,11 +169,14 @@ def _readable_shards(
 def _readable_head(
     shards: list[Shard], measurement: Measurement
 ) -> tuple[RolloutBatch | None, Measurement, list[Shard], list[str]]:
-    """The first batch with both sides, the measurement of its columns, the shards from it on, and what others lack."""
+    """Return the first batch with both sides, the measurement with its train column, its shards and the errors.
+
+    With `keep_going`, shards before the first readable one are skipped; each adds an error sentence.
+    """
     unreadable: list[str] = []
     for number, shard in enumerate(shards):
         try:
-            # The reader ends here, so that no part of the file stays in memory.
+            # Drop the reader after its first batch, so that no part of the file stays in memory.
             columns = COLUMNS + KEPT_COLUMNS + DENOISING_COLUMNS
             head = next(read_shard(shard, columns=columns, batch_size=measurement.batch_size), None)
             if head is not None:
@@ -187,9 +190,10 @@ def _readable_head(
 
 
 def _train_column(batch: RolloutBatch, shard: Shard, measurement: Measurement) -> str:
-    """The column that π is taken from in the whole log, from what its first batch records.
+    """Return the column that contains log π in the entire log, chosen from its first batch.
 
-    Both sides must be there: the rest of a log that lacks one need not be read.
+    Raises:
+        BadInputError: the batch lacks the log-probs of one side, so the remaining log need not be read.
     """
     order = ("log_prob", "old_log_prob") if measurement.config.bypass_mode else ("old_log_prob", "log_prob")
     found = measurement.train_column or next((name for name in order if batch.has(name)), None)
@@ -203,12 +207,12 @@ def _train_column(batch: RolloutBatch, shard: Shard, measurement: Measurement) -
 
 @dataclass(frozen=True)
 class LogMetrics:
-    """The metrics of a log.
+    """Metrics of a log.
 
     Attributes:
-        whole: over all rows, prefixed.
-        steps: of each step, with "step", the reward and the age of the weights; empty where no step is recorded.
-        ages: step → the mean age of the weights behind its tokens, by metric.
+        whole: metrics over all rows, by prefixed name.
+        steps: metrics of each step, with "step", the reward and the age of the weights; empty if no step is recorded.
+        ages: step → mean age of the weights behind its tokens, by metric name.
     """
 
     whole: Mapping[str, float]
@@ -217,17 +221,17 @@ class LogMetrics:
 
     @property
     def series(self) -> tuple[Mapping[str, float], ...]:
-        """The steps; one entry without any."""
+        """Return the metrics of each step; without steps, a single entry over all rows."""
         return self.steps or ({"step": 0, **self.whole},)
 
     @property
     def history(self) -> tuple[Mapping[str, float], ...]:
-        """The steps that rules over time read: one step has none."""
+        """Return the steps for rules over time; empty for a single step."""
         return self.steps if len(self.steps) > 1 else ()
 
 
 def log_metrics(tally: Tally) -> LogMetrics:
-    """The metrics of a tally."""
+    """Compute the metrics of a tally."""
     measured = metrics_of_parts(tally.parts, tally.profile, _ages(tally))
     lags = tally.versions.by_lag()
     if not lags:
@@ -239,9 +243,9 @@ def log_metrics(tally: Tally) -> LogMetrics:
 def metrics_of_parts(
     parts: Mapping[int | None, Part], profile: MismatchProfile, ages: Mapping[int, Mapping[str, float]]
 ) -> LogMetrics:
-    """The metrics of some rows, from their parts by step, their profile, and the ages of the steps."""
+    """Compute the metrics of some rows from their parts by step, their profile, and the weight ages of the steps."""
     whole = _metrics(merge_parts(parts.values()))
-    whole.pop("log/token_id_share", None)  # of folded ids, as that of a step: limits are of exact ids
+    whole.pop("log/token_id_share", None)  # computed from folded ids; its limits apply to exact ids
     whole |= _id_share(profile.ids)
     steps = sorted(step for step in parts if step is not None)
     return LogMetrics(
@@ -250,7 +254,7 @@ def metrics_of_parts(
 
 
 def _metrics(part: Part) -> dict[str, float]:
-    """The metrics of a part: the registry's, the reward, and what was counted in the raw log-probs."""
+    """Compute the metrics of a part: registered metrics, the mean reward, and counts of raw log-probs."""
     metrics = finalize(part.statistics.read())
     tokens = bare_metrics(metrics).get("token_count", 0.0)
     if part.rewards:
@@ -262,25 +266,25 @@ def _metrics(part: Part) -> dict[str, float]:
 
 
 def _id_share(ids: TokenSums) -> dict[str, float]:
-    """The share of the token id; empty where there are no ids, or too few to tell."""
+    """Return the share of Var(d) that token ids explain; empty unless enough tokens have recorded ids."""
     share = ids.share()
     return {"log/token_id_share": share.share} if share.tokens >= FEW_TOKENS and not ids.repeats else {}
 
 
 def _ages(tally: Tally) -> dict[int, dict[str, float]]:
-    """Step → the mean age in versions of the weights behind its tokens; 0 for fresh ones."""
+    """Return step → mean age of the weights behind its tokens, in versions; 0 for fresh weights."""
     return {step: {AGE: age} for step, _, age in tally.versions.by_step()}
 
 
 def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
-    """What the reader should know about the input, a line each."""
+    """Yield notes on the input, one line each."""
     yield f"π is the column {read.measurement.train_column}, μ is rollout_log_prob"
     if read.measurement.denoising:
         yield "log-probs are of denoising steps; weights and bounds are of the joint likelihood ratio, over all D"
     for finding in read.tally.findings:
         rows, plain = finding.rows or 0, finding.code not in FAULTS
 
-        # Of denoising steps a remark leaves out what validation says of tokens.
+        # Validation messages are about tokens; denoising steps keep only the title.
         if plain and diffusion:
             yield finding.title + f", in {rows:,} picture{'s' * (rows != 1)}" * bool(rows)
         elif plain:
@@ -291,13 +295,13 @@ def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
 
 
 def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept: bool) -> list[Finding]:
-    """Return what the log's validation, its recorded settings and the log-probs themselves add to the verdict.
+    """Return findings from the log's validation, its recorded settings and its log-probs.
 
-    Codes of the validation without a row in the table of faults are about the file, and become remarks.
+    Validation codes without a row in the table of faults concern the file, and become remarks.
     """
     found = [_judged(finding, tally.rows) for finding in tally.findings if finding.code in FAULTS]
 
-    # Densities may exceed 1 or be 0, and follow no rule of token probabilities.
+    # Densities may exceed 1 or be 0, so rules about token probabilities do not apply.
     if diffusion:
         row = fault("sentinel")
         return [
@@ -315,14 +319,14 @@ def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept:
 
 
 def partial_sentence(read: LogTally) -> tuple[str, ...]:
-    """The sentence that a verdict on part of a log needs."""
+    """Return the caveat for a verdict on part of the log; empty if all files were read."""
     count = len(read.unreadable)
     sentence = f"this is the verdict on part of the log: {count} file{'s' * (count != 1)} could not be read to the end"
     return (sentence,) * bool(count)
 
 
 def mixed_settings(origin: Origin) -> list[Finding]:
-    """Several settings, engines or models in one log: what holds for all rows together may not hold for each."""
+    """Return a note if a log mixes settings, engines or models: a verdict on all rows may not fit each group."""
     settings = [json.loads(text) for text in origin.sampling]
     recorded = {
         name: dict.fromkeys(str(one.get(name, "not recorded")) for one in settings)
@@ -335,8 +339,8 @@ def mixed_settings(origin: Origin) -> list[Finding]:
 
 
 def _judged(finding: Finding, rows: int) -> Finding:
-    """A finding of the log's validation, as one that makes the verdict."""
-    # Logits in place of log-probs explain a mismatch of all rows; one value above 0 explains its own row.
+    """Return a validation finding with the fields that a verdict needs."""
+    # Logits instead of log-probs explain a mismatch of all rows; a value above 0 explains only its own row.
     share = (finding.rows or 0) / rows if fault(finding.code).part == "rows" else finding.row_share
     return replace(
         finding,

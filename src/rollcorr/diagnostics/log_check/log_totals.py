@@ -1,12 +1,12 @@
-"""Totals of a log besides its mismatch: what each preset would do to it, and its worst tokens, as sums that merge.
+"""Compute mergeable totals of a log: the effect of each preset, and its worst tokens.
 
-Presets that do the same to a log (they differ in the loss alone, or in the name) are measured once.
+Presets with equal effect (they differ only in the loss, or in the name) are measured once.
 
-The gradient of the loss is Σ w m A ∇log π. Where advantages are recorded, its coefficients w m A are known; the vectors
-∇log π are not, and count as orthogonal and of one length here. The gain says whether a filter finds the tokens that
-differ most: the mean k3 that it leaves, against that of as many units left out at random.
+The gradient of the loss is Σ w m A ∇log π. Recorded advantages determine its coefficients w m A. The vectors ∇log π are
+unknown, and are treated as orthogonal with unit length. The gain tests whether a filter finds the tokens that differ
+most: it compares the mean k3 after the filter with the mean k3 after an equal number of random rejections.
 
-A few tokens may carry most of a mismatch: those with the largest k3 are kept.
+A few tokens may carry most of a mismatch: keep the tokens with the largest k3.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ OF_THE_LOG = (
 )
 """Sums over valid tokens, or rows with one: counts, Σ k3, Σ k3², Σ t_i², Σ (row k3)², Σ t_i (row k3); Σ A²."""
 OF_A_PRESET = ("kept_rows", "kept_tokens", "kept_k3", "weight", "weight_square", "change", "change_square")
-"""Sums of what is left: rows, tokens, Σ k3; Σ w and Σ w² over valid tokens, 0 where rejected; Σ A² w and Σ A² w²."""
+"""Sums over accepted data: rows, tokens, Σ k3; Σ w and Σ w² over valid tokens, 0 where rejected; Σ A² w and Σ A² w²."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What one preset would do to a log.
+    """Effect of one preset on a log.
 
     Attributes:
-        preset: its name.
-        same_as: other presets that do the same to a log.
-        rejected_sequences: share of the sequences of which nothing is left.
-        rejected_tokens: share of the tokens that are left out, or have the weight 0.
-        effective_share: (Σ w)² / (N Σ w²) over all N tokens, a rejected one having weight 0.
-        gradient_change: |Σ-coefficients after − before| / |before|, both divided by the tokens that are left; None
-            where no advantages are recorded.
-        gain: mean k3 of the log minus that of what is left, nats; None where nothing is rejected.
-        gain_error: standard error of the same for units rejected at random; None where nothing is rejected.
+        preset: name of the preset.
+        same_as: names of presets with the same effect on a log.
+        rejected_sequences: share of sequences without any accepted token.
+        rejected_tokens: share of tokens that are rejected or have weight 0.
+        effective_share: (Σ w)² / (N Σ w²) over all N tokens; rejected tokens have weight 0.
+        gradient_change: |Σ-coefficients after − before| / |before|, both divided by the number of accepted tokens; None
+            without advantages.
+        gain: mean k3 of the log minus mean k3 of the accepted tokens, nats; None if no token is rejected.
+        gain_error: standard error of the gain under random rejection, nats; None if no token is rejected.
     """
 
     preset: str
@@ -71,12 +71,12 @@ class WhatIf:
 
 @dataclass(frozen=True, eq=False)
 class PresetTotals:
-    """Sums of a stretch of a log.
+    """Sums over part of a log.
 
     Attributes:
-        log: `OF_THE_LOG`.
-        presets: name → `OF_A_PRESET`; empty where nothing was asked for.
-        advantages: every valid token so far had an advantage.
+        log: sums `OF_THE_LOG`.
+        presets: name → sums `OF_A_PRESET`; empty unless requested.
+        advantages: True if every valid token so far has an advantage.
     """
 
     log: Sums = field(default_factory=lambda: np.zeros(len(OF_THE_LOG)))
@@ -85,7 +85,7 @@ class PresetTotals:
 
     @classmethod
     def of(cls, batch: RolloutBatch, train: Tensor, rollout: Tensor, mask: Tensor, ratios: TokenRatios) -> PresetTotals:
-        """The sums of a batch, in the packed layout: (N,) each; `ratios` are those of its log-probs."""
+        """Compute the sums of a packed batch, (N,) each; `ratios` contains the ratios of its log-probs."""
         row, valid, k3 = np.repeat(np.arange(len(batch)), ratios.lengths), ratios.valid, ratios.k3
         advantage, known = advantages_of(batch, valid)
         row_tokens = np.bincount(row, valid, len(batch))
@@ -120,58 +120,58 @@ class PresetTotals:
         return cls(np.array(log, dtype=np.float64), presets, known)
 
     def merge(self, later: PresetTotals) -> PresetTotals:
-        """The sums of both stretches; `later` comes after."""
+        """Return the sums over both parts of the log; `later` comes after."""
         presets = added(self.presets, later.presets)
         return PresetTotals(self.log + later.log, presets, self.advantages and later.advantages)
 
     def rows(self) -> tuple[WhatIf, ...]:
-        """What each preset would do, in the order of the table of presets; empty without a valid token."""
+        """Return the effect of each preset, in the order of the table of presets; empty without a valid token."""
         if not self.log[1]:
             return ()
         return tuple(self._row(name, sums) for name, sums in self.presets.items())
 
     def _row(self, name: str, sums: Sums) -> WhatIf:
         log = dict(zip(OF_THE_LOG, self.log.tolist(), strict=True))
-        left = dict(zip(OF_A_PRESET, sums.tolist(), strict=True))
-        rows, tokens, kept = log["rows"], log["tokens"], left["kept_tokens"]
+        accepted = dict(zip(OF_A_PRESET, sums.tolist(), strict=True))
+        rows, tokens, kept = log["rows"], log["tokens"], accepted["kept_tokens"]
 
         change = None
         if self.advantages and log["advantage_square"] > 0 and kept:
             scale = tokens / kept
-            distance = scale**2 * left["change_square"] - 2 * scale * left["change"] + log["advantage_square"]
+            distance = scale**2 * accepted["change_square"] - 2 * scale * accepted["change"] + log["advantage_square"]
             change = math.sqrt(max(distance, 0.0) / log["advantage_square"])
 
         gain = error = None
         if 0 < kept < tokens:
-            # Single tokens are left out, rather than whole sequences.
+            # The random comparison must reject the same unit: tokens or sequences.
             config = PRESETS_ONCE[name]
             by_token = (config.is_mode == "icepop" and config.weighs_tokens) or any(
                 criterion.scope == "token" for criterion in config.criteria
             )
-            gain = log["k3"] / tokens - left["kept_k3"] / kept
-            error = _random_error(log, left, by_token=by_token)
+            gain = log["k3"] / tokens - accepted["kept_k3"] / kept
+            error = _random_error(log, accepted, by_token=by_token)
         return WhatIf(
             preset=name,
             same_as=SAME_AS[name],
-            rejected_sequences=1 - left["kept_rows"] / rows,
+            rejected_sequences=1 - accepted["kept_rows"] / rows,
             rejected_tokens=1 - kept / tokens,
-            effective_share=left["weight"] ** 2 / (tokens * left["weight_square"]) if kept else 0.0,
+            effective_share=accepted["weight"] ** 2 / (tokens * accepted["weight_square"]) if kept else 0.0,
             gradient_change=change,
             gain=gain,
             gain_error=error,
         )
 
 
-def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_token: bool) -> float:
-    """Standard error of the mean k3 of as many tokens or rows, drawn without replacement."""
-    tokens, kept = log["tokens"], left["kept_tokens"]
+def _random_error(log: Mapping[str, float], accepted: Mapping[str, float], *, by_token: bool) -> float:
+    """Compute the standard error of mean k3, nats, after drawing as many tokens or rows without replacement."""
+    tokens, kept = log["tokens"], accepted["kept_tokens"]
     mean = log["k3"] / tokens
     if by_token:
         variance = max(log["k3_square"] / tokens - mean**2, 0.0)
         return math.sqrt(variance / kept * (1 - kept / tokens))
 
-    # A row adds its k3 beyond the mean of its tokens.
-    rows, chosen = log["rows"], left["kept_rows"]
+    # Variance between rows of Σ k3, after subtracting the log's mean k3 per token.
+    rows, chosen = log["rows"], accepted["kept_rows"]
     beyond = log["row_k3_square"] - 2 * mean * log["row_product"] + mean**2 * log["row_tokens_square"]
     if rows < 2 or not chosen:
         return 0.0
@@ -180,7 +180,7 @@ def _random_error(log: Mapping[str, float], left: Mapping[str, float], *, by_tok
 
 
 def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:
-    """The presets that differ in what they do to a log, and for each the others that do the same."""
+    """Return the presets with distinct effects on a log, and for each the names of its duplicates."""
     alike: dict[object, list[str]] = {}
     configs = {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
     for name, config in configs.items():
@@ -194,23 +194,23 @@ PRESETS_ONCE, SAME_AS = _presets_once()
 
 
 MOST = 10
-"""Tokens that are kept."""
+"""Number of tokens to keep."""
 EACH, CARRY = 0.05, 0.5
-"""Share of k3 of one token from which it stands out, and of all such tokens from which they carry the mismatch."""
+"""Minimum share of k3 for a single heavy token, and for all heavy tokens together to carry the mismatch."""
 FEW = 1e-3
-"""Share of the tokens up to which they are few."""
+"""Maximum share of tokens that may be heavy."""
 
 
 class HeavyToken(NamedTuple):
-    """One token.
+    """A token with a large part of a log's k3.
 
     Attributes:
-        row: of the log, counted from 0.
-        position: in the response, counted from 0.
-        token_id: of the token; −1 where the log records none.
+        row: row of the log, counted from 0.
+        position: position in the response, counted from 0.
+        token_id: id of the token; −1 if not recorded.
         rollout_log_prob: log μ, nats.
         train_log_prob: log π, nats.
-        share: of the k3 of all tokens.
+        share: share of the log's total k3.
     """
 
     row: int
@@ -223,17 +223,17 @@ class HeavyToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WorstTokens:
-    """The tokens with the largest k3, which merge.
+    """Mergeable list of the tokens with the largest k3.
 
     Attributes:
-        values: (6, n): k3, then the fields of `HeavyToken` up to log π, by falling k3; equal ones in the log's order.
+        values: (6, n): k3, then the fields of `HeavyToken` up to log π, in descending k3; ties in log order.
     """
 
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros((6, 0)))
 
     @classmethod
     def of(cls, ratios: TokenRatios) -> WorstTokens:
-        """Return those of a packed batch."""
+        """Return the worst tokens of a packed batch."""
         k3 = ratios.k3
         least = 0.0 if len(k3) <= MOST else float(np.partition(k3, -MOST)[-MOST])
         token = np.flatnonzero((k3 >= least) & ratios.valid & (k3 > 0))
@@ -246,16 +246,20 @@ class WorstTokens:
         return cls(np.stack([k3[token], ratios.index[row], position, own, rollout, rollout + ratios.d[token]]))
 
     def merge(self, later: WorstTokens) -> WorstTokens:
-        """Return those of both stretches of the log together; `later` comes after."""
+        """Return the worst tokens of both parts of the log; `later` comes after."""
         both = np.concatenate([self.values, later.values], axis=1)
         return WorstTokens(both[:, np.argsort(-both[0], kind="stable")[:MOST]])
 
     def carriers(self, total: float, tokens: int) -> tuple[HeavyToken, ...]:
-        """Return the few tokens that carry the log's k3, the worst first; empty if no few do.
+        """Return the few tokens that carry the log's k3, largest first; empty unless a few tokens do.
 
         Args:
             total: Σ k3 of the log, nats.
-            tokens: its valid tokens.
+            tokens: number of valid tokens in the log.
+
+        Returns:
+            Tokens with at least `EACH` of k3, if together they have at least `CARRY` and are at most `FEW` of all
+            tokens.
         """
         share = self.values[0] / total if total > 0 else self.values[0]
         number = int((share >= EACH).sum())

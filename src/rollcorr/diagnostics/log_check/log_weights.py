@@ -1,8 +1,8 @@
-"""The weights of a log, judged by a null or by its own first steps, and what follows from a cause of some rows.
+"""Judge the weights of a log by a null or by its first steps, and attribute findings to a cause of some rows.
 
-A fault of some rows makes numbers of the whole log wrong, and their course: a shift that begins at a step looks like
-weights that changed there. So the rules judge the other rows of the spread sample by themselves. What they do not find
-there follows from the cause of the rows; a rise that they do find there is that of the other rows.
+A fault of some rows distorts metrics of the entire log and their course: a shift that begins at a step looks like
+changed weights. So the rules also judge the remaining rows of the spread sample. A finding that disappears there
+follows from the cause; a rise that persists there is reported for the remaining rows.
 """
 
 from __future__ import annotations
@@ -36,65 +36,70 @@ def judge_log_weights(
     tally: Tally,
     null: MismatchNull | None,
     null_steps: tuple[int, int] | None,
-    others: OtherRows | None,
+    other_rows: OtherRows | None,
     ages: Mapping[int, Mapping[str, float]],
     *,
     course: Evidence,
     course_of_others: Evidence | None,
 ) -> tuple[MismatchNull | None, WeightJudgment]:
-    """What a null says about the rows that are judged, and the null that was used.
+    """Compare a log with a null, and return the null that was used.
 
     Args:
-        tally: of the log.
-        null: what to compare it with; None for its own first steps.
-        null_steps: of these, those that are known to be right; None for the lowest ones.
-        others: the rows that are left where some certainly hold other values; None where none do.
-        ages: step → mean age of the weights.
-        course: the series of steps, which refutes causes.
-        course_of_others: that of the rows that are left; None where they were not judged.
+        tally: sums of the log.
+        null: null to compare with; default: the first steps of the log.
+        null_steps: first and last step to use as the null instead, known to be correct; default: the lowest steps.
+        other_rows: rows without a certain fault, if a fault of some rows is certain.
+        ages: step → mean age of the weights in versions, by metric name.
+        course: series of steps, which refutes causes.
+        course_of_others: the same for `other_rows`, if they were judged.
+
+    Returns:
+        The null, or None, and the judgment of the weights.
 
     Raises:
-        NullMismatchError: the null is not of the kind of this log.
-        BadInputError: the log has no step of those asked for, or no other.
+        NullMismatchError: the null does not fit this log.
+        BadInputError: the log contains none of the requested steps, or no step outside them.
     """
     courses = course_of_others or course, course
     if null is not None:
         try:
             remarks = null.check_origin(tally.origin, largest_id=tally.profile.ids.largest)
         except NullMismatchError:
-            # Settings that contradict themselves are the answer, and no null could be measured with them.
+            # Contradictory settings are a finding already; no null can be measured with them.
             if not tally.claims:
                 raise
             unused = f"{null.name} was not used: it is of other settings, and those that this log records are a fault"
             judged = judge_weights(tally.profile, None)
             return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
-        judged = _compared(tally, tally.profile, null, others, courses)
+        judged = _compared(tally, tally.profile, null, other_rows, courses)
         return null, replace(judged, remarks=(*remarks, *judged.remarks))
 
-    # Without a null of any kind the token ids alone are asked.
+    # Without any null, only differences by token id can show different weights.
     first = first_steps_null(tally, null_steps)
     if first is None or first.null is None:
-        judged = judge_weights(others.alike().profile if others and others.judgeable else tally.profile, None)
+        judged = judge_weights(
+            other_rows.alike().profile if other_rows and other_rows.judgeable else tally.profile, None
+        )
         if first is None:
             return None, judged
         steps = f"steps {first.steps[0]} to {first.steps[1]} were not used"
         return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {steps}: {first.remark}",))
 
-    # The steps of the null are not judged by themselves. Whoever names the steps has judged them.
+    # Exclude the null's own steps. Steps that the user chose are known to be correct.
     rest, known = tally.profile.without(first.profile), null_steps is not None
-    judged = _compared(tally, rest, first.null, others, courses, leave_out=first.steps, start_is_right=known)
+    judged = _compared(tally, rest, first.null, other_rows, courses, leave_out=first.steps, start_is_right=known)
     judged = replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
     return first.null, judged if known else _of_one_age(judged, first.null, ages)
 
 
 def ordinary(weights: WeightJudgment) -> bool:
-    """Whether a null was used, and the comparison leaves nothing to be explained."""
+    """Return whether a null was used and explains the mismatch."""
     excess = weights.excess
     return excess is not None and excess.ratio < FACTOR and not in_excess(weights)
 
 
 def in_excess(weights: WeightJudgment) -> bool:
-    """Whether the comparison with a null found more than noise."""
+    """Return whether the comparison with a null found more than noise."""
     return any(finding.severity != "note" for finding in weights.findings)
 
 
@@ -102,26 +107,27 @@ def _compared(
     tally: Tally,
     profile: MismatchProfile,
     null: MismatchNull,
-    others: OtherRows | None,
+    other_rows: OtherRows | None,
     courses: tuple[Evidence, Evidence],
     *,
     leave_out: tuple[int, int] | None = None,
     start_is_right: bool = True,
 ) -> WeightJudgment:
-    """By a null; in excess of it, by the other rows, where some certainly hold other values."""
+    """Compare with a null; if in excess and some rows have a certain fault, judge the remaining rows instead."""
     of_others, of_all = courses
     judged = judge_weights(
         profile, null, sample=tally.sample, leave_out=leave_out, start_is_right=start_is_right, course=of_all
     )
-    if others is None or not in_excess(judged):
+    if other_rows is None or not in_excess(judged):
         return judged
     return (
-        judge_other_rows(null, others, leave_out=leave_out, start_is_right=start_is_right, course=of_others) or judged
+        judge_other_rows(null, other_rows, leave_out=leave_out, start_is_right=start_is_right, course=of_others)
+        or judged
     )
 
 
 def _of_one_age(weights: WeightJudgment, used: MismatchNull, ages: Mapping[int, Mapping[str, float]]) -> WeightJudgment:
-    """What the first steps tell of a log that is as they are: nothing, where their weights are of several ages."""
+    """Return the judgment; "not judged" if the log matches first steps whose weights have several ages."""
     mixed = ages_in_words(ages[step][AGE] for step in sorted(ages)[:FIRST_STEPS])
     if weights.findings or not mixed:
         return weights
@@ -131,37 +137,40 @@ def _of_one_age(weights: WeightJudgment, used: MismatchNull, ages: Mapping[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class RestVerdict:
-    """What the rules find in the other rows.
+    """Findings of the rules on the rows that a cause does not concern.
 
     Attributes:
-        zeros_from: the code of the finding that zeros follow from which one side contradicts; None without any.
-        others: the other rows.
-        evidence: their metrics over the steps; None where they are too few to be judged.
+        zeros_from: code of the finding that explains zeros which one side contradicts, or None.
+        other_rows: the remaining rows.
+        evidence: their metrics over the steps; None if there are not enough rows.
     """
 
     zeros_from: str | None
-    others: OtherRows
+    other_rows: OtherRows
     evidence: Evidence | None
 
     @cached_property
     def findings(self) -> tuple[Finding, ...] | None:
-        """The rules' findings on the other rows; None where they are too few to be judged."""
+        """Return the rules' findings on the remaining rows; None if there are not enough rows."""
         return None if self.evidence is None else measured_findings(self.evidence)
 
     @property
     def ordinary(self) -> bool:
-        """Whether the rules find nothing wrong with the mismatch of the other rows."""
+        """Return whether the rules accept the mismatch of the remaining rows."""
         return self.findings is not None and not any(
             finding.severity != "note" and measures(finding) for finding in self.findings
         )
 
     def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
-        """Findings about all rows: what the other rows do not show follows from the cause, unless it has another one.
+        """Attribute findings about all rows: a finding that the remaining rows do not show follows from the cause.
 
         Args:
-            findings: about all rows.
-            with_rises: if there is a lasting rise, those that the other rows show come first, each in place of that of
-                all rows.
+            findings: findings about all rows.
+            with_rises: if there is a lasting rise, put rises of the remaining rows first, each replacing the same rise
+                of all rows.
+
+        Returns:
+            The findings, with the cause in `follows_from`.
         """
         found = [self._attributed(finding) for finding in findings]
         rises = self._rises if with_rises and any(map(is_rise, found)) else ()
@@ -170,7 +179,7 @@ class RestVerdict:
 
     @cached_property
     def _rises(self) -> tuple[Finding, ...]:
-        """The lasting rises that the other rows show by themselves."""
+        """Return the lasting rises of the remaining rows."""
         return tuple(
             replace(finding, title=f"in the other rows {finding.title}", follows_from=None)
             for finding in self.findings or ()
@@ -183,10 +192,10 @@ class RestVerdict:
         measured = measures(finding) or is_rise(finding)
         if self.findings is None or not measured or self._shows(finding, self.findings):
             return finding
-        return replace(finding, follows_from=self.others.cause.code)
+        return replace(finding, follows_from=self.other_rows.cause.code)
 
     def _shows(self, finding: Finding, of_others: Sequence[Finding]) -> bool:
-        """Whether the other rows show it too. A rise that they do show has a finding of its own."""
+        """Return whether the remaining rows show the finding as well; their rises are separate findings."""
         if is_rise(finding):
             return finding.first_step is None or (not self._rises and self._rises_since(finding.first_step))
         return any(
@@ -196,24 +205,23 @@ class RestVerdict:
         )
 
     def _rises_since(self, onset: int) -> bool:
-        """Whether k3 of the other rows has risen since a step by more than a metric may rise.
+        """Return whether k3 of the remaining rows has risen since a step by more than a metric may rise.
 
-        Few rows show no course to a rule, so what lies before the step and after it is also compared.
+        A rule detects no course in few rows, so compare k3 before and after the step.
         """
-        steps = sorted({row.step for row in self.others.rows.values() if row.step is not None})
+        steps = sorted({row.step for row in self.other_rows.rows.values() if row.step is not None})
         before = [step for step in steps if step < onset] or steps[:FIRST_STEPS]
         early, late = (
-            profile_of({index: row for index, row in self.others.rows.items() if (row.step in before) == early}).k3
+            profile_of({index: row for index, row in self.other_rows.rows.items() if (row.step in before) == early}).k3
             for early in (True, False)
         )
         return bool(late > RISE_FACTOR * early)
 
 
 def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
-    """Code of the finding that zeros follow from which one side contradicts, where no other ones are left.
+    """Return the code that explains zeros which one side contradicts, if no unexplained zeros remain.
 
-    A row that is shifted, with a pad in place of the value that is missing, has a zero at its end; and where a token is
-    certain, its zero stands at the wrong one.
+    A shifted row that is padded at its end has a zero there. A certain token's zero then stands at a neighboring token.
     """
     if provenance.zeros_left != 0:
         return None
@@ -222,47 +230,51 @@ def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
     return next((code for code in filled if provenance.finding(code) is not None), of_rows)
 
 
-def noise_of_log(null: MismatchNull | None, others: OtherRows | None) -> Noise | None:
-    """The noise of a token by the null of a log, which is not known to be right; else that of its other rows.
+def noise_of_log(null: MismatchNull | None, other_rows: OtherRows | None) -> Noise | None:
+    """Return the noise of a token, from the null if there is one, else from the remaining rows.
 
-    None without both: what a log shows is noise only where its values are the log-probs of their tokens.
+    Without both, return None: only values that are the log-probs of their tokens show noise. The null is not known to
+    be correct.
     """
     if null is not None:
         return noise_of(null, is_null=False)
-    if others is None or not others.judgeable:
+    if other_rows is None or not other_rows.judgeable:
         return None
-    sigma = others.alike().profile.std
+    sigma = other_rows.alike().profile.std
     return Noise(sigma=sigma, source="as observed in the other rows; the noise itself was not judged")
 
 
 def judge_rest(
-    others: OtherRows,
+    other_rows: OtherRows,
     provenance: Provenance,
     config: RolloutCorrectionConfig,
     *,
     ages: Mapping[int, Mapping[str, float]],
 ) -> RestVerdict:
-    """Judge the rows that a cause of some rows leaves.
+    """Judge the rows that a cause of some rows does not concern.
 
     Args:
-        others: the other rows of the spread sample.
-        provenance: the estimate of that sample.
-        config: what is measured.
-        ages: step → the metric of the recorded age of its weights, where that is known.
+        other_rows: remaining rows of the spread sample.
+        provenance: estimate from that sample.
+        config: configuration to measure.
+        ages: step → mean age of its weights, by metric name, if recorded.
+
+    Returns:
+        The verdict, without evidence if there are not enough rows.
     """
-    others = others.alike()
+    other_rows = other_rows.alike()
     evidence = None
-    if others.judgeable:
-        # A check counts what is missing and goes on.
+    if other_rows.judgeable:
+        # A check counts missing values and continues.
         config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
-        measured = metrics_of_parts(_parts(others.rows, config), others.profile, ages)
+        measured = metrics_of_parts(_parts(other_rows.rows, config), other_rows.profile, ages)
         evidence = evidence_of(measured.whole, config, series=measured.history)
-    zeros_from = _zeros_from(provenance, others.cause)
-    return RestVerdict(zeros_from=zeros_from, others=others, evidence=evidence)
+    zeros_from = _zeros_from(provenance, other_rows.cause)
+    return RestVerdict(zeros_from=zeros_from, other_rows=other_rows, evidence=evidence)
 
 
 def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:
-    """What some rows show, step by step."""
+    """Compute the sums of some rows by step."""
     of_step: dict[int | None, list[SampleRow]] = {}
     for row in rows.values():
         of_step.setdefault(row.step, []).append(row)
@@ -270,7 +282,7 @@ def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> di
 
 
 def _part(rows: Sequence[SampleRow], config: RolloutCorrectionConfig) -> Part:
-    """What the rows of one step show; a sentinel is missing, as in the tally of the log."""
+    """Compute the sums of the rows of one step; a sentinel counts as missing, as in the log's tally."""
     mask = torch.cat([row.mask.bool() for row in rows])
     sides = (torch.cat([row.train for row in rows]), torch.cat([row.rollout for row in rows]))
     train, rollout = map(without_sentinels, sides)

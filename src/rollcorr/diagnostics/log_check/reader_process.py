@@ -1,10 +1,10 @@
-"""A process that reads some shards of a log for another one, and sends what it has read through a pipe.
+"""Reader process: reads some shards of a log for its parent, and sends each tally through a pipe.
 
-The pipe is all that the two share, so that nothing stays in the system when they are killed: no semaphore, no shared
-memory. Messages are pickled here, because the pipe's own pickling would send tensors as shared files. A full pipe
-makes the reader wait, so it is at most one shard ahead.
+The pipe is the only shared resource, so killed processes leak neither semaphores nor shared memory. Messages are
+pickled here, because the pipe's own pickling sends tensors as shared files. A full pipe blocks the reader, so it stays
+at most one shard ahead.
 
-Nothing heavy is imported at the top: a new process can notice its parent's death only after the imports.
+Heavy modules are imported late: a new process notices its parent's death only after its imports.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import sys
 from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1
-"""Of `prctl`, Linux: the signal that a process gets when its parent dies."""
+"""`prctl` option (Linux): signal that a process receives when its parent dies."""
 
 
 def serve(pipe: Connection, *, parent: int | None) -> None:
-    """Receive a measurement and shards, and send the tally of each shard, or the error that ends the work.
+    """Receive a measurement and shards; send the tally of each shard, or the error that ends the work.
 
     Args:
-        pipe: to the parent.
-        parent: number of the parent's process, if its main thread started this one: then the system ends this process
-            with it, where it can (Linux). With another thread the system would not wait for the end of the process.
+        pipe: connection to the parent.
+        parent: process id of the parent, if its main thread started this process: Linux then kills this process when
+            the parent dies. Started by a different thread, the process would be killed when that thread ends.
     """
     if parent is not None:
         _end_with(parent)
 
-    # The end of the pipe is the end of the parent.
+    # A closed pipe means that the parent has ended.
     with contextlib.suppress(EOFError, OSError):
         measurement, shards = pickle.loads(pipe.recv_bytes())
         import torch
@@ -40,13 +40,13 @@ def serve(pipe: Connection, *, parent: int | None) -> None:
         for shard in shards:
             try:
                 answer = measurement.of_shard(shard, lambda rows: None)
-            except Exception as error:  # the parent raises whatever it is
+            except Exception as error:  # sent to the parent, which raises it
                 answer = _portable(error)
             pipe.send_bytes(pickle.dumps(answer))
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same where it cannot be sent."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -60,5 +60,5 @@ def _end_with(parent: int) -> None:
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before this process could ask
+    if os.getppid() != parent:  # the parent died before `prctl` took effect
         os._exit(0)

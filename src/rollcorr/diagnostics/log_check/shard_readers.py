@@ -1,8 +1,7 @@
-"""Who reads the shards of a log: this process, several processes, or a Ray cluster.
+"""Read the shards of a log in this process, in several processes, or on a Ray cluster.
 
-Each function yields the tallies of the shards in the order of the log, whichever was finished first. So what is merged
-from them is the same everywhere. After Ctrl-C this process keeps what it has read of a shard; other readers keep whole
-shards.
+Each function yields tallies in log order, whichever shard finishes first, so the merged result is the same everywhere.
+After Ctrl-C this process keeps the rows it has read of a shard; remote readers keep only complete shards.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ from rollcorr.rollout_log import Shard
 OnRows = Callable[[int], None]
 
 AHEAD = 4
-"""Shards handed out per processor of a cluster."""
+"""Shards submitted ahead per processor of a cluster."""
 
 
 def read_shards(
     measurement: Measurement, shards: Sequence[Shard], on_rows: OnRows, *, workers: int = 1, ray: str | None = None
 ) -> Iterator[Tally]:
-    """The tally of each shard, in the order of the log, until a KeyboardInterrupt.
+    """Yield the tally of each shard in log order, until a KeyboardInterrupt.
 
     Args:
-        measurement: what is measured, and how.
+        measurement: what to measure in each shard.
         shards: consecutive shards of a log.
-        on_rows: called now and then, with the rows read since the last time.
-        workers: processes that read; 1 is this one.
+        on_rows: progress callback: receives the rows read since the last call.
+        workers: number of reader processes; the default 1 reads in this process.
         ray: address of a Ray cluster that reads instead.
+
+    Yields:
+        One tally per shard; an interrupted tally is the last one.
     """
     workers = min(workers, len(shards))
     if ray is None and workers <= 1:
@@ -50,7 +52,7 @@ def read_shards(
                 return
         return
 
-    # The rows of a shard are reported once its tally is merged: an interrupt then loses none of them.
+    # Report the rows of a shard only after its tally is merged, so that an interrupt loses no reported row.
     elsewhere = (
         read_on_ray(measurement, shards, address=ray) if ray else read_in_processes(measurement, shards, workers)
     )
@@ -61,15 +63,14 @@ def read_shards(
 
 
 def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers: int) -> Generator[Tally, None, None]:
-    """Read the shards in new processes, which take turns.
+    """Read the shards in spawned processes, in round-robin order.
 
-    A pool of the standard library would need semaphores, which have names in the system and stay there when all its
-    processes are killed.
+    A standard-library pool needs named semaphores, which leak when all its processes are killed.
 
     Raises:
         ChildProcessError: a worker was killed.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads in the middle of something
+    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads mid-operation
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
     readers: list[tuple[Connection, BaseProcess]] = []
     try:
@@ -81,11 +82,11 @@ def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers
                 try:
                     reader.start()
                 finally:
-                    there.close()  # or this process would never see the end of the pipe
-                with contextlib.suppress(OSError):  # a reader that is gone is noticed below
+                    there.close()  # or this process never receives EOF
+                with contextlib.suppress(OSError):  # a dead reader is detected below
                     here.send_bytes(pickle.dumps((measurement, shards[number::workers])))
 
-        # Each reader has every n-th shard, so its next answer is that of the next shard.
+        # Each reader has every n-th shard, so asking the readers in turn keeps log order.
         for number in range(len(shards)):
             yield _answer(readers[number % workers][0], workers)
     finally:
@@ -98,7 +99,7 @@ def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers
 
 
 def _answer(pipe: Connection, workers: int) -> Tally:
-    """The next tally of a reader; raises what the reader raised."""
+    """Return the next tally of a reader; raise the error that it sent."""
     try:
         answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError) as error:
@@ -115,16 +116,16 @@ def _answer(pipe: Connection, workers: int) -> Tally:
 def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: str) -> Generator[Tally, None, None]:
     """Read the shards as tasks of a Ray cluster.
 
-    A cluster that this process is connected to already is used, and left as it is.
+    An existing connection to a cluster is reused and stays open.
 
     Args:
-        measurement: how.
-        shards: their files must be found under the same names on every node, which must have this package.
+        measurement: what to measure in each shard.
+        shards: shards whose files every node can open under the same path; every node needs this package.
         address: "local" starts a cluster on this machine, "auto" finds the running one, or "ray://host:port".
 
     Raises:
         ImportError: Ray is not installed.
-        ConnectionError: there is no cluster at the address.
+        ConnectionError: no cluster at the address.
         ChildProcessError: Ray lost a task.
     """
     try:
@@ -158,8 +159,8 @@ def _read_elsewhere(measurement: Measurement, shard: Shard) -> Tally:
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Ignore Ctrl-C: processes that are started meanwhile ignore it for good, which leaves it to this process."""
-    # Python hears of signals in its main thread only; elsewhere nothing changes.
+    """Ignore Ctrl-C; processes started meanwhile inherit this, so only this process handles it."""
+    # Python handles signals only in the main thread; do not change them elsewhere.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -176,7 +177,7 @@ def _ray_connection(ray: ModuleType, address: str) -> Iterator[None]:
         yield
         return
     options = {}
-    if address == "local":  # a cluster of this command's own: nothing to look at, and nothing to report to anybody
+    if address == "local":  # a private cluster needs no dashboard and no usage report
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options["include_dashboard"] = False
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)

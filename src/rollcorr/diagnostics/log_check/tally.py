@@ -1,7 +1,7 @@
-"""What a stretch of a rollout log shows, as sums that merge: the work of `rollcorr check`, a batch at a time.
+"""Compute mergeable sums over parts of a rollout log, one batch at a time, for `rollcorr check`.
 
-Everything in a `Tally` merges exactly, so shards may be read by any process in any order. Merged in the order of the
-log, they give the same numbers to the last bit.
+All fields of a `Tally` merge exactly, so any process may read any shard in any order. Merging in log order returns
+bit-identical numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Key = TypeVar("Key")
 Sums = TypeVar("Sums")
 
 FIRST_STEPS = 5
-"""Steps at the start of a log that serve as its null when no other is given."""
+"""Number of steps at the start of a log that serve as its default null."""
 COLUMNS = (
     "step",
     "response_mask",
@@ -60,23 +60,23 @@ COLUMNS = (
     "engine_version",
     "model",
 )
-"""The columns of the log that are read."""
+"""Columns of the log to read."""
 KEPT_COLUMNS = ("kept_ids", "kept_offsets")
-"""Those that are read besides where the log has kept sets."""
+"""Additional columns to read if the log contains kept sets."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What was seen of one step.
+    """Sums over the rows of one step.
 
     Attributes:
-        statistics: the correction's.
-        zeros: valid tokens with a log-prob of exactly 0.
-        contradicted: those of them that the other side contradicts (`CONTRADICTION`).
-        positive: valid tokens with a log-prob above 0.
-        rewards: sequences with a reward.
-        reward: their sum.
-        ids: d by token id, for few ids; empty where no ids are recorded.
+        statistics: sums of the correction.
+        zeros: number of valid tokens with a log-prob of exactly 0.
+        contradicted: number of these zeros that the other side contradicts (`CONTRADICTION`).
+        positive: number of valid tokens with a log-prob above 0.
+        rewards: number of sequences with a reward.
+        reward: sum of these rewards.
+        ids: sums of d by folded token id; empty without recorded ids.
     """
 
     statistics: Statistics
@@ -90,27 +90,27 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """What was seen so far.
+    """Sums over part of a log.
 
     Attributes:
-        parts: step → what was seen of it, in the order of appearance; None where no step is recorded.
-        findings: those of the log's validation, one for each code and column.
+        parts: step → sums over its rows, in order of appearance; key None if no step is recorded.
+        findings: validation findings, one for each code and column.
         sample: sequences for the estimate of provenance.
-        claims: reason → finding, where the recorded settings say that the log-probs are not those of what was sampled.
-        rows: rows read.
-        interrupted: reading stopped before the end.
-        unreadable: what could not be read, a sentence for each shard.
-        profile: the mismatch of all rows.
-        first: step → the mismatch of its rows, for the lowest `FIRST_STEPS` steps; or, where the measurement names the
-            steps of the null, one entry for all of them.
-        first_samples: the same steps → sequences of theirs, so that they can be judged alone.
-        origin: the engines, models and settings that are recorded.
-        versions: the mismatch by step and version of the weights, where both are recorded.
-        routing: the mismatch by whether the routing of experts differs, where that is recorded.
-        presets: what each preset would do, where that was asked for.
-        candidates: what each correction to choose would do, where that was asked for.
-        worst: the tokens with the largest k3.
-        pictures: denoising steps, where the log is of pictures.
+        claims: reason → finding, for recorded settings whose log-probs differ from the sampled distribution.
+        rows: number of rows read.
+        interrupted: True if reading stopped before the end.
+        unreadable: one sentence for each unreadable shard.
+        profile: mismatch of all rows.
+        first: step → mismatch of its rows, for the lowest `FIRST_STEPS` steps; a single entry for all null steps if the
+            measurement names them.
+        first_samples: the same steps → sample of their sequences, to judge them separately.
+        origin: recorded engines, models and settings.
+        versions: mismatch by step and version of the weights, if both are recorded.
+        routing: mismatch by difference in expert routing, if recorded.
+        presets: effect of each preset, if requested.
+        candidates: effect of each correction that `advise` chooses from, if requested.
+        worst: tokens with the largest k3.
+        pictures: denoising steps, if the log contains pictures.
     """
 
     parts: Mapping[int | None, Part] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Tally:
     pictures: PictureRows = field(default_factory=PictureRows)
 
     def merge(self, later: Tally) -> Tally:
-        """What both show together; `later` comes after in the log."""
+        """Return the sums over both parts of the log; `later` comes after."""
         first = merge_by_key(self.first, later.first, MismatchProfile.merge)
         samples = merge_by_key(self.first_samples, later.first_samples, PairSample.merge)
         return Tally(
@@ -144,7 +144,7 @@ class Tally:
             interrupted=self.interrupted or later.interrupted,
             unreadable=(*self.unreadable, *later.unreadable),
             profile=self.profile.merge(later.profile),
-            # A step that is among the lowest of all was among the lowest of every part, so nothing of it is lost.
+            # The lowest steps of all are among the lowest of every part, so their sums are complete.
             first={step: first[step] for step in sorted(first)[:FIRST_STEPS]},
             first_samples={step: samples[step] for step in sorted(samples)[:FIRST_STEPS]},
             origin=self.origin.merge(later.origin),
@@ -160,12 +160,12 @@ class Tally:
 def merge_by_key(
     own: Mapping[Key, Sums], later: Mapping[Key, Sums], merge: Callable[[Sums, Sums], Sums]
 ) -> dict[Key, Sums]:
-    """Return both mappings as one; what has a key of both is merged."""
+    """Return the union of both mappings; values of common keys are merged."""
     return {**own, **{key: merge(own[key], sums) if key in own else sums for key, sums in later.items()}}
 
 
 def merge_parts(parts: Iterable[Part]) -> Part:
-    """What the parts show together."""
+    """Compute the sums over several parts."""
     parts = list(parts)
     return Part(
         merge_statistics(part.statistics for part in parts),
@@ -180,20 +180,20 @@ def merge_parts(parts: Iterable[Part]) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """How a shard is measured: the same for all of them, wherever they are read.
+    """Settings of a pass over a log, equal for all shards and reader processes.
 
     Attributes:
-        config: what is measured.
-        train_column: where π is.
-        batch_size: most rows in memory at once.
-        kept: whether the log has kept sets, to be checked.
-        null_steps: first and last step of those that serve as the null; None for the lowest ones.
-        keep_going: a shard that cannot be read to its end counts as far as it was read.
-        denoising: whether its tokens are denoising steps.
-        timesteps: their timestep values, to break the mismatch down by.
-        with_exact_kl: whether the log records what the exact KL needs.
-        what_if: whether every preset is measured too.
-        candidates: whether the corrections that `advise` chooses among are measured too.
+        config: configuration to measure.
+        train_column: column that contains log π.
+        batch_size: maximum number of rows in memory.
+        kept: True to validate the log's kept sets.
+        null_steps: first and last step that serve as the null; default: the lowest steps.
+        keep_going: count an unreadable shard up to its first error.
+        denoising: True if the tokens are denoising steps.
+        timesteps: timesteps of the breakdown.
+        with_exact_kl: True if the log contains the columns of the exact KL.
+        what_if: also measure every preset.
+        candidates: also measure the corrections that `advise` chooses from.
     """
 
     config: RolloutCorrectionConfig
@@ -210,17 +210,17 @@ class Measurement:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of the log that are read."""
+        """Return the columns of the log to read."""
         own = KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising
         return COLUMNS + own + ("advantages",) * (self.what_if or self.candidates)
 
     def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
-        """The tally of a shard, or of its beginning after a KeyboardInterrupt, also one that `on_rows` raises.
+        """Compute the tally of a shard; after a KeyboardInterrupt, of the rows read so far.
 
-        `on_rows` is called before the first batch with 0, then after each one with its rows.
+        `on_rows` is called with 0 before the first batch, then with the rows of each batch. It may raise the interrupt.
 
         Raises:
-            RolloutLogError: the shard cannot be read, and that is not to be passed over.
+            RolloutLogError: the shard cannot be read, without `keep_going`.
         """
         tally = Tally()
         try:
@@ -240,13 +240,16 @@ class Measurement:
         return replace(tally, profile=tally.profile.counted(), first=by_step)
 
     def of_batch(self, batch: RolloutBatch, *, first: int, stride: int = 1, beyond: int | None = None) -> Tally:
-        """The tally of a batch.
+        """Compute the tally of a batch.
 
         Args:
-            batch: some rows of the log.
-            first: the row of the log that is its first one.
-            stride: of the sample so far.
-            beyond: a step after which no step is among the lowest `FIRST_STEPS`, as far as is known.
+            batch: consecutive rows of the log.
+            first: row of the log at which the batch starts.
+            stride: current stride of the sample.
+            beyond: steps after this one are known to be outside the lowest `FIRST_STEPS`.
+
+        Returns:
+            The tally; for denoising steps, without samples and profiles of tokens.
         """
         rollout, train = batch.packed("rollout_log_prob"), batch.packed(self.train_column)
         mask = batch.packed("response_mask")
@@ -258,7 +261,7 @@ class Measurement:
             pictures = PictureRows.of(batch, rollout, train, kl, first=first)
             return Tally(parts=parts, findings=findings, rows=len(batch), origin=Origin.of(batch), pictures=pictures)
 
-        # Ids of some rows only tell nothing of the others.
+        # Ids that only some rows record cannot describe the log.
         recorded = batch.has("response_ids") and not batch.records.column("response_ids").null_count
         ids = batch.packed("response_ids") if recorded else None
         steps = batch.values("step") if batch.has("step") else None
@@ -282,7 +285,7 @@ class Measurement:
         sample = sampled(stride)
         first_samples = {step: sampled(wanted=rows) for step, rows in wanted.items()}
 
-        # An engine's −9999 stands for minus infinity: it is missing, as NaN is. The sample keeps it, as a placeholder.
+        # An engine's −9999 means minus infinity: treat it as missing, like NaN. The sample keeps it as a placeholder.
         rollout, train = (without_sentinels(x) for x in (rollout, train))
         ratios = TokenRatios.of(
             *(x.numpy() for x in (train, rollout, mask, batch.lengths)),
@@ -314,14 +317,14 @@ class Measurement:
         )
 
     def of_batches(self, batches: Iterable[RolloutBatch]) -> Tally:
-        """The tally of consecutive batches in memory."""
+        """Compute the tally of consecutive batches in memory."""
         tally = Tally()
         for batch in batches:
             tally = tally.merge(self.of_batch(batch, first=tally.rows, stride=tally.sample.stride))
         return tally
 
     def _wanted_first(self, steps: Tensor, beyond: int | None) -> dict[int, Tensor]:
-        """The steps of a batch that may serve as the null, each with its rows (B,); as in `Tally.first`."""
+        """Return the batch's steps that may serve as the null, with their rows, (B,) bool; keys as in `Tally.first`."""
         if self.null_steps is not None:
             lowest, highest = self.null_steps
             rows = (steps >= lowest) & (steps <= highest)
@@ -337,7 +340,7 @@ class Measurement:
         mask: Tensor,
         ratios: TokenRatios | None,
     ) -> Iterator[tuple[int | None, Part]]:
-        """What was seen of each step; without `ratios` the tokens are denoising steps."""
+        """Yield the sums of each step; without `ratios` the tokens are denoising steps."""
         rewards = batch.values("reward") if batch.has("reward") else rollout.new_full((len(batch),), torch.nan)
         of_steps: list[tuple[int | None, Tensor]] = [(None, torch.ones(len(batch), dtype=torch.bool, device="cpu"))]
         if batch.has("step"):
@@ -352,7 +355,7 @@ class Measurement:
                 yield step, Part(statistics, 0, 0, 0, *_rewards(rewards[rows]), ids=TokenSums.empty(STEP_IDS))
                 continue
 
-            # The rows of a step need not lie together, so they are packed anew; mostly a batch is of one step.
+            # Repack the rows of a step, which may be scattered; usually a batch contains one step and needs no copy.
             own, of_step = (train, rollout, mask), ratios
             if not bool(rows.all()):
                 tokens = rows.repeat_interleave(batch.lengths)
@@ -364,8 +367,8 @@ class Measurement:
 def _first_profiles(
     wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios
 ) -> dict[int, MismatchProfile]:
-    """The profiles of the steps that may serve as the null; `profile` is that of the whole batch."""
-    # Mostly a batch is of one step, and its profile is there already.
+    """Compute the profiles of the steps that may serve as the null; `profile` is of the entire batch."""
+    # Usually a batch contains one step: reuse its profile.
     return {
         step: (profile if rows.all() else MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))).folded(FIRST_IDS)
         for step, rows in wanted.items()
@@ -373,7 +376,7 @@ def _first_profiles(
 
 
 def _rewards(rewards: Tensor) -> tuple[int, float]:
-    """Sequences with a reward, and their sum."""
+    """Return the number of sequences with a reward, and the sum of rewards."""
     return int((~rewards.isnan()).sum()), float(rewards.nansum())
 
 
@@ -385,7 +388,11 @@ def part_of(
     rewards: Tensor,
     config: RolloutCorrectionConfig,
 ) -> Part:
-    """What some rows show by a configuration; `ratios` are those of their packed log-probs."""
+    """Compute the sums of some rows under a configuration; `ratios` contains the ratios of their packed log-probs.
+
+    Raises:
+        ValueError: the configuration computes no statistics.
+    """
     lengths = torch.from_numpy(ratios.lengths)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     statistics = correct(train, rollout, mask, config, cu_seqlens=cu_seqlens, densities=True).statistics
@@ -400,13 +407,13 @@ def part_of(
 
 
 def without_sentinels(log_prob: Tensor) -> Tensor:
-    """Log-probs with NaN in place of −9999, in the same memory."""
+    """Replace −9999 with NaN in place, and return the log-probs."""
     sentinels = log_prob == JSON_MINUS_INFINITY
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
 
 
 def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
-    """k3 by step and version of a batch; empty unless every row records both, and its spans tile its tokens."""
+    """Compute k3 by step and version; empty unless every row records both and its spans cover its tokens."""
     spans = version_spans(batch)
     if spans is None:
         return VersionCells()
@@ -415,9 +422,9 @@ def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
 
 
 def version_spans(batch: RolloutBatch) -> tuple[Counts, Counts, Counts] | None:
-    """Return the step, the version of the weights and the tokens of each span, (spans,).
+    """Return the step, the version of the weights and the number of tokens of each span, (spans,) each.
 
-    None unless every row records both, and its spans tile its tokens.
+    Returns None unless every row records both and its spans cover its tokens.
     """
     if not (batch.has("policy_versions") and batch.has("step")):
         return None
@@ -430,7 +437,7 @@ def version_spans(batch: RolloutBatch) -> tuple[Counts, Counts, Counts] | None:
 
 
 def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
-    """The ids of each prompt, where they are recorded."""
+    """Return the token ids of each prompt, if recorded."""
     if not batch.has("prompt_ids"):
         return None
     ids, lengths, _ = ragged(batch.records.column("prompt_ids"))
@@ -438,11 +445,11 @@ def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
 
 
 def _claims(batch: RolloutBatch) -> dict[str, Finding]:
-    """Reason → finding, where the recorded settings say that the log-probs are not those of what was sampled."""
+    """Return reason → finding, for recorded settings whose log-probs differ from the sampled distribution."""
     if not batch.has("sampling"):
         return {}
     engines = batch.objects("engine") if batch.has("engine") else [None] * len(batch)
-    settings = dict.fromkeys(  # each once, in the order of the rows
+    settings = dict.fromkeys(  # distinct, in row order
         (*((name, value) for name, value in row.items() if value is not None), ("engine", engine))
         for row, engine in zip(batch.objects("sampling"), engines, strict=True)
         if row
@@ -451,7 +458,7 @@ def _claims(batch: RolloutBatch) -> dict[str, Finding]:
     for row in settings:
         try:
             spec = SamplingSpec(**dict(row))
-        except (TypeError, ValueError):  # settings of another framework, outside these limits
+        except (TypeError, ValueError):  # unknown settings of a different framework
             continue
         with_itself = compare(spec, spec)
         if with_itself.verdict == "different":

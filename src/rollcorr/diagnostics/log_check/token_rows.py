@@ -1,6 +1,6 @@
-"""The tokens of a page: rows of rollout logs with the largest k3 and a sample of the others, packed for its script.
+"""Tokens of a page: the rows of rollout logs with the largest k3 and a random sample, packed for the page's script.
 
-One pass over a log keeps a bounded number of rows, and sums distributions and breakdowns over all of them.
+One pass over a log keeps a bounded number of rows, and computes histograms and breakdowns over all rows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
 from rollcorr.rollout_log.reader import Paths
 
 MOST_SEQUENCES, MOST_TOKENS = 10_000, 1_250_000
-"""Sequences and tokens of a page."""
+"""Maximum number of sequences and tokens in a page."""
 RULE = (
     f"Above {MOST_SEQUENCES:,} sequences or {MOST_TOKENS:,} tokens, half of the place goes to the sequences with the "
     "largest k3, and half to a random sample of the others."
 )
 MASKED, KEPT, REJECTED, TRUNCATED = 0, 1, 2, 3
 MOST_PICTURES = 3_000_000
-"""Characters of decoded predictions of a page."""
+"""Maximum number of characters of decoded predictions in a page."""
 BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 COLUMNS = (
     *("step", "reward", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "policy_versions"),
     *DENOISING_COLUMNS,
 )
 PROMPT_IDS = 64
-"""Last token ids of a prompt that the page shows."""
+"""Number of final prompt token ids that the page shows."""
 
 D_EDGES = np.concatenate([-np.logspace(1.5, -4, 34), np.logspace(-4, 1.5, 34)])
 WEIGHT_EDGES = np.logspace(-3, 3, 49)
@@ -52,11 +52,11 @@ BREAKDOWNS: Mapping[str, NDArray[np.float64]] = {
     "turn": np.arange(16.0),
     "version lag": np.arange(16.0),
 }
-"""What the mismatch is broken down by → the lower edges of its bins; the last bin has no upper edge."""
+"""Variable of the breakdown → lower edges of its bins; the last bin has no upper edge."""
 
 
 class TokenRow(NamedTuple):
-    """A sequence that the page shows: the place in the log, what it weighs, and its tokens."""
+    """A sequence for the page: its position in the log, its sums, and its tokens."""
 
     place: int
     step: int
@@ -67,25 +67,25 @@ class TokenRow(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """Return a pseudo-random number, the same in each run: rows with the lowest ones are the sample."""
+        """Return a deterministic pseudo-random number; the sample keeps the rows with the lowest ones."""
         return (self.place * 2654435761 + 12345) % (1 << 32)
 
 
 @dataclass
 class TokenRows:
-    """What a pass over a log keeps.
+    """Rows and sums of a pass over a log.
 
     Attributes:
-        rows: the sequences that the page shows.
+        rows: sequences to show.
         files: (name, rows, first row) of the parts of the log, in order.
-        config: the correction whose weights and rejections are shown.
-        sequences: of the log.
-        tokens: of the log.
-        kl: Σ k3 over all tokens that count, nats; of denoising steps, Σ exact KL, or Σ |J| where it is not recorded.
+        config: correction of which the weights and rejections are shown.
+        sequences: number of sequences in the log.
+        tokens: number of valid tokens in the log.
+        kl: Σ k3 over all valid tokens, nats. For denoising steps, Σ exact KL, or Σ |J| if the KL is not recorded.
         breakdowns: name → (5, bins): tokens, their Σ k3, kept tokens, their Σ k3 and Σ weight.
         histograms: name → (2, bins) counts, raw and applied.
-        diffusion: the tokens are denoising steps.
-        pictures: place in the log → the row's Σ exact KL and its decoded predictions, the largest KL first.
+        diffusion: True if the tokens are denoising steps.
+        pictures: position in the log → the row's Σ exact KL and its decoded predictions; the largest KL first.
     """
 
     rows: list[TokenRow] = field(default_factory=list)
@@ -100,7 +100,7 @@ class TokenRows:
     pictures: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def prune(self, share: float = 1.0) -> None:
-        """Keep what fits into a share of the page's limits, by `RULE`; of pictures, the largest KL."""
+        """Drop rows beyond a share of the page's limits by `RULE`, and pictures with the smallest KL."""
         by_kl = sorted(self.pictures.items(), key=lambda item: -item[1][0])
         ends = np.cumsum([len(picture) for _, (_, picture) in by_kl])
         self.pictures = dict(by_kl[: int(np.searchsorted(ends, MOST_PICTURES * share, side="right"))])
@@ -114,13 +114,13 @@ class TokenRows:
 
 
 def _fitting(rows: Sequence[TokenRow], sequences: float, tokens: float) -> list[TokenRow]:
-    """Return the first rows that fit; at least one, if there is place for a sequence."""
+    """Return the longest prefix of rows within the limits; at least one row if `sequences` ≥ 1."""
     ends = np.cumsum([len(row.tokens) for row in rows]) if rows else np.zeros(0)
     return list(rows[: min(int(sequences), max(1, int(np.searchsorted(ends, tokens, side="right"))))])
 
 
 TOKEN = np.dtype([(name, "f4") for name in ("mu", "d", "weight", "kl", "time")] + [("state", "u1"), ("id", "i4")])
-"""What is kept of a token: log μ, log π − log μ (of a denoising step, J), and the weight that the loss applies."""
+"""Fields of a token: log μ, log π − log μ (for a denoising step, J), and the weight that the loss applies."""
 
 
 def read_tokens(
@@ -131,14 +131,17 @@ def read_tokens(
     share: float = 1.0,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> TokenRows:
-    """Read what a page shows of rollout logs, in memory bounded by the page and a batch.
+    """Read the tokens that a page shows, in memory bounded by the page and a batch.
 
     Args:
-        paths: files, folders or patterns.
-        config: the correction, whose weights and rejections are shown; None shows weights of 1.
-        text: keep token ids and prompts; without them, the page does not reveal what was sampled.
-        share: of the page's limits; the runs of a page share them.
-        on_rows: called with the rows read since the last call, and the rows of the log.
+        paths: files, folders or glob patterns.
+        config: correction whose weights and rejections to show; None shows weights of 1.
+        text: include token ids and prompts. Without them, the page does not reveal the sampled text.
+        share: share of the page's limits, if several runs share a page; default: all of it.
+        on_rows: progress callback: receives the rows read since the last call, and the total rows of the log.
+
+    Returns:
+        The rows to show and the sums over all rows.
 
     Raises:
         RolloutLogError: a log cannot be read, or lacks the log-probs of a side.
@@ -160,18 +163,18 @@ def read_tokens(
 
 
 def _add(found: TokenRows, batch: RolloutBatch, config: RolloutCorrectionConfig | None, *, text: bool) -> None:
-    """Add a batch: its sums, and its rows."""
+    """Add the sums and the rows of a batch."""
     column = next((name for name in ("old_log_prob", "log_prob") if batch.has(name)), "old_log_prob")
     rollout, train = (_log_prob(batch, name) for name in ("rollout_log_prob", column))
     mask, lengths = batch.packed("response_mask"), batch.lengths
     found.diffusion = batch.has("dimensions")
     if found.diffusion:
-        # Log-probs of pictures are averages over D, so the ratio of a denoising step is D times their difference.
+        # Log-probs of pictures are averages over D, so multiply by D to get joint log-ratios.
         size = batch.values("dimensions").float().repeat_interleave(lengths)
         rollout, train = rollout * size, train * size
     ratios = TokenRatios.of(train.numpy(), rollout.numpy(), mask.numpy(), lengths.numpy())
 
-    # The weights are those that this configuration gives to these rows. A loss without weights weighs each token as 1.
+    # Show the weights that the loss applies; a loss without weights uses 1 for each token.
     weights, kept = torch.ones_like(train), mask
     if config is not None:
         settings = replace(config, nonfinite="reject_token")
@@ -196,13 +199,13 @@ def _add(found: TokenRows, batch: RolloutBatch, config: RolloutCorrectionConfig 
 
 
 def _log_prob(batch: RolloutBatch, column: str) -> Tensor:
-    """Return a column of log-probs with NaN for an engine's −9999; packed, (N,)."""
+    """Return a column of log-probs, (N,) packed nats, with NaN for an engine's −9999."""
     values = batch.packed(column).float()
     return values.masked_fill(values == JSON_MINUS_INFINITY, torch.nan)
 
 
 def _keep_rows(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], *, text: bool) -> None:
-    """Append the rows of a batch; without a step or a reward they hold −1 or NaN."""
+    """Append the rows of a batch; a missing step is −1, a missing reward NaN."""
     count, ends = len(batch), np.cumsum(batch.lengths.numpy())
     steps = batch.values("step").tolist() if batch.has("step") else [-1] * count
     rewards = batch.values("reward").tolist() if batch.has("reward") else [np.nan] * count
@@ -213,10 +216,10 @@ def _keep_rows(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], *, t
         kl = float(part["kl"][np.isfinite(part["d"])].sum())
         prompt = prompts[row] or ()
         prompt = prompt if isinstance(prompt, str) else prompt[-PROMPT_IDS:]
-        own = part.copy()  # a view would keep the whole batch in memory
+        own = part.copy()  # a view would keep the batch in memory
         found.rows.append(TokenRow(found.sequences + row, steps[row], kl, rewards[row], prompt, own))
         picture = pictures[row] or ""
-        if BASE64.fullmatch(picture):  # a log may be untrusted, and the page puts this into an address
+        if BASE64.fullmatch(picture):  # a log may be untrusted, and the page embeds this in a URL
             found.pictures[found.sequences + row] = kl, picture
     found.sequences += count
 
@@ -254,13 +257,13 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
 
 
 def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the turn of each token: how often sampling went on after masked tokens of its row, from 0."""
+    """Return the turn of each token, from 0: the number of times sampling resumed after masked tokens in its row."""
     begins = np.concatenate([[0], (sampled[1:] & ~sampled[:-1]) & (starts[1:] == starts[:-1])]).cumsum()
     return begins - begins[starts]
 
 
 def _lags(batch: RolloutBatch) -> NDArray[np.float64] | None:
-    """Return the training step minus the version of the weights, for each token; None where they are not recorded."""
+    """Return the training step minus the weights' version for each token, (N,); None if they are not recorded."""
     spans = version_spans(batch)
     if spans is None:
         return None
@@ -269,12 +272,15 @@ def _lags(batch: RolloutBatch) -> NDArray[np.float64] | None:
 
 
 def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | None = None) -> dict[str, Any]:
-    """Return the tokens of a run as the page's script reads them.
+    """Return the tokens of a run in the format of the page's script.
 
     Args:
-        found: of `read_tokens`.
-        name: of the run.
-        decode: token id → text; None shows ids.
+        found: result of `read_tokens`.
+        name: name of the run.
+        decode: token id → text; default: show ids.
+
+    Returns:
+        A JSON-compatible dictionary with base64-packed arrays.
     """
     tokens = np.concatenate([row.tokens for row in found.rows]) if found.rows else np.zeros(0, TOKEN)
     ids = np.unique(tokens["id"])
