@@ -16,6 +16,7 @@ from playwright import sync_api
 from run_view import write_run
 
 from rollcorr.cli import app
+from rollcorr.cli.live_page import LivePage
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
 CHROMIUM = shutil.which("chromium")
@@ -91,10 +92,72 @@ def test_the_verdict_leads_to_both_tokens(page):
     assert note.startswith("2 of 56,000 tokens carry ")
     assert note.count("of step 7, position 140: log μ -0.2000, log π -17.50") == 2
     page.select_option("select[title='Which tokens']", "masked")
-    page.click("#heavy a")
+    page.locator("#heavy a").nth(1).click()
     assert "log π -17.50" in facts(page)
-    page.locator(".rows .row").nth(1).click()
+    second = facts(page)
+    assert page.input_value("select[title='Which tokens']") == "all"
+    page.locator("#heavy a").first.click()
     assert "log π -17.50" in facts(page)
+    assert facts(page) != second, "one link for each token"
+
+
+def test_the_heavy_tokens_are_a_warning_of_their_own(page):
+    assert page.locator("#heavy.verdict.warning").count() == 1
+    assert page.evaluate("document.querySelector('#heavy').previousElementSibling.matches('.unhealthy')")
+    color = "getComputedStyle(document.querySelector('{}')).color"
+    assert page.evaluate(color.format("#heavy strong")) != page.evaluate(color.format(".verdict:not(#heavy) strong"))
+
+
+def test_the_heavy_tokens_outlive_a_live_update(browser, tmp_path):
+    run = write_run(tmp_path / "run", sequences=10, length=20)
+    with LivePage([run], port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_function("document.getElementById('live').textContent === 'live · 10 steps'")
+        page.evaluate("document.getElementById('verdict').dataset.old = true")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 11, "rollout_corr/token_count": 20.0, "rollout_corr/k3_kl": 0.1}\n')
+        page.wait_for_selector("#verdict:not([data-old])", timeout=20_000)
+        page.wait_for_function("document.getElementById('live').textContent === 'live · 11 steps'")
+        assert "of 200 tokens carries" in page.inner_text("#verdict #heavy")
+        page.close()
+        server.shutdown()
+
+
+def test_the_table_filters_while_typing_and_sorts(page):
+    page.locator("#viewer input[type=number]").press_sequentially("10")
+    assert found(page) == "2 tokens"
+    page.locator("#viewer input[type=number]").fill("")
+    heads = page.locator(".row.head > *")
+    assert heads.count() == page.locator(".row.head > button").count(), "each heading sorts"
+    for index in range(heads.count()):
+        heads.nth(index).click()
+        assert heads.nth(index).inner_text().startswith("▾")
+    assert "weight" not in page.inner_text(".row.head"), "no weights are configured"
+    assert "Weights are not applied" in page.inner_text(".legend")
+
+
+def test_metrics_are_found_by_a_part(page):
+    search = page.locator("#chart-tools input[type=search]")
+    search.fill("nowhere to be found")
+    search.press("Enter")
+    assert page.inner_text(".said") == "no match for nowhere to be found"
+    search.fill("ONERROR=alert")
+    search.press("Enter")
+    page.wait_for_selector("figcaption b:text('onerror')")
+    assert page.inner_text(".said") == ""
+
+
+def test_a_hover_shifts_no_chart(page):
+    plot = page.locator("#charts .u-over").first
+    plot.scroll_into_view_if_needed()
+    height = page.evaluate("document.documentElement.scrollHeight")
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 60)
+    page.wait_for_timeout(100)
+    assert page.evaluate("document.documentElement.scrollHeight") == height
 
 
 def test_few_nodes_on_load(page):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -53,6 +54,27 @@ def test_a_report_is_one_file_with_every_panel(tmp_path):
     page, _ = page_of(write(tmp_path / "run", 12), tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
     assert page.tags.count("figure") == len((*PANELS, REWARD))
+
+
+def test_empty_charts_become_one_line(tmp_path):
+    run = write(tmp_path / "run", 12, rollout_is_mean=math.nan, rollout_is_eff_sample_size=math.nan)
+    page, _ = page_of(run, tmp_path / "out")
+    assert page.tags.count("figure") == len((*PANELS, REWARD)) - 2
+    assert "Without values: Mean importance weight (no importance weights" in page.text
+
+
+def test_old_weights_name_the_setting_that_keeps_them(tmp_path):
+    steps = [{"step": s, PREFIX + "token_count": 4000.0} for s in range(1, 19)]
+    steps = [step | {PREFIX + "k3_kl": 1e-4 * 1.5 ** step["step"], "engine/staleness": step["step"]} for step in steps]
+    run = write(tmp_path / "run", 1, config="rollout:\n  refresh_every: 1000\n")
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
+    page, data = page_of(run, tmp_path / "out")
+    fix = "lower rollout.refresh_every: it is 1000, so the sampler gets new weights every 1000 steps; else: "
+    assert data.health.warnings[0].fix.startswith(fix)
+    assert f"fix {fix}" in page.text
+    assert "times its start" in data.health.warnings[0].limit
+    assert "first passed the limit at step" in data.health.warnings[0].reason
+    assert page.text.index("Updates that the sampler is behind") < page.text.index("KL(rollout")
 
 
 def test_the_page_asks_nothing_of_the_network(tmp_path):

@@ -131,13 +131,16 @@ def lasting_rise(evidence: Evidence) -> Finding | None:
         cause += "; the recorded age of its weights is 0 throughout, and that may be wrong"
     until = "" if change.ended is None else f"; it was back at its start from step {change.ended} on"
     factor = format_number(change.factor)
+    most, start = FACTOR * change.baseline, f"{format_number(change.baseline)}, the median of the first steps"
+    above = (step for step, value in evidence.series(name) if step >= change.onset and value > most)
     return replace(
         row.finding,
         metric=name,
         title=title.format(onset=change.onset, factor=factor, age=format_number(change.age or 0.0)),
         value=change.value,
-        limit=f"at most {FACTOR:g} times {format_number(change.baseline)}, its start",
-        reason=f"it reached {factor} times its start in {change.lasted} steps{until}; {cause}",
+        limit=f"at most {format_number(most)}, {FACTOR:g} times its start ({start})",
+        reason=f"it rose from step {change.onset} on, first passed the limit at step {next(above, change.found)}, and "
+        f"reached {factor} times its start (a median of 3 steps) in {change.lasted} steps{until}; {cause}",
         fix=fix,
         confirm=confirm,
         severity="note" if change.is_over or negligible else "warning",

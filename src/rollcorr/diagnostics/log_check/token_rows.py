@@ -77,6 +77,8 @@ class TokenRows:
 
     Attributes:
         rows: sequences to show.
+        files: (name, rows, first row) of the parts of the log, in order.
+        config: correction of which the weights and rejections are shown.
         sequences: number of sequences in the log.
         tokens: number of valid tokens in the log.
         kl: Σ k3 over all valid tokens, nats. For denoising steps, Σ exact KL, or Σ |J| if the KL is not recorded.
@@ -87,6 +89,8 @@ class TokenRows:
     """
 
     rows: list[TokenRow] = field(default_factory=list)
+    files: Sequence[tuple[str, int, int]] = ()
+    config: RolloutCorrectionConfig | None = None
     sequences: int = 0
     tokens: int = 0
     kl: float = 0.0
@@ -142,7 +146,8 @@ def read_tokens(
     Raises:
         RolloutLogError: a log cannot be read, or lacks the log-probs of a side.
     """
-    shards, found = log_shards(paths), TokenRows()
+    shards, found = log_shards(paths), TokenRows(config=config)
+    found.files = [(re.split(r"[/\\]", shard.file)[-1], shard.rows, shard.first_row) for shard in shards]
     total = sum(shard.rows for shard in shards)
     columns = (*COLUMNS, *(("prompt", "prompt_ids", "response_ids", "predictions") if text else ()))
     for shard in shards:
@@ -288,6 +293,9 @@ def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | No
     return {
         "run": name,
         "diffusion": found.diffusion,
+        "files": found.files,
+        "applied": found.config is not None and found.config.weights_reach_loss,
+        "config": None if found.config is None else found.config.to_dict(),
         "sequences": found.sequences,
         "shown": len(found.rows),
         "count": found.tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from rollcorr.diagnostics.report.verdict_content import (
     what_if_content,
 )
 
+COLUMNS = 100
+"""Columns of each line that opens a verdict."""
 WORST_HEADINGS = ("row", "position", "id", "log μ", "log π", "share of k3")
 
 
@@ -40,7 +43,7 @@ def show_health(
     content = verdict_content(health)
     style = {"healthy": "green", "unhealthy": "red", "not judged": "yellow"}[health.verdict]
     for line in content.opening:
-        start, colon, rest = escape(line).partition(":")
+        start, colon, rest = escape(textwrap.shorten(line, COLUMNS, placeholder=" …")).partition(":")
         console.print(f"[bold {style}]{start}{colon}[/]{rest}", soft_wrap=True)
     if content.opening:
         console.print(f"[dim]{'  '.join(filter(None, (content.count, escape(subject))))}[/]")

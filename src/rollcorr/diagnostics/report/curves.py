@@ -202,11 +202,22 @@ REWARD = Panel(
 )
 
 
+STALENESS = Panel(
+    name="staleness",
+    title="Updates that the sampler is behind",
+    curves={"engine/staleness": "staleness"},
+    absent="not logged",
+    bounds=(0.0,),
+    see="A line that only rises belongs to a sampler that gets no new weights.",
+)
+
+
 def panels_of(series: Mapping[str, Points], *, diffusion: bool) -> tuple[Panel, ...]:
-    """The panels of a report on tokens, or on denoising steps; of accuracies and old weights, only if there are any."""
-    known = (LAGS, {"k3_kl_per_version"}), (ACCURACY, ACCURACY.curves.keys())
+    """The panels of a report on tokens, or on denoising steps; of old weights and accuracies, only if there are any."""
+    known = (STALENESS, STALENESS.curves.keys()), (LAGS, {"k3_kl_per_version"}), (ACCURACY, ACCURACY.curves.keys())
     measured = tuple(panel for panel, names in known if names & series.keys())
-    return (*(STEP_PANELS if diffusion else PANELS), *measured, REWARD)
+    stale = measured[:1] if STALENESS in measured else ()
+    return (*stale, *(STEP_PANELS if diffusion else PANELS), *measured[len(stale) :], REWARD)
 
 
 COMPARED: tuple[Panel, ...] = (
@@ -247,14 +258,7 @@ COMPARED: tuple[Panel, ...] = (
         absent="no run rejects",
         bounds=(0.0,),
     ),
-    Panel(
-        name="staleness",
-        title="Updates that the sampler is behind",
-        curves={"engine/staleness": "staleness"},
-        absent="not logged",
-        bounds=(0.0,),
-        see="A line that only rises belongs to a sampler that gets no new weights.",
-    ),
+    STALENESS,
     Panel(
         name="grad_norm",
         title="Norm of the gradient before it is clipped",

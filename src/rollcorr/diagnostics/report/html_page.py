@@ -136,7 +136,12 @@ def render(data: ReportData, page: Mapping[str, Any] | None = None) -> str:
     """
     return render_page(
         "report.html.j2",
-        {"charts": run_charts(data.series, diffusion=data.health.diffusion), **(page or {})},
+        {
+            "charts": run_charts(data.series, diffusion=data.health.diffusion),
+            "onset": next((finding.first_step for finding in data.health.warnings), None),
+            "noise": data.health.expected.get("k3_kl") if data.health.judged_against else None,
+            **(page or {}),
+        },
         data=data,
         pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
         content=verdict_content(data.health),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollcorr.config.documents import dump_yaml
+from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.health.evidence import Metrics, bare_metrics, history_of
 from rollcorr.diagnostics.health.health_check import HealthReport
 from rollcorr.diagnostics.numbers import shown_metrics
@@ -15,6 +16,9 @@ from rollcorr.diagnostics.report.verdict_content import WhatIfContent, what_if_c
 from rollcorr.diagnostics.run_verdict import run_health
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.stored_run import Run
+
+# Codes of a sampler that did not get the weights of each step.
+OF_OLD_WEIGHTS = frozenset({"frozen_sampler", "stale_by_lag", "growing_mismatch"})
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
@@ -36,6 +40,7 @@ class ReportData:
         remarks: what the reader should know about the input.
         pictures: (heading, PNG file) of what a diffusion model drew.
         what_if: what every preset would do, where that was asked for.
+        over_log: the numbers are of all rows of a log, and not of recent steps.
         lags: the mismatch by the age of the weights that sampled, where logs record it.
     """
 
@@ -49,12 +54,14 @@ class ReportData:
     remarks: tuple[str, ...] = ()
     pictures: tuple[tuple[str, Path], ...] = ()
     what_if: WhatIfContent | None = None
+    over_log: bool = False
     lags: tuple[LagRow, ...] = ()
 
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
     """The report of a training run: judged by its recent steps, as a diffusion sampler's if it is one."""
     verdict = run_health(run, diffusion=diffusion, tokens=True)
+    verdict = replace(verdict, findings=tuple(_with_refresh(finding, run) for finding in verdict.findings))
     measured = history_of(run.series)
     step, last = measured[-1] if measured else (run.series[-1]["step"], bare_metrics(run.series[-1]))
     return ReportData(
@@ -69,6 +76,18 @@ def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
         config_text=run.config_text,
         remarks=(*run.remarks, *_where_tokens_are(run, verdict)),
         pictures=run.pictures,
+    )
+
+
+def _with_refresh(finding: Finding, run: Run) -> Finding:
+    """Name the setting of this run that keeps its sampler on old weights, where that is the cause."""
+    every = run.config_text.partition("\n  refresh_every: ")[2].partition("\n")[0]
+    if finding.code not in OF_OLD_WEIGHTS or every in ("", "1"):
+        return finding
+    return replace(
+        finding,
+        fix=f"lower rollout.refresh_every: it is {every}, so the sampler gets new weights every {every} steps; else: "
+        f"{finding.fix}",
     )
 
 
@@ -100,5 +119,6 @@ def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportD
         config_text=dump_yaml(result.config.to_dict()),
         remarks=result.remarks,
         what_if=what_if_content(result.what_if) if shows_presets else None,
+        over_log=True,
         lags=result.lags,
     )

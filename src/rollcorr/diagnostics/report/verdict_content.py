@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,8 +18,6 @@ CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""
 EXPECTED = "from noise alone"
 """The heading of the numbers that pure noise would show."""
-COLUMNS = 100
-"""Columns of each line that opens a verdict."""
 
 
 class Number(NamedTuple):
@@ -65,7 +62,7 @@ class VerdictContent:
     Attributes:
         headline: the verdict, and how many findings made it.
         count: the number of findings and of their consequences; empty without any.
-        opening: the verdict with its cause, the fix and the place, a line of at most `COLUMNS` each; empty if healthy.
+        opening: the verdict with its cause, the fix and the place, a line each; empty if healthy.
         sentences: what could not be judged, what the weights were compared with, and what noise is meant.
         numbers: the headline numbers.
         entries: causes with their consequences, warnings before notes.
@@ -91,7 +88,7 @@ def verdict_content(health: HealthReport) -> VerdictContent:
     return VerdictContent(
         headline=", ".join(filter(None, (health.verdict, count))),
         count=count,
-        opening=tuple(textwrap.shorten(line, COLUMNS, placeholder=" …") for line in _opening(health)),
+        opening=tuple(_opening(health)),
         sentences=tuple(_sentences(health)),
         numbers=numbers,
         entries=tuple(_entry(cause, health) for cause in health.causes),

@@ -3,6 +3,7 @@ rc.charts = new Map();
 rc.hidden = new Set();
 rc.smoothing = 0;
 rc.steps = [null, null];
+rc.WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8, 1e9];
 rc.sync = uPlot.sync("steps");
 
 /* Join curves on their x values; null where a curve has none. */
@@ -15,7 +16,7 @@ rc.smooth = (values) => {
 };
 
 /* Dashed lines of the registry's ranges, with their label at the right edge. */
-rc.guides = (guides) => (u) => {
+rc.guides = (guides, onset) => (u) => {
   const { ctx } = u, { left, top, width, height } = u.bbox, ratio = devicePixelRatio;
   ctx.save();
   ctx.font = `${10 * ratio}px system-ui, sans-serif`;
@@ -31,6 +32,21 @@ rc.guides = (guides) => (u) => {
     ctx.lineTo(left + width, y);
     ctx.stroke();
     ctx.fillText(guide.label, left + width - 2 * ratio, y - 3 * ratio);
+  }
+
+  /* A line where the first cause begins. */
+  const x = typeof onset === "number" ? u.valToPos(onset, "x", true) : NaN;
+  if (x >= left && x <= left + width) {
+    ctx.strokeStyle = ctx.fillStyle = rc.color("--warn");
+    ctx.lineWidth = 1.5 * ratio;
+    ctx.setLineDash([2 * ratio, 3 * ratio]);
+    ctx.beginPath();
+    ctx.moveTo(x, top);
+    ctx.lineTo(x, top + height);
+    ctx.stroke();
+    const right = x > left + width / 2;
+    ctx.textAlign = right ? "right" : "left";
+    ctx.fillText(`first cause: step ${onset}`, x + (right ? -4 : 4) * ratio, top + 10 * ratio);
   }
   ctx.restore();
 };
@@ -94,6 +110,7 @@ rc.setSteps = (from, to) => {
 rc.draw = (chart) => {
   const { spec, figure } = chart, box = figure.querySelector(".plot");
   if (!chart.curves.length) return;
+  const level = spec.name === "kl" && rc.data.noise > 0 ? [{ value: rc.data.noise, kind: "ideal", label: "k3 from noise alone" }] : [];
   const log = chart.log ?? spec.log;
   const data = rc.joined(chart.curves);
   const shown = data.map((values, i) => (i ? rc.smooth(values) : values));
@@ -104,6 +121,7 @@ rc.draw = (chart) => {
     const solid = spec.guides.filter((g) => !g.optional && !log).map((g) => g.value);
     low = Math.min(low, ...(log ? [] : spec.bounds), ...solid.filter((v) => v > low - 4 * (high - low || 1)));
     high = Math.max(high, ...(log ? [] : spec.bounds), ...solid.filter((v) => v < high + 4 * (high - low || 1)));
+    for (const { value } of level) [low, high] = [Math.min(low, value), Math.max(high, value)];
     const pad = 0.06 * (high - low) || 0.05 * Math.abs(high) || 1;
     return log ? [low > 0 ? low / 1.5 : low * 1.5, high * 1.5] : [low - pad, high + pad];
   };
@@ -113,7 +131,7 @@ rc.draw = (chart) => {
     height: +box.dataset.height || 220,
     plugins: [rc.panning],
     hooks: {
-      draw: [rc.guides(spec.guides)],
+      draw: [rc.guides([...spec.guides, ...level], spec.across === "step" ? rc.data.onset : null)],
       setSelect: [(u) => {
         if (u.select.width < 4 || spec.across !== "step") return;
         const to = u.posToVal(u.select.left + u.select.width, "x");
@@ -131,7 +149,7 @@ rc.draw = (chart) => {
     legend: { live: true },
     scales: { x: { time: false }, y: { distr: log ? (positive ? 3 : 4) : 1, asinh: linear, range } },
     axes: [
-      rc.axis({ label: spec.across, labelSize: 16, labelFont: "11px system-ui, sans-serif", size: 34 }),
+      rc.axis({ ...(spec.across === "step" ? { incrs: rc.WHOLE } : {}), label: spec.across, labelSize: 16, labelFont: "11px system-ui, sans-serif", size: 34 }),
       rc.axis({ size: 58, values: (u, splits) => splits.map((v) => (v === null ? "" : rc.tick(v))) }),
     ],
     series: [
@@ -263,14 +281,20 @@ rc.chartTools = () => {
   } });
   const others = rc.data.charts.filter((spec) => spec.optional);
   const names = rc.el("datalist", { id: "metrics" }, ...others.slice(0, 300).map((spec) => rc.el("option", { value: spec.title })));
+  const said = rc.el("span", { className: "said" });
   const search = rc.el("input", { type: "search", placeholder: `add one of ${others.length} metrics`, list: "metrics", onchange: () => {
-    const spec = others.find((one) => one.title === search.value);
-    if (spec && !rc.charts.has(spec.name)) rc.showChart(spec);
+    const wanted = search.value.trim().toLowerCase(), same = others.filter((one) => one.title.toLowerCase() === wanted);
+    const matches = same.length ? same : others.filter((one) => one.title.toLowerCase().includes(wanted));
+    said.textContent = "";
+    if (!wanted) return;
+    matches.slice(0, 4).forEach((spec) => rc.charts.has(spec.name) || rc.showChart(spec));
+    if (!matches.length) said.textContent = `no match for ${search.value.trim()}`;
+    if (matches.length > 4) said.textContent = `first 4 of ${matches.length} matches`;
     search.value = "";
   } });
   const reset = rc.el("button", { onclick: () => rc.setSteps(null, null), title: "Show all steps (0)" }, "all steps");
   const help = rc.el("span", { className: "soft" }, "drag: zoom · Shift-drag: pan · double-click: all");
-  tools.append(rc.el("label", {}, "steps ", ...ends), reset, rc.el("label", {}, "smooth ", smoothing), ...(others.length ? [search, names] : []), help);
+  tools.append(rc.el("label", {}, "steps ", ...ends), reset, rc.el("label", {}, "smooth ", smoothing), ...(others.length ? [search, names, said] : []), help);
 };
 
 /* Bars of a table by bin: `raw` and `applied` side by side. */
@@ -338,8 +362,11 @@ rc.follow = async () => {
       const found = await (await fetch("version")).text();
       if (version && found !== version) {
         const page = new DOMParser().parseFromString(await (await fetch(location.pathname)).text(), "text/html");
+        const data = JSON.parse(page.getElementById("data").textContent);
         document.getElementById("verdict").replaceWith(page.getElementById("verdict"));
-        for (const spec of JSON.parse(page.getElementById("data").textContent).charts) {
+        rc.heavy?.();
+        [rc.data.onset, rc.data.noise] = [data.onset, data.noise];
+        for (const spec of data.charts) {
           const chart = rc.charts.get(spec.name);
           if (!chart) continue;
           chart.curves = await rc.unpackCurves(spec);
@@ -359,7 +386,7 @@ rc.keys["0"] = () => rc.setSteps(null, null);
 rc.redraw.push(() => rc.charts.forEach(rc.draw));
 rc.ready = (async () => {
   rc.chartTools();
-  for (const spec of rc.data.charts) if (!spec.optional) await rc.showChart(spec);
+  for (const spec of rc.data.charts) if (!spec.optional && spec.curves.length) await rc.showChart(spec);
   let width = innerWidth;
   addEventListener("resize", () => {
     if (innerWidth === width) return;

@@ -50,6 +50,11 @@ rc.openRun = async (packed) => {
   for (const key of ["mu", "d", "weight", "state", "id", "length", "row", "step", "reward", "rowKl", "stepKl", "time"]) {
     if (packed[key]) run[key] = await rc.unpack(packed[key]);
   }
+
+  /* Why a token was rejected is certain where only one criterion, or the veto, can reject. */
+  const { rollout_rs: criteria, rollout_token_veto_threshold: veto } = packed.config ?? {};
+  const ways = [...(criteria ? String(criteria).split(",") : []), ...(typeof veto === "number" ? ["the veto of tokens"] : [])];
+  run.rejects = ways.length === 1 ? ways[0] : "";
   const count = run.d.length;
   run.starts = new Int32Array(run.length.length + 1);
   run.rowOf = new Int32Array(count);
@@ -87,20 +92,31 @@ rc.largest = (indices, key, most) => {
   return Array.from(indices).sort((a, b) => key(b) - key(a) || a - b);
 };
 
-/* In the verdict: the few tokens that carry half of k3, which a cause of all rows would not explain; else the worst. */
-rc.showHeavy = (run, first, label, show) => {
-  document.getElementById("heavy")?.remove();
+/* Few tokens that carry half of k3 are a warning of their own, as a cause of all rows would not explain them; else the
+   verdict names the worst token. A live page draws it again with each verdict. */
+rc.showHeavy = (run, first, label, choose) => {
+  document.querySelectorAll("#heavy, .dominated").forEach((node) => node.remove());
   let count = 0, share = 0;
   for (; count < Math.min(10, first.length) && share < 0.5; count++) share += run.share[first[count]];
   const few = share >= 0.5, [what, unit] = run.diffusion ? ["denoising step", "exact KL"] : ["token", "k3"];
   const box = document.querySelector(few ? "#verdict .verdict, #verdict h2" : "#verdict .unhealthy");
   if (!box || !(share > 0)) return;
   if (!few) [count, share] = [1, run.share[first[0]]];
-  const whole = few ? `${count} of ${run.count.toLocaleString("en")} ${what}s ${count > 1 ? "carry" : "carries"}` : `the worst of ${run.count.toLocaleString("en")} ${what}s carries`;
-  const places = first.slice(0, count).map((i) => `${run.diffusion ? "" : "token "}${label(i)} in row ${run.row[run.rowOf[i]]} of step ${run.step[run.rowOf[i]]}, position ${i - run.starts[run.rowOf[i]]}: log μ ${rc.number(run.mu[i])}, log π ${rc.number(run.mu[i] + run.d[i])}`);
-  const link = rc.el("a", { href: "#tokens", onclick: show }, `${whole} ${rc.percent(share)} of ${unit}${few ? `: look at ${count > 1 ? "them" : "it"} first` : ""}`);
-  const note = rc.el("p", { id: "heavy" }, rc.data.tokens.length > 1 ? `${run.name}: ` : "", link, ` (${places.join("; ")})`);
-  box[box.matches("h2") ? "after" : "append"](note);
+  const total = `${run.count.toLocaleString("en")} ${what}s`;
+  const title = few ? `${count} of ${total} ${count > 1 ? "carry" : "carries"} ${rc.percent(share)} of ${unit}: look at ${count > 1 ? "them" : "it"} first` : `the worst of ${total} carries ${rc.percent(share)} of ${unit}`;
+
+  /* One line and one link for each token, at most three. */
+  const places = first.slice(0, Math.min(count, 3)).map((i, k) => {
+    const row = run.rowOf[i], text = `${run.diffusion ? "" : "token "}${label(i)} in row ${run.row[row]} of step ${run.step[row]}, position ${i - run.starts[row]}`;
+    return rc.el("p", {}, rc.el("a", { href: "#tokens", onclick: () => choose(k) }, text), `: log μ ${rc.number(run.mu[i])}, log π ${rc.number(run.mu[i] + run.d[i])}`);
+  });
+  const more = count > 3 ? [rc.el("p", { className: "soft" }, `the other ${count - 3} follow in the list of ${what}s`)] : [];
+  const name = rc.data.tokens.length > 1 ? `${run.name}: ` : "";
+  const note = rc.el("section", { id: "heavy", className: few ? "verdict warning" : "" }, rc.el(few ? "strong" : "p", {}, name + title), ...places, ...more);
+  box[few ? (box.matches(".unhealthy") ? "after" : "before") : "append"](note);
+
+  /* Without a null, the level of noise is taken from all tokens of the log, so these few raise it. */
+  if (few) document.querySelectorAll(".noise").forEach((node) => node.append(rc.el("b", { className: "dominated" }, ` dominated by ${count} ${what}${count > 1 ? "s" : ""}`)));
 };
 
 rc.viewer = async (box) => {
@@ -120,22 +136,26 @@ rc.viewer = async (box) => {
     "log π": (i) => -(run.mu[i] + run.d[i]),
     d: (i) => Math.abs(run.d[i]) || 0,
     weight: (i) => run.weight[i],
+    token: (i) => (run.diffusion ? run.time[i] : -run.id[i]),
+    step: (i) => -run.step[run.rowOf[i]],
+    place: (i) => -run.row[run.rowOf[i]],
   };
   const rowKeys = {
     share: (r) => run.rowShare[r],
+    row: (r) => -run.row[r],
     tokens: (r) => run.length[r],
     reward: (r) => (Number.isNaN(run.reward[r]) ? -Infinity : run.reward[r]),
     step: (r) => run.step[r],
     mean: (r) => run.rowKl[r] / Math.max(1, run.length[r]),
   };
-  const tokenCells = (i) => [rc.percent(run.share[i]), label(i), rc.number(run.mu[i]), rc.number(run.mu[i] + run.d[i]), rc.number(run.d[i]), rc.number(run.weight[i]), String(run.step[run.rowOf[i]]), `${run.row[run.rowOf[i]]}:${position(i)}`];
+  const tokenCells = (i) => [rc.percent(run.share[i]), label(i), String(run.step[run.rowOf[i]]), `${run.row[run.rowOf[i]]}:${position(i)}`, rc.number(run.d[i]), rc.number(run.mu[i]), rc.number(run.mu[i] + run.d[i]), ...(run.applied ? [rc.number(run.weight[i])] : [])];
   const rowCells = (r) => [rc.percent(run.rowShare[r]), String(run.row[r]), String(run.step[r]), String(run.length[r]), rc.number(run.reward[r]), rc.number(run.rowKl[r] / Math.max(1, run.length[r])), promptOf(r) || "–"];
   const heads = () => {
-    const names = view.mode === "tokens" ? [["share", run.diffusion ? "share of KL" : "share of k3"], [null, run.diffusion ? "timestep" : "token"], ["log μ"], ["log π"], ["d", run.diffusion ? "J" : "d"], ["weight"], [null, "step"], [null, "row:pos"]] : [["share", run.diffusion ? "share of KL" : "share of k3"], [null, "row"], ["step"], ["tokens", word("tokens")], ["reward"], ["mean", `${unit()} each`], [null, "prompt"]];
-    return names.map(([key, title]) => rc.el(key ? "button" : "span", key ? { className: view.sort === key ? "on" : "", onclick: () => update({ sort: key }), title: "Sort" } : {}, title || key));
+    const names = view.mode === "tokens" ? [["share", run.diffusion ? "share of KL" : "share of k3"], ["token", run.diffusion ? "timestep" : "token"], ["step"], ["place", "row:pos"], ["d", run.diffusion ? "J" : "d"], ["log μ"], ["log π"], ...(run.applied ? [["weight"]] : [])] : [["share", run.diffusion ? "share of KL" : "share of k3"], ["row"], ["step"], ["tokens", word("tokens")], ["reward"], ["mean", `${unit()} each`], [null, "prompt"]];
+    return names.map(([key, title]) => rc.el(key ? "button" : "span", key ? { className: view.sort === key ? "on" : "", onclick: () => update({ sort: key }), title: "Sort by this" } : {}, (key && view.sort === key ? "▾ " : "") + (title || key)));
   };
 
-  const count = rc.el("span", { className: "soft" }), detail = rc.el("div", { className: "detail" });
+  const count = rc.el("span", { className: "soft" }), legend = rc.el("div", { className: "legend soft" }), detail = rc.el("div", { className: "detail" });
   const list = rc.list(null, (item) => (view.mode === "tokens" ? tokenCells(item) : rowCells(item)), (item) => {
     if (view.mode === "tokens") show(run.rowOf[item], item);
     else show(item, worstOf(item));
@@ -174,16 +194,43 @@ rc.viewer = async (box) => {
     items = rc.largest(items, (view.mode === "tokens" ? tokenKeys : rowKeys)[view.sort], rc.LISTED);
     count.textContent = total > items.length ? `first ${items.length.toLocaleString("en")} of ${total.toLocaleString("en")}` : `${total.toLocaleString("en")} ${word(view.mode)}`;
     list.node.classList.toggle("sequences", view.mode === "sequences");
+    list.node.classList.toggle("unweighted", !run.applied);
+    explain();
     list.show(items, heads());
     modes.forEach((button) => button.classList.toggle("on", button.value === view.mode));
     if (items.length) list.choose(0);
     else detail.replaceChildren(rc.el("p", { className: "soft" }, "Nothing passes the filters."));
   };
 
+  /* What the columns and the colors mean, for what is shown now. */
+  const explain = () => {
+    const diffusion = run.diffusion, one = word("token"), key = (color, name) => {
+      const sample = rc.el("i", { className: "key" });
+      sample.style.background = `var(${color})`;
+      return rc.el("span", {}, sample, name);
+    };
+    const less = [key("--less", "π below μ"), key("--more", "π above μ"), rc.el("span", {}, "the stronger, the farther apart")];
+    const colorKeys = {
+      d: diffusion ? [key("--bad", "the stronger, the larger the exact KL")] : less,
+      weight: run.applied ? [key("--less", "weight below 1"), key("--more", "above 1")] : ["weights are not applied: no color"],
+      kept: [key("--masked", "masked"), key("--bad", "rejected"), key("--curve-1", "truncated"), "kept: no color"],
+      surprisal: [key("--curve-2", "the stronger, the less likely under μ")],
+    }[view.color];
+    const marks = [rc.el("span", { className: "token rejected" }, "rejected"), ...(run.applied ? [rc.el("span", { className: "token truncated" }, "weight truncated")] : [])];
+    const ratio = diffusion ? "J = log π − log μ of a denoising step; share of KL: its exact KL, of the sum over the log." : "d = log π − log μ, nats; share of k3: exp(d) − 1 − d of the token, of the sum over the log.";
+    legend.replaceChildren(
+      rc.el("p", {}, `μ is the sampler, π the trainer. ${ratio} Rows and positions count from 0; rows over all files of the log.`),
+      ...(run.applied ? [] : [rc.el("p", {}, "Weights are not applied in this run: each kept " + one + " counts as 1.")]),
+      rc.el("p", { className: "keys" }, rc.el("b", {}, `Color of a ${one}`), ...colorKeys, rc.el("b", {}, "Dotted line below"), ...marks),
+      rc.el("p", { className: "hint" }, "Swipe the table sideways for log μ and log π."),
+    );
+  };
+
   /* Background of a token: blue where π is lower, red where it is higher; stronger where it is farther. */
   const tint = (i) => {
     const strength = (x) => Math.min(1, Math.asinh(8 * x) / Math.asinh(16));
     const mix = (color, x) => (x > 0.02 ? `color-mix(in srgb, ${color} ${Math.round(78 * x)}%, transparent)` : "");
+    if (view.color === "weight" && !run.applied) return "";
     const d = view.color === "weight" ? Math.log(Math.max(run.weight[i], 1e-3)) : run.d[i];
     if (view.color === "kept") return ["var(--masked)", "", mix("var(--bad)", 0.8), mix("var(--curve-1)", 0.6)][run.state[i]];
     if (view.color === "surprisal") return mix("var(--curve-2)", Math.min(1, -run.mu[i] / 8));
@@ -191,8 +238,20 @@ rc.viewer = async (box) => {
     return Number.isFinite(d) ? mix(d > 0 ? "var(--more)" : "var(--less)", strength(Math.abs(d))) : "var(--masked)";
   };
 
+  /* Why a token was rejected, where that is certain: a log-prob is missing, or only one thing can reject. */
+  const stateOf = (i) => rc.STATES[run.state[i]] + (run.state[i] !== 2 ? "" : !Number.isFinite(run.d[i]) ? ": a log-prob is missing" : run.rejects ? ` by ${run.rejects}` : "");
+
+  /* The file of a row, and the row in it. */
+  const fileOf = (row) => {
+    for (const [name, rows, first] of run.files) {
+      if (row < rows) return [["file, row in it", `${name}, ${row + first}`]];
+      row -= rows;
+    }
+    return [];
+  };
+
   const facts = (i) => {
-    const d = run.d[i], names = [["share of " + unit(), rc.percent(run.share[i])], ["log μ", rc.number(run.mu[i])], ["log π", rc.number(run.mu[i] + d)], [run.diffusion ? "J" : "d", rc.number(d)], [unit(), rc.number(run.share[i] * run.kl)], ["weight", rc.number(run.weight[i])], ["state", rc.STATES[run.state[i]]], ["position", String(position(i))]];
+    const d = run.d[i], row = run.rowOf[i], names = [["share of " + unit(), rc.percent(run.share[i])], ["log μ", rc.number(run.mu[i])], ["log π", rc.number(run.mu[i] + d)], [run.diffusion ? "J" : "d", rc.number(d)], [unit(), rc.number(run.share[i] * run.kl)], ["weight", run.applied ? rc.number(run.weight[i]) : "not applied"], ["state", stateOf(i)], ["step", String(run.step[row])], ["row, position", `${run.row[row]}, ${position(i)}`], ...fileOf(run.row[row])];
     if (run.diffusion) names.unshift(["timestep", rc.number(run.time[i])]);
     else names.unshift(["token", label(i)]);
     return rc.el("dl", { className: "facts" }, ...names.map(([name, value]) => rc.el("div", {}, rc.el("dt", {}, name), rc.el("dd", {}, value))));
@@ -248,12 +307,18 @@ rc.viewer = async (box) => {
   const choice = (title, values, change) => rc.el("select", { title, onchange: (event) => change(event.target.value) }, ...values.map((value) => rc.el("option", { value }, word(value))));
   const colors = choice(`Color of the ${word("tokens")} (c)`, ["d", "weight", "kept", "surprisal"], (color) => {
     view.color = color;
+    explain();
     if (current) show(...current);
   });
   const search = rc.el("input", { type: "search", placeholder: `search ${run.diffusion ? "prompts" : "text, id, prompt"}  (/)`, oninput: () => update({ search: search.value.trim() }) });
-  const least = rc.el("input", { type: "number", min: 0, step: 0.1, placeholder: "0", onchange: () => update({ least: +least.value }) });
+  const least = rc.el("input", { type: "number", min: 0, step: 0.1, placeholder: "0", oninput: () => update({ least: +least.value || 0 }) });
   const states = choice(`Which ${word("tokens")}`, ["all", "kept", "truncated", "rejected", "masked"], (filter) => update({ filter }));
-  const heavy = () => rc.showHeavy(run, rc.largest(Array.from(run.share.keys()), tokenKeys.share, 10), label, () => update({ mode: "tokens", search: "", filter: "all", least: 0 }));
+  const heavy = () => rc.showHeavy(run, rc.largest(Array.from(run.share.keys()), tokenKeys.share, 10), label, (k) => {
+    [search.value, least.value, states.value] = ["", "", "all"];
+    update({ mode: "tokens", sort: "share", search: "", filter: "all", least: 0 });
+    list.choose(k);
+  });
+  rc.heavy = () => heavy();
   const picker = runs.length > 1 ? choice("Run", runs.map((one) => one.run), async (name) => {
     run = await rc.openRun(runs.find((one) => one.run === name));
     rc.showBreakdowns(run);
@@ -261,7 +326,7 @@ rc.viewer = async (box) => {
     heavy();
   }) : null;
   const tools = rc.el("div", { className: "tools" }, picker, rc.el("span", { className: "buttons" }, ...modes), rc.el("label", {}, "color ", colors), rc.el("label", {}, "show ", states), rc.el("label", {}, runs.some((one) => one.diffusion) ? "|J| ≥ " : "|d| ≥ ", least), search, count, rc.el("span", { className: "soft" }, `j k: next, previous · ← →: along the ${word("sequence")} · s: ${word("tokens")}, ${word("sequences")}`));
-  box.append(tools, rc.el("div", { className: "panes" }, list.node, detail));
+  box.append(tools, legend, rc.el("div", { className: "panes" }, list.node, detail));
 
   const along = (by) => {
     if (!current) return;
