@@ -34,12 +34,14 @@ positions below which an id is spared."""
 ID_TOKENS, FEWEST_IDS, OF_PAIRS = 20, 5, 0.7
 """Tokens of an id, and ids, that this takes; and the share that a token and the one before it may explain: where they
 explain all, equal neighbors are one pair of each id, and may be spared by chance."""
-HEALS, HEALING_STEPS = 1 / 3, 6
+HEALS, HEALING_STEPS = 0.4, 6
 """k3 of the last third of the steps over that of the first third, below which the trainer learns the context that it
-scores in: 0.02 and 0.12 were seen, and 0.9 and more under other weights, which the same updates keep apart."""
-BY_POSITION, OF_POSITION = 5.0, 0.35
-"""Share that a token, the one before it and the position explain, over that without the position, from which positions
-are displaced; and the least such share. Under other weights 1 to 3.4, under displaced positions 7 and 14."""
+scores in: 0.07 to 0.49 were seen, and 0.77 and more under other weights, which the same updates keep apart."""
+MAY_HEAL = 0.6
+"""The same below which weights are not named either."""
+BY_POSITION, WITH_SPARED = 0.55, 0.35
+"""Share that the position explains of what a token and the one before it leave open, from which positions are
+displaced; and the same where half of the ids are spared too. Under other weights 0.48 or less, and spared or 0.35."""
 ALIKE = 0.2
 """Standard deviation of the logarithm of the prompts' lengths below which nothing depends on them."""
 
@@ -126,10 +128,11 @@ def other_context(tokens: ExcessTokens, context: TokenShare) -> str:
         tokens: an excess that is there from the first step on.
         context: how much of Var(d) a token and the one before it explain.
     """
-    displaced, at_position, healed = _displaced(tokens), tokens.share("pair_at"), _healed(tokens)
+    displaced, at_position, healed = _displaced(tokens), tokens.share("pair_at"), healing(tokens)
+    beyond = (at_position.share - 2 * at_position.error - context.share) / max(1 - context.share, 1e-12)
     if displaced >= DISPLACED and context.share < OF_PAIRS:
         return f", and {displaced:.0%} of the ids are spared beside the same id: one side is a token ahead or behind"
-    if at_position.share - 2 * at_position.error >= max(OF_POSITION, BY_POSITION * context.share):
+    if beyond >= (WITH_SPARED if displaced >= HALF else BY_POSITION) and context.share < OF_PAIRS:
         return f", and the last two tokens explain it at their position alone ({at_position.share:.0%} of the variance)"
     if healed < HEALS:
         return f", and it fell to {healed:.0%} while the trainer learned in the context that it scores"
@@ -153,7 +156,7 @@ def _displaced(tokens: ExcessTokens) -> float:
     return max(shares, default=0.0)
 
 
-def _healed(tokens: ExcessTokens) -> float:
+def healing(tokens: ExcessTokens) -> float:
     """k3 of the last third of the steps over that of the first third; 1 with few steps."""
     step = tokens.places["step"]
     steps = np.unique(step)
