@@ -1,5 +1,7 @@
 """Another context, other weights and a late start, from synthetic tokens whose difference is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -85,3 +87,28 @@ def test_few_ids_still_show_a_sure_temperature():
     lengths = torch.full((400,), 10)
     sample = PairSample.of(*sides, torch.ones(4000, dtype=torch.bool), lengths, first=0, response_ids=ids[:, 0])
     assert sample.estimate().finding("tempered") is not None
+
+
+def seen_tokens(of_surprise: float, of_seen: float) -> ExcessTokens:
+    """Tokens that differ by their surprise, which is larger for ids not seen before, and by "seen" itself."""
+    seen = np.array([IDS[i] in IDS[i - POSITION[i] : i] for i in GRID]).astype(np.int64)
+    generator = np.random.default_rng(2)
+    unlikely = generator.random(len(GRID)) < np.where(seen == 1, 0.1, 0.8)
+    d = of_surprise * unlikely + of_seen * seen + generator.normal(0, 0.1, len(GRID))
+    tokens = tokens_of(d)
+    rollout = np.where(unlikely, -3.0, -0.3)
+    return replace(tokens, rollout=rollout, train=rollout + d, places={**tokens.places, "seen": seen})
+
+
+def test_penalty_shifts_seen_tokens_as_likely():
+    of_penalty, of_weights = seen_tokens(0.0, 0.3), seen_tokens(-0.5, 0.0)
+    assert of_penalty.of_seen() > 0.3
+    assert of_penalty.of_seen(as_likely=True) > 0.1
+    assert of_weights.of_seen() > 0.2
+    assert of_weights.of_seen(as_likely=True) < 0.01
+
+
+def test_position_beyond_pairs_shows_displacement():
+    of_pair, at_position = table(KINDS * (KINDS + 1))[PAIR], table(KINDS * (KINDS + 1), LENGTH)[PAIR, POSITION]
+    assert "at their position alone" in context_of(0.7 * of_pair + at_position)
+    assert context_of(0.7 * of_pair + 0.6 * at_position + 0.8 * table(len(GRID))) == ""

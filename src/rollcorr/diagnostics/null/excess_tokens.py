@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rollcorr.diagnostics.health.evidence import FIRST_STEP
 from rollcorr.diagnostics.null.excess import k3_by_surprise
-from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile, surprise_bins
+from rollcorr.diagnostics.null.mismatch_profile import SURPRISE_BINS, MismatchProfile, surprise_bins
 from rollcorr.diagnostics.null.token_ratios import k3_of
 from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
@@ -120,13 +120,20 @@ class ExcessTokens:
         _, number = np.unique(values, return_inverse=True)
         return TokenSums.of(number.reshape(-1), np.clip(self.d, -cut, cut), limit=1 << 30).share()
 
-    def of_seen(self) -> float:
-        """Compute the share of Var(d) that "seen before" explains among tokens of one id; 0 if not recorded."""
+    def of_seen(self, *, as_likely: bool = False) -> float:
+        """Compute the share of Var(d) that "seen before" explains among tokens of one id; 0 if not recorded.
+
+        Args:
+            as_likely: compare tokens of one id whose probability is of one power of 2.
+        """
         if "seen" not in self.places:
             return 0.0
+        kind = self.places["ids"]
+        if as_likely:
+            kind = kind * SURPRISE_BINS + surprise_bins(-self.rollout.astype(np.float32))
         cut = float(np.quantile(np.abs(self.d), CUT))
         d, seen = np.clip(self.d, -cut, cut), self.places["seen"].astype(np.float64)
-        _, number, count = np.unique(self.places["ids"], return_inverse=True, return_counts=True)
+        _, number, count = np.unique(kind, return_inverse=True, return_counts=True)
         number = number.reshape(-1)
         own_d, own_seen = (x - (np.bincount(number, x) / count)[number] for x in (d, seen))
         spread = float(own_seen @ own_seen) * float(np.square(d - d.mean()).sum())

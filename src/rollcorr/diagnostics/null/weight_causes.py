@@ -27,7 +27,7 @@ from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, Excess, cause
 from rollcorr.diagnostics.null.excess_place import Place, places
 from rollcorr.diagnostics.null.excess_tokens import STARTED, ExcessTokens, Floats, Ints
-from rollcorr.diagnostics.null.fading import fading_causes, fading_of, other_context
+from rollcorr.diagnostics.null.fading import MAY_HEAL, fading_causes, fading_of, healing_ratio, other_context
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.token_ratios import CAP
 from rollcorr.diagnostics.null.token_share import TokenShare
@@ -62,6 +62,9 @@ LOST, EFFECTIVE = 0.96, 0.1
 of the tokens below which few tokens dominate the mean, so that the mass may lie in ids that were hardly sampled."""
 SEEN = 0.06
 """Share of Var(d) among tokens of one id that "seen before" explains under a penalty; up to 0.035 otherwise."""
+SEEN_AS_LIKELY = 0.03
+"""The same share among tokens of one id that are as likely: from 0.037 under a penalty, up to 0.006 where other weights
+or another context miss what was not seen yet."""
 OF_TOKENS = 0.3
 """The same, relative to the share explained by bigrams."""
 ROW_TOKENS = 8
@@ -117,10 +120,15 @@ class _Excess:
         return self.tokens.share("pair")
 
     @property
-    def fixed(self) -> bool:
-        """Return whether d is surely a fixed function of prompt and response, in most rows and from step one on."""
+    def is_function(self) -> bool:
+        """Return whether d is surely a fixed function of prompt and response from the first step on."""
         sure = self.same.tokens >= SURELY_EQUAL and self.same.share >= MIXED[1]
-        return sure and self.known and self.spared <= MOST_ROWS and self.tokens.first_step >= STARTED
+        return sure and self.known and self.tokens.first_step >= STARTED
+
+    @property
+    def fixed(self) -> bool:
+        """Return whether it is such a function in most rows."""
+        return self.is_function and self.spared <= MOST_ROWS
 
     @property
     def repeated(self) -> bool:
@@ -158,12 +166,17 @@ class _Excess:
         return self.context.tokens >= FEW_TOKENS and self.evidence["ratio"] >= LARGE_EXCESS
 
     @property
+    def mass_lost(self) -> bool:
+        """Return whether the mean of π / μ is surely below 1."""
+        mass, z = self.mass
+        return mass < LOST and z < -4
+
+    @property
     def no_policy(self) -> bool:
         """Return whether one side is not normalized over the sampled tokens: probability mass is missing."""
-        mass, z = self.mass
         weight = np.exp(np.clip(self.tokens.d, -CAP, CAP))
         effective = float(weight.sum() ** 2 / np.square(weight).sum()) / len(weight)
-        return mass < LOST and z < -4 and effective >= EFFECTIVE
+        return self.mass_lost and effective >= EFFECTIVE
 
     def named(self, code: str, reason: str, *, confidence: float, place: Place | None = None) -> Finding:
         """Return the finding of a cause of this excess."""
@@ -249,9 +262,10 @@ def _padding(seen: _Excess) -> list[Finding]:
 
 
 def _penalty(seen: _Excess) -> list[Finding]:
-    """Test whether tokens that were seen before differ from unseen tokens of the same id."""
+    """Test whether tokens that were seen before differ from unseen, equally likely tokens of the same id."""
     explained = seen.tokens.of_seen()
-    if explained < max(SEEN, OF_TOKENS * seen.context.share):
+    as_likely = seen.tokens.of_seen(as_likely=True)
+    if explained < max(SEEN, OF_TOKENS * seen.context.share) or as_likely < SEEN_AS_LIKELY:
         return []
     reason = f", and whether an id was seen before explains {explained:.0%} of Var(d) among tokens of one id"
     return [replace(seen.named("penalty_on_one_side", reason, confidence=0.95), row_share=1.0)]
@@ -308,8 +322,11 @@ def _started_later(seen: _Excess) -> list[Finding]:
 
 
 def _other_prompt(seen: _Excess) -> list[Finding]:
-    """Test for a fixed function from the first step on that a displaced context makes, or that heals in training."""
-    if not seen.fixed:
+    """Test for a fixed function from the first step on that a displaced context makes, or that heals in training.
+
+    A log that heals may spare rows.
+    """
+    if not seen.is_function:
         return []
     reason = other_context(seen.tokens, seen.context)
     return [seen.named("template", reason, confidence=0.9)] if reason else []
@@ -332,7 +349,7 @@ def _stochastic(seen: _Excess) -> list[Finding]:
         return []
     sure = share.share + 2 * share.error < VARIES or share.share < MIXED[0]
     explains = not sure if seen.repeated else share.share + share.error >= STOCHASTIC
-    if explains or seen.no_policy or seen.spared > AT_NULL[0]:
+    if explains or seen.mass_lost or seen.spared > AT_NULL[0]:
         return []
     of = "an equal prompt with an equal response" if seen.repeated else "the token nor the one before it"
     reason = f", at every position, and not even {of} explains it ({max(share.share, 0.0):.0%} of the variance)"
@@ -347,9 +364,10 @@ def _weights(seen: _Excess) -> list[Finding]:
     one_sided = abs(float((seen.tokens.d > 0).mean()) - 0.5) > ONE_SIDED
     placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
     spared = bool((seen.by_row[1] > HIT).any()) and seen.spared > MOST_ROWS
-    no_function = known and seen.context.share < OF_CONTEXT
+    no_function = known and seen.context.share - seen.context.error < OF_CONTEXT
     looks_otherwise = seen.repeats or mixed or one_sided or placed or spared or no_function
-    if not grows and (seen.no_policy or (looks_otherwise and not seen.fixed)):
+    heals = seen.fixed and healing_ratio(seen.tokens) < MAY_HEAL
+    if not grows and (seen.no_policy or heals or (looks_otherwise and not seen.fixed)):
         return []
     id_share = seen.evidence.get("token_id_share")
     reason = ""
@@ -366,7 +384,7 @@ def _weights(seen: _Excess) -> list[Finding]:
 def _noise(seen: _Excess) -> list[Finding]:
     """Test for a small excess at every position, in every row and from the first step on, that no bigram explains."""
     everywhere = all(place.of_noise > 0.5 for place in seen.found) and _row_split(seen) is None
-    everywhere = everywhere and len(seen.tokens.since_start) == len(seen.tokens)
+    everywhere = everywhere and len(seen.tokens.since_start) == len(seen.tokens) and seen.spared <= MOST_ROWS
     if not everywhere or seen.no_policy or seen.tokens.k3.mean() >= SMALL or seen.context.share >= OF_CONTEXT:
         return []
     reason = f", everywhere, and the last two tokens explain {max(seen.context.share, 0.0):.0%} of the variance"
