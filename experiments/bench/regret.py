@@ -6,8 +6,8 @@
 rollouts of its sampler and seed (first_rollouts.csv). *Best* is the correction with the highest mean over seeds. Chosen
 on the seeds that it is judged by, it looks better than it is, also among equal corrections. So a second figure chooses
 it on the other seeds (leave one out), which has no such bias. A third figure advises by limits of the rule that follow
-from the logs and cells of the other samplers (unseen): what a sampler costs that the rule has not seen. Where `advise` prints no configuration, because it names
-a fault to repair first, training goes on without correction.
+from the logs and cells of the other samplers (unseen). Where `advise` prints no configuration, because it names a fault
+to repair first, training goes on without correction.
 """
 
 from __future__ import annotations
