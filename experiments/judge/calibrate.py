@@ -106,9 +106,10 @@ def bins(answers: Iterable[Answer]) -> list[tuple[int, int]]:
 
 
 def table(answers: Iterable[Answer]) -> tuple[tuple[float, float], ...]:
-    """Return (smallest score, confidence) of each bin: (right + 1) / (logs + 2), increasing with the score.
+    """Return (smallest score, confidence) of each bin: the center of Wilson's interval, increasing with the score.
 
-    Source: Laplace's rule of succession; Ayer et al. (1955), pooled adjacent violators.
+    The center is (right + z² / 2) / (logs + z²), z = 1.96: below 1 although no development log was wrong.
+    Source: Wilson (1927); Ayer et al. (1955), pooled adjacent violators.
     """
     pools: list[list[int]] = []
     for right, count in bins(answers):
@@ -121,7 +122,7 @@ def table(answers: Iterable[Answer]) -> tuple[tuple[float, float], ...]:
 
 
 def _share(pool: Sequence[int]) -> float:
-    return (pool[0] + 1) / (pool[1] + 2)
+    return (pool[0] + 1.96**2 / 2) / (pool[1] + 1.96**2)
 
 
 def development(answers: Iterable[Answer]) -> list[Answer]:

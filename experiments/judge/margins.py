@@ -14,12 +14,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 from calibrate import Answer, development, every_answer
 from make_logs import Log
 
 from rollcorr.diagnostics.null import excess_tokens, fading, weight_causes
 from rollcorr.diagnostics.null.excess_tokens import ExcessTokens
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
+
+FEWEST_BESIDE = 200
+"""Fewest tokens beside an equal one to measure them."""
 
 Group = Callable[[Log], bool]
 
@@ -29,7 +33,7 @@ def _of(*names: str, tasks: str = "") -> Group:
 
 
 _PENALTIES = _of("repetition_penalty", "presence_penalty")
-_FIXED = _of("other_weights", "template", "shift_by_one")
+_FIXED = _of("other_weights", "template")
 
 
 class Constant(NamedTuple):
@@ -47,8 +51,15 @@ CONSTANTS = (
         "fading.DISPLACED",
         fading.DISPLACED,
         "neighbors",
-        _of("other_weights", "dropout", "frozen_sync", "partial_sync"),
+        _of("other_weights"),
         _of("template", tasks="reverse arithmetic"),
+    ),
+    Constant(
+        "excess_tokens.SPARED",
+        excess_tokens.SPARED,
+        "beside_equal",
+        _of("template", tasks="reverse arithmetic"),
+        _of("other_weights"),
     ),
     Constant(
         "fading.BY_POSITION", fading.BY_POSITION, "by_position", _of("other_weights"), _of("template", tasks="ngram")
@@ -65,13 +76,18 @@ CONSTANTS = (
     Constant("excess_tokens.STARTED", excess_tokens.STARTED, "first_step", _of("frozen_sync"), _FIXED),
 )
 """Constants with logs on both sides. Logs whose cause is named by an earlier test are in neither group."""
+FITTED = ("excess_tokens.SPARED", "fading.BY_POSITION", "fading.HEALS")
+"""Constants that equal `fitted`; the others were set with further logs, too."""
 
 
 def statistics(tokens: ExcessTokens) -> Mapping[str, float]:
     """Return the statistics of an excess; NaN where a log has too few tokens for one."""
-    equal = tokens.share("prefix")
+    equal, repeats, size = tokens.share("prefix"), tokens.places["repeats"], np.abs(tokens.clipped)
+    sides = [(repeats & side) > 0 for side in (1, 2)]
+    beside = [size[x].mean() / size[~x].mean() for x in sides if x.sum() >= FEWEST_BESIDE]
     return {
         "neighbors": tokens.of_neighbors(),
+        "beside_equal": min(beside, default=math.nan),
         "by_position": fading.share_by_position(tokens, tokens.share("pair")),
         "healing": fading.healing_ratio(tokens),
         "seen_as_likely": tokens.of_seen(as_likely=True),

@@ -25,7 +25,7 @@ WEAK = 0.5
 """Default confidence of a cause."""
 MOST_ROWS = 0.5
 """Share of rows from which a cause explains metrics of the entire log."""
-CONFIDENCE = ((0.0, 0.75), (0.8, 0.9), (0.93, 0.95), (0.99, 0.98))
+CONFIDENCE = ((0.0, 0.67), (0.8, 0.88), (0.93, 0.97), (0.99, 0.97))
 """(Smallest score, confidence): the share of fault logs with this score whose first cause was right. Printed by
 experiments/judge/calibrate.py."""
 
