@@ -155,7 +155,7 @@ def test_settings_of_some_rows_explain_a_log_without_steps_too(tmp_path):
 def test_settings_of_some_rows_do_not_explain_what_the_other_rows_show(tmp_path, with_null):
     log = write_rows(tmp_path / "log.parquet", tempered_series(8, 5, weights=0.3))
     result = check_logs([log], null_steps=(1, 5) if with_null else None)
-    assert finding_of(result, "tempered").confidence > 0.99
+    assert finding_of(result, "tempered").evidence["score"] > 0.99
     assert finding_of(result, "weights_differ").follows_from is None, "dropout would be there from step 1"
     assert "-0%" not in finding_of(result, "weights_differ").reason
     assert finding_of(result, "changed_at_step").follows_from == "weights_differ"
