@@ -42,11 +42,10 @@ from rollcorr.diagnostics.log_check.log_weights import (
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, PictureNull
 from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
-from rollcorr.diagnostics.null.picture_clip import clip_advice
-from rollcorr.diagnostics.null.picture_judgment import judge_pictures
+from rollcorr.diagnostics.null.picture_judgment import clip_advice, judge_pictures
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
-from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
+from rollcorr.diagnostics.null.version_cells import LagRow, TurnRow, judge_versions, lag_rows
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.diagnostics.resolver import resolve_findings, standing
@@ -115,6 +114,7 @@ class CheckResult:
         candidates: effect of each correction that `advise` chooses from; empty unless requested.
         worst_tokens: the tokens that carry most of k3; empty unless a few tokens do.
         lags: mismatch by the age of the sampler's weights; empty unless steps and versions are recorded.
+        turns: mismatch by turn; empty if no row has several turns.
     """
 
     health: HealthReport
@@ -135,6 +135,7 @@ class CheckResult:
     candidates: tuple[CandidateRow, ...] = ()
     worst_tokens: tuple[HeavyToken, ...] = ()
     lags: tuple[LagRow, ...] = ()
+    turns: tuple[TurnRow, ...] = ()
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook, with the few tokens that carry most of k3."""
@@ -306,6 +307,7 @@ def _result(
         candidates=tally.candidates.table(),
         worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
         lags=lag_rows(tally.versions.by_lag()),
+        turns=tally.turns.by_turn(),
     )
 
 

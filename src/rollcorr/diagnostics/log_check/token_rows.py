@@ -20,7 +20,7 @@ from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, exact_kl, has_exact_kl
 from rollcorr.diagnostics.log_check.tally import version_spans
-from rollcorr.diagnostics.null.token_ratios import TokenRatios
+from rollcorr.diagnostics.null.token_ratios import TokenRatios, turns_of
 from rollcorr.diagnostics.report.curves import pack
 from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
 from rollcorr.rollout_log.reader import Paths
@@ -243,7 +243,7 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         "position": np.arange(len(d)) - starts,
         "length": np.repeat(lengths, lengths),
         "probability": np.exp(np.minimum(tokens["mu"], 0)),
-        "turn": _turns(tokens["state"] != MASKED, starts),
+        "turn": turns_of(tokens["state"] != MASKED, lengths) - 1,
         "version lag": _lags(batch),
     }
     for name, value in values.items():
@@ -254,12 +254,6 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         columns = (valid, kl * valid, kept, kl * kept, tokens["weight"] * kept)
         sums = np.stack([np.bincount(bins, column, len(edges)) for column in columns])
         found.breakdowns[name] = found.breakdowns.get(name, 0.0) + sums
-
-
-def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the turn of each token, from 0: the number of times sampling resumed after masked tokens in its row."""
-    begins = np.concatenate([[0], (sampled[1:] & ~sampled[:-1]) & (starts[1:] == starts[:-1])]).cumsum()
-    return begins - begins[starts]
 
 
 def _lags(batch: RolloutBatch) -> NDArray[np.float64] | None:

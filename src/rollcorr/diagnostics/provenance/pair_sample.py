@@ -65,6 +65,7 @@ class SampleRow(NamedTuple):
         step: training step; defaults to `None`: not recorded.
         prompt: ids of the prompt, (p,); defaults to `None`: not recorded.
         context: context of each token; defaults to `None` until `located` computes it.
+        versions: version of the weights behind each token, (c,); defaults to `None`: not recorded.
     """
 
     train: Tensor
@@ -74,6 +75,7 @@ class SampleRow(NamedTuple):
     step: int | None = None
     prompt: Tensor | None = None
     context: Context | None = None
+    versions: Tensor | None = None
 
     @property
     def known(self) -> NDArray[np.int64]:
@@ -135,6 +137,7 @@ class PairSample:
         steps: Tensor | None = None,
         prompts: Sequence[Tensor] | None = None,
         wanted: Tensor | None = None,
+        versions: Tensor | None = None,
     ) -> PairSample:
         """Sample a packed batch.
 
@@ -149,6 +152,7 @@ class PairSample:
             steps: training step of each sequence, (B,); optional.
             prompts: ids of each prompt, B tensors of (p,); optional.
             wanted: true on the sequences to sample from, (B,) bool; defaults to all.
+            versions: version of the weights behind each token, (N,); optional.
         """
         sizes = lengths.tolist()
         columns = [x.split(sizes) for x in (train, rollout, mask)]
@@ -162,6 +166,9 @@ class PairSample:
         rows = {i: row.copied() for i, row in thin.rows.items()}
         if prompts is not None:
             rows = {i: row._replace(prompt=prompts[i - first].clone()) for i, row in rows.items()}
+        if versions is not None:
+            of_row = versions.split(sizes)
+            rows = {i: row._replace(versions=of_row[i - first].clone()) for i, row in rows.items()}
         return replace(thin, rows=rows)
 
     def merge(self, other: PairSample) -> PairSample:
