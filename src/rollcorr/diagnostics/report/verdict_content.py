@@ -115,13 +115,6 @@ class WhatIfContent:
 
 def what_if_content(rows: Sequence[WhatIf]) -> WhatIfContent:
     """Put what each preset would do into words."""
-    note = (
-        "ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
-        "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
-        "after rejecting as many at random; a filter on k3 lowers it by construction."
-    )
-    if not rows:
-        note = "nothing was measured: no valid token of a language model has log-probs of both policies"
     return WhatIfContent(
         title="what each preset would do to this log",
         headings=(
@@ -133,7 +126,11 @@ def what_if_content(rows: Sequence[WhatIf]) -> WhatIfContent:
             "k3 beyond random, nats",
         ),
         rows=tuple(_what_if_row(row) for row in rows),
-        note=note,
+        note="ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
+        "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
+        "after rejecting as many at random; a filter on k3 lowers it by construction."
+        if rows
+        else "nothing was measured: no valid token of a language model has log-probs of both policies",
     )
 
 
