@@ -214,6 +214,18 @@ _ROWS = (
         confirm="look up logprobs_mode of the engine, or give the trainer's logits and the token ids",
     ),
     Fault(
+        code="not_the_sampled_distribution",
+        kind="settings",
+        needs="record",
+        part="nothing",
+        score=3,
+        title="tokens were not drawn from the distribution of the logged log-probs",
+        reason="the mean of −log μ over drawn tokens is the mean entropy of μ; raw log-probs leave out the sampler's "
+        "temperature, top-p or penalties",
+        fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
+        confirm="sample with temperature 1, top_p 1 and no penalty: the two means then agree",
+    ),
+    Fault(
         code="recorded_settings",
         kind="settings",
         needs="record",

@@ -19,6 +19,7 @@ from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
 from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.log_check.draws import judge_draws, tests_draws
 from rollcorr.diagnostics.log_check.log_null import picture_null
 from rollcorr.diagnostics.log_check.log_tally import (
     LogTally,
@@ -279,7 +280,7 @@ def _result(
     # The verdict is about all rows; steps are only history for rules and panels. Densities of a diffusion sampler have
     # no tokens, so they have separate rules.
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
-    evidence = replace(evidence, sampling=bool(tally.origin.sampling))
+    evidence = replace(evidence, sampling=bool(tally.origin.sampling) or tests_draws(tally.draws))
     judged = _JudgedRows()
     if read.measurement.denoising:
         judged = _JudgedRows(weights=_judge_pictures(tally, null, null_steps))
@@ -400,6 +401,7 @@ def _verdict(
     """Return the verdict and all hypotheses; a fault may appear in several sources."""
     tally, weights, rest = read.tally, judged.weights, judged.rest
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.measurement.kept)
+    found += judge_draws(tally.draws)
     if read.measurement.denoising:
         evidence = replace(evidence, changes={})  # averages over D and windows hide R of a timestep
     measured = measured_findings(evidence)

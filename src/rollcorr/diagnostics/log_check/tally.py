@@ -25,6 +25,7 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
+from rollcorr.diagnostics.log_check.draws import DrawSums, draw_sums
 from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
 from rollcorr.diagnostics.null import MismatchProfile, Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
@@ -56,6 +57,7 @@ COLUMNS = (
     "routing_difference",
     "reward",
     "sampling",
+    "rollout_entropy",
     "engine",
     "engine_version",
     "model",
@@ -107,6 +109,7 @@ class Tally:
         origin: recorded engines, models and settings.
         versions: mismatch by step and version of the weights, if both are recorded.
         turns: mismatch by step and turn.
+        draws: step → sums for the z-test of −log μ against the entropy of μ, if recorded.
         routing: mismatch by difference in expert routing, if recorded.
         presets: effect of each preset, if requested.
         candidates: effect of each correction that `advise` chooses from, if requested.
@@ -127,6 +130,7 @@ class Tally:
     origin: Origin = field(default_factory=Origin)
     versions: VersionCells = field(default_factory=VersionCells)
     turns: StepCells = field(default_factory=StepCells)
+    draws: Mapping[int | None, DrawSums] = field(default_factory=dict)
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
     candidates: CandidateTotals = field(default_factory=CandidateTotals)
@@ -152,6 +156,7 @@ class Tally:
             origin=self.origin.merge(later.origin),
             versions=self.versions.merge(later.versions),
             turns=self.turns.merge(later.turns),
+            draws=merge_by_key(self.draws, later.draws, DrawSums.merge),
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
             candidates=self.candidates.merge(later.candidates),
@@ -316,6 +321,7 @@ class Measurement:
             origin=Origin.of(batch),
             versions=_versions(spans, ratios),
             turns=_turns(batch, ratios),
+            draws=draw_sums(batch, ratios) if batch.has("rollout_entropy") else {},
             routing=routing,
             presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
             candidates=candidates,
