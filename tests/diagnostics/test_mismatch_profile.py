@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.diagnostics.null.excess import BIN_TOKENS, expected_k3, pooled_bins
-from rollcorr.diagnostics.null.mismatch_profile import POSITION_BINS, MismatchProfile, size_edges, surprise_bins
-from rollcorr.diagnostics.null.row_table import ROWS, RowTable
+from rollcorr.diagnostics.null.mismatch_profile import (
+    POSITION_BINS,
+    ROWS,
+    MismatchProfile,
+    RowTable,
+    size_edges,
+    surprise_bins,
+)
 
 NAN = math.nan
 

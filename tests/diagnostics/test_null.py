@@ -119,15 +119,9 @@ def test_a_null_of_one_side_alone_is_kept_as_such_and_refused_for_a_run(tmp_path
         noise_beside(tmp_path)
 
 
-def test_which_sides_a_null_of_an_earlier_release_compares_is_not_recorded(tmp_path):
+def test_unknown_sides_are_a_damaged_null(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80))
-    for kind, sides in (("log", "run"), ("engine", None)):
-        document = json.loads(null_of_logs([log], kind=kind).to_json())
-        assert document.pop("sides") == "run"
-        (tmp_path / "null.json").write_text(json.dumps(document), encoding="utf-8")
-        assert read_null(tmp_path / "null.json").sides == sides
-    remarks = " ".join(check_logs([log], null=read_null(tmp_path / "null.json")).remarks)
-    assert "the two sides of this log is not recorded" in remarks
+    document = json.loads(null_of_logs([log]).to_json())
     (tmp_path / "null.json").write_text(json.dumps(document | {"sides": "both"}), encoding="utf-8")
     with pytest.raises(BadInputError, match=r"a damaged null .sides 'both' is none of run, engine, trainer"):
         read_null(tmp_path / "null.json")

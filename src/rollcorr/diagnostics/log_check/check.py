@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
@@ -27,7 +28,6 @@ from rollcorr.diagnostics.log_check.log_tally import (
     log_remarks,
     mixed_settings,
     one_thread,
-    partial_sentence,
     read_log,
 )
 from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
@@ -45,7 +45,7 @@ from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
 from rollcorr.diagnostics.null.picture_clip import clip_advice
 from rollcorr.diagnostics.null.picture_judgment import judge_pictures
 from rollcorr.diagnostics.null.routing import judge_routing
-from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
+from rollcorr.diagnostics.null.run_null import any_null_beside
 from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
@@ -211,7 +211,7 @@ def check_logs(
         )
     files, given = log_files(paths), path_texts(paths)
     if null is None and null_steps is None and len(given) == 1:
-        null = null_beside(given[0]) or picture_null_beside(given[0])
+        null = any_null_beside(given[0])
     read = read_log(
         paths,
         config,
@@ -430,5 +430,7 @@ def _verdict(
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
     by_metrics = evidence.diffusion and not read.measurement.denoising
     report = report_of(evidence, shown, None if by_metrics else weights.judged_against)
-    not_judged = (*partial_sentence(read), *weights.not_judged, *report.not_judged)
-    return replace(report, not_judged=not_judged), hypotheses
+    count = len(read.unreadable)
+    partial = f"this is the verdict on part of the log: {count} file{'s' * (count != 1)} could not be read to the end"
+    not_judged = ((partial,) * bool(count), weights.not_judged, report.not_judged)
+    return replace(report, not_judged=tuple(chain(*not_judged))), hypotheses

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import MOST_IDS, STEP_IDS, TokenShare, TokenSums
 
@@ -34,18 +33,58 @@ LENGTH = ("rows", "tokens", "sum_d", "sum_d2", "sum_k3", "sum_mean2")
 """Sums of each length bin; the last is Σ over rows of (mean d)²."""
 ROW_STATISTICS = ("k3", "mean", "std")
 """Row statistics with a histogram: k3 per token, mean d and standard deviation of d, nats."""
+ROWS = 4096
+"""Approximate number of rows in the table; at most twice this number."""
+FIELDS = ("tokens", "sum_d", "sum_d2", "sum_k3", "min_d", "max_d", "prompt")
+"""Columns of the table: number of valid tokens of a row; Σ d, Σ d², Σ k3, minimum and maximum of d over them, nats;
+number of prompt tokens, −1 if not recorded."""
 
 
-def _empty_cells() -> Floats:
-    return np.zeros((len(CELL), SURPRISE_BINS, POSITION_BINS))
+@dataclass(frozen=True, eq=False)
+class RowTable:
+    """Every k-th row of a log; k is the smallest power of 2 that bounds the table.
+
+    The merged tables of all parts therefore equal the table of the complete log, at any split.
+
+    Attributes:
+        stride: k; default 1.
+        index: positions of the rows in the log, (r,) int64; default empty.
+        values: columns `FIELDS`, (r, 7) float64; default empty.
+    """
+
+    stride: int = 1
+    index: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    values: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(FIELDS))))
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], index: NDArray[np.int64]) -> RowTable:
+        """Return the table of rows with values (r, 7) and rising positions in the log (r,)."""
+        return _thinned(1, index, values)
+
+    def merge(self, later: RowTable) -> RowTable:
+        """Return the table of both parts of the log; `later` comes second."""
+        stride = max(self.stride, later.stride)
+        return _thinned(stride, np.concatenate([self.index, later.index]), np.concatenate([self.values, later.values]))
+
+    def without(self, part: RowTable) -> RowTable:
+        """Return the table without the rows of `part`."""
+        rest = ~np.isin(self.index, part.index)
+        return RowTable(self.stride, self.index[rest], self.values[rest])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return one column of `FIELDS`, (r,)."""
+        return self.values[:, FIELDS.index(name)]
 
 
-def _empty_sizes() -> Floats:
-    return np.zeros((2, SIZE_OCTAVES * FINE))
-
-
-def _empty_row_sizes() -> Floats:
-    return np.zeros((len(ROW_STATISTICS), 2, SIZE_OCTAVES * COARSE))
+def _thinned(stride: int, index: NDArray[np.int64], values: NDArray[np.float64]) -> RowTable:
+    while True:
+        kept = index % stride == 0
+        if int(kept.sum()) <= 2 * ROWS:
+            return RowTable(stride, index[kept], values[kept])
+        stride *= 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +101,10 @@ class MismatchProfile:
         missing: tokens of the response mask without both log-probs.
     """
 
-    cells: Floats = field(default_factory=_empty_cells)
+    cells: Floats = field(default_factory=lambda: np.zeros((len(CELL), SURPRISE_BINS, POSITION_BINS)))
     lengths: Floats = field(default_factory=lambda: np.zeros((len(LENGTH), LENGTH_BINS)))
-    sizes: Floats = field(default_factory=_empty_sizes)
-    row_sizes: Floats = field(default_factory=_empty_row_sizes)
+    sizes: Floats = field(default_factory=lambda: np.zeros((2, SIZE_OCTAVES * FINE)))
+    row_sizes: Floats = field(default_factory=lambda: np.zeros((len(ROW_STATISTICS), 2, SIZE_OCTAVES * COARSE)))
     ids: TokenSums = field(default_factory=TokenSums.empty)
     rows: RowTable = field(default_factory=RowTable)
     missing: int = 0
@@ -105,11 +144,19 @@ class MismatchProfile:
         table[:, :-1] = ratios.by_row()
         table[:, -1] = -1 if ratios.prompts is None else ratios.prompts
         measured = table[:, 0] > 0
+        count, total, square, k3 = table[measured, :4].T
+        mean = total / count
+        deviation = np.sqrt(np.maximum(square / count - mean * mean, 0.0))
+        length = np.minimum(_exponent(count), LENGTH_BINS - 1)
+
+        # Invalid tokens have d = 0, so subtract them from that bin.
+        sizes = _size_histogram(ratios.d, FINE)
+        sizes[1, 0] -= len(ratios.d) - ratios.count
         return cls(
             cells=_cells_of(ratios),
-            lengths=_by_length(table[measured]),
-            sizes=_sizes_of(ratios),
-            row_sizes=np.stack([_size_histogram(x, COARSE) for x in _row_statistics(table[measured])]),
+            lengths=np.stack([np.bincount(length, x, LENGTH_BINS) for x in (None, count, total, square, k3, mean**2)]),
+            sizes=sizes,
+            row_sizes=np.stack([_size_histogram(x, COARSE) for x in (k3 / count, mean, deviation)]),
             ids=TokenSums.of_ratios(ratios, limit=id_limit),
             rows=RowTable.of(table[measured], ratios.index[measured]),
             missing=ratios.missing,
@@ -249,13 +296,6 @@ def _cells_of(ratios: TokenRatios) -> Floats:
     return sums.astype(np.float64).reshape(len(CELL), SURPRISE_BINS, POSITION_BINS)
 
 
-def _sizes_of(ratios: TokenRatios) -> Floats:
-    """Return token counts by sign and size of d. Invalid tokens have d = 0, and are subtracted from that bin."""
-    sizes = _size_histogram(ratios.d, FINE)
-    sizes[1, 0] -= len(ratios.d) - ratios.count
-    return sizes
-
-
 def _size_histogram(values: Floats, parts: int) -> Floats:
     """Return the number of values in each bin of sign and size, (2, bins)."""
     bits = values.astype(np.float32).view(np.int32)
@@ -267,21 +307,6 @@ def _size_histogram(values: Floats, parts: int) -> Floats:
     np.clip(size, 0, bins - 1, out=size)
     size += ((bits >> 31) + 1) * bins  # negative values first
     return np.bincount(size, minlength=2 * bins).reshape(2, bins).astype(np.float64)
-
-
-def _row_statistics(table: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return k3 per token, mean d and standard deviation of d of each row, nats, (r,) each."""
-    count, total, square, k3 = table[:, :4].T
-    mean = total / count
-    return k3 / count, mean, np.sqrt(np.maximum(square / count - mean * mean, 0.0))
-
-
-def _by_length(table: Floats) -> Floats:
-    """Return the sums `LENGTH` of each length bin, (6, 18)."""
-    count, total, square, k3 = table[:, :4].T
-    bins = np.minimum(_exponent(count), LENGTH_BINS - 1)
-    sums = (None, count, total, square, k3, (total / count) ** 2)
-    return np.stack([np.bincount(bins, weight, LENGTH_BINS) for weight in sums])
 
 
 def _ratio(numerator: float, denominator: float) -> float:

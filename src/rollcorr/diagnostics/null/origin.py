@@ -10,7 +10,7 @@ from rollcorr.rollout_log import RolloutBatch
 
 MOST_KINDS = 16
 """Largest number of stored values per field; a log with more has no single origin."""
-COLUMNS = {"engine": "engine", "engine_version": "engine_version", "model": "model"}
+COLUMNS = ("engine", "engine_version", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class Origin:
     @classmethod
     def of(cls, batch: RolloutBatch) -> Origin:
         """Return the origin that a batch records."""
-        found = {name: _distinct_values(batch, name) for name in COLUMNS}
+        columns = {name: batch.records.column(name) for name in COLUMNS if batch.has(name)}
+        found = {name: set(column.unique().to_pylist()) - {None} for name, column in columns.items()}
         settings: set[str] = set()
         if batch.has("sampling"):
             settings = {settings_text(row) for row in batch.objects("sampling") if row}
@@ -46,12 +47,6 @@ class Origin:
 def settings_text(settings: Mapping[str, object]) -> str:
     """Return sampling settings as JSON with sorted names; unset values are omitted."""
     return json.dumps({name: value for name, value in sorted(settings.items()) if value is not None})
-
-
-def _distinct_values(batch: RolloutBatch, column: str) -> set[str]:
-    if not batch.has(column):
-        return set()
-    return {value for value in batch.records.column(column).unique().to_pylist() if value is not None}
 
 
 def _limited(values: set[str]) -> tuple[str, ...]:

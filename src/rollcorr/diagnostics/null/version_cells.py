@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -45,14 +46,11 @@ class VersionCells:
         cls, step: NDArray[np.int64], version: NDArray[np.int64], k3: NDArray[np.float64], tokens: NDArray[np.float64]
     ) -> VersionCells:
         """Compute the cells of rows or spans: step, version, Σ k3 in nats and tokens, (n,) each."""
-        cells: dict[tuple[int, int], Cell] = {}
         pairs, inverse = np.unique(np.stack([step, version]), axis=1, return_inverse=True)
         inverse = inverse.reshape(-1)
         counts, sums = np.bincount(inverse, tokens), np.bincount(inverse, k3)
-        for (of_step, of_version), count, total in zip(pairs.T.tolist(), counts.tolist(), sums.tolist(), strict=True):
-            if count:
-                cells[of_step, of_version] = (count, total)
-        return cls(cells)
+        table = zip(pairs.T.tolist(), counts.tolist(), sums.tolist(), strict=True)
+        return cls({(step, version): (count, total) for (step, version), count, total in table if count})
 
     def merge(self, later: VersionCells) -> VersionCells:
         """Return the cells of both parts."""
@@ -79,18 +77,17 @@ class VersionCells:
 
         The policy's version is computed by `PolicyClock`, which reads the complete log first.
         """
-        newest: dict[int, int] = {}
-        for step, version in sorted(self.cells):
-            newest[step] = version
+        newest = dict(sorted(self.cells))
         clock = PolicyClock()
         for step, version in newest.items():
             clock.see(step, torch.tensor(version, device="cpu"))
 
         # The policy's version never decreases: use the newest one up to each step.
-        policy, seen = {}, next(iter(newest.values()), 0)
-        for step, version in newest.items():
-            seen = max(seen, version)
-            policy[step] = int(clock.version(step, torch.tensor(seen, device="cpu")))
+        seen = accumulate(newest.values(), max)
+        policy = {
+            step: int(clock.version(step, torch.tensor(version, device="cpu")))
+            for step, version in zip(newest, seen, strict=True)
+        }
         steps: dict[int, dict[int, Cell]] = {}
         for (step, version), (count, total) in sorted(self.cells.items(), key=lambda cell: (cell[0][0], -cell[0][1])):
             lags = steps.setdefault(step, {})
@@ -108,11 +105,8 @@ class VersionCells:
         for (step, version), (count, total) in self.cells.items():
             if count >= CELL_TOKENS and total > 0:
                 by_step.setdefault(step, []).append((step - version, total / count))
-        ends = []
-        for ages in by_step.values():
-            (youngest, low), (oldest, high) = min(ages), max(ages)
-            if oldest > youngest:
-                ends.append((math.log(low), math.log(high)))
+        ages = ((min(of_step), max(of_step)) for of_step in by_step.values())
+        ends = [(math.log(low), math.log(high)) for (youngest, low), (oldest, high) in ages if oldest > youngest]
         if not ends:
             return math.nan, math.nan, 0
         low, high = np.exp(np.mean(ends, axis=0)).tolist()
@@ -174,19 +168,15 @@ def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
     if not steps or oldest < BY_LAG * youngest:
         return ()
     growth = oldest / youngest
-    reason = (
-        f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest ({steps} steps "
-        "have both)"
+    finding = replace(
+        fault("stale_by_lag").finding,
+        metric="k3_kl",
+        title="the mismatch grows with the age of the weights",
+        value=oldest,
+        limit=f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights",
+        reason=f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest ({steps} "
+        "steps have both)",
+        confidence=0.95,
+        evidence={"growth": growth},
     )
-    return (
-        replace(
-            fault("stale_by_lag").finding,
-            metric="k3_kl",
-            title="the mismatch grows with the age of the weights",
-            value=oldest,
-            limit=f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights",
-            reason=reason,
-            confidence=0.95,
-            evidence={"growth": growth},
-        ),
-    )
+    return (finding,)
