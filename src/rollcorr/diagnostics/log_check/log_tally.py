@@ -232,9 +232,14 @@ class LogMetrics:
 
 def log_metrics(tally: Tally) -> LogMetrics:
     """Compute the metrics of a tally."""
-    ages = {step: {AGE: age} for step, _, age in tally.versions.by_step()}
-    measured = metrics_of_parts(tally.parts, tally.profile, ages)
     lags = tally.versions.by_lag()
+    ages = {
+        step: {
+            AGE: sum(lag * tokens for lag, (tokens, _) in cells.items()) / sum(tokens for tokens, _ in cells.values())
+        }
+        for step, cells in lags.items()
+    }
+    measured = metrics_of_parts(tally.parts, tally.profile, ages)
     if not lags:
         return measured
     steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(int(step["step"]), {})}))} for step in measured.steps)

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.documents import load_json, open_input
-from rollcorr.diagnostics.null.mismatch_profile import CELL, FIELDS, LENGTH, ROW_STATISTICS, MismatchProfile, RowTable
+from rollcorr.diagnostics.null.mismatch_profile import CELL, FIELDS, MismatchProfile, RowTable
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenShare, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
-FORMAT, VERSION = "rollcorr-null", 1
+FORMAT, VERSION = "rollcorr-null", 2
 PICTURE_FORMAT = "rollcorr-picture-null"
 LARGEST_FILE = 1 << 26
 """Largest size of a null file, bytes; this release writes 2 MB at most."""
@@ -224,21 +224,11 @@ class MismatchNull:
             "doubted": self.doubted,
             "measured": [part._asdict() for part in self.measured],
             "counts": {"rows": profile.row_count, "tokens": profile.tokens, "missing": profile.missing},
-            "summary": {
-                "k3": profile.k3,
-                "mean": profile.mean,
-                "std": profile.std,
-                "quantiles": {f"{q:g}": profile.quantile(q) for q in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)},
-                "rows": {
-                    name: {f"{q:g}": profile.quantile(q, name) for q in (0.05, 0.5, 0.95)} for name in ROW_STATISTICS
-                },
-            },
+            "summary": {"k3": profile.k3, "mean": profile.mean, "std": profile.std},
             "token_id": {**self.share._asdict(), "largest": profile.ids.largest},
             "profile": {
                 "cells": dict(zip(CELL, profile.cells.tolist(), strict=True)),
-                "lengths": dict(zip(LENGTH, profile.lengths.tolist(), strict=True)),
                 "sizes": profile.sizes.tolist(),
-                "row_sizes": dict(zip(ROW_STATISTICS, profile.row_sizes.tolist(), strict=True)),
                 "ids": profile.ids.folded().sums.tolist(),
                 "rows": {
                     "stride": profile.rows.stride,
@@ -295,9 +285,8 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
     rows = stored["rows"]
     profile = MismatchProfile(
         cells=_array([stored["cells"][key] for key in CELL], empty.cells.shape),
-        lengths=_array([stored["lengths"][key] for key in LENGTH], empty.lengths.shape),
         sizes=_array(stored["sizes"], empty.sizes.shape),
-        row_sizes=_array([stored["row_sizes"][key] for key in ROW_STATISTICS], empty.row_sizes.shape),
+        row_count=int(document["counts"]["rows"]),
         ids=TokenSums(_array(stored["ids"], (3, None)), int(token_id["largest"]), STEP_IDS),
         rows=RowTable(
             int(rows["stride"]),

@@ -64,14 +64,6 @@ class VersionCells:
             cells = {key: cells[key] for key in sorted(cells)[:MOST_CELLS]}
         return VersionCells(cells)
 
-    def by_step(self) -> list[tuple[int, float, float]]:
-        """Return (step, k3 per token in nats, mean lag in versions) of each step, rising."""
-        rows = []
-        for step, lags in self.by_lag().items():
-            count, total = (sum(cell[part] for cell in lags.values()) for part in (0, 1))
-            rows.append((step, total / count, sum(lag * cell[0] for lag, cell in lags.items()) / count))
-        return rows
-
     def by_lag(self) -> dict[int, dict[int, Cell]]:
         """Return step → lag in versions → tokens, Σ k3 in nats; steps and lags are rising.
 
