@@ -221,19 +221,11 @@ def check_logs(
     return _result(read, config, diffusion=diffusion, null=null, null_steps=null_steps, files=tuple(map(str, files)))
 
 
-def check_batches(
-    batches: Sequence[RolloutBatch],
-    config: RolloutCorrectionConfig = DIAGNOSIS,
-    *,
-    train_column: str = "old_log_prob",
-    null: MismatchNull | None = None,
-) -> CheckResult:
+def check_batches(batches: Sequence[RolloutBatch], *, null: MismatchNull | None = None) -> CheckResult:
     """Judge rollouts in memory, as `check_logs` judges them in a file.
 
     Args:
-        batches: rollouts, in log order.
-        config: as in `check_logs`.
-        train_column: column that contains log π.
+        batches: rollouts with `old_log_prob`, in log order.
         null: as in `check_logs`; default: no null.
 
     Returns:
@@ -242,12 +234,10 @@ def check_batches(
     Raises:
         NullMismatchError: the null was measured with a different engine, sampling settings or vocabulary.
     """
-    if config.nonfinite == "raise":
-        config = replace(config, nonfinite="reject_token")  # a check counts missing values and continues
     kept = batches[0].has("kept_offsets")
-    measurement = Measurement(config=config, train_column=train_column, batch_size=256, kept=kept)
+    measurement = Measurement(config=DIAGNOSIS, train_column="old_log_prob", batch_size=256, kept=kept)
     tally = measurement.of_batches(batches)
-    return _result(LogTally(tally=tally, measurement=measurement, total=tally.rows), config, null=null)
+    return _result(LogTally(tally=tally, measurement=measurement, total=tally.rows), DIAGNOSIS, null=null)
 
 
 def _result(
