@@ -395,7 +395,7 @@ def limit_in_words(limits: HealthyRange) -> str:
 def is_broken(name: str, value: float) -> bool:
     """Return whether a value of a metric is outside its healthy range; False for a metric without a range."""
     limits = healthy_range(name)
-    return limits is not None and _breached(limits, value) is not None
+    return limits is not None and limits.breached(value) is not None
 
 
 def _range_finding(name: str, evidence: Evidence) -> Finding | None:
@@ -408,7 +408,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
         return None
 
     def breaks(value: float) -> bool:
-        return _breached(limits, value) is not None
+        return limits.breached(value) is not None
 
     # A limit of zero forbids any occurrence: a single recent step suffices.
     value = evidence.get(name)
@@ -423,7 +423,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
         earlier = [value for _, value in evidence.series(name) if breaks(value)]
         if not earlier:
             return None
-        value = max(earlier, key=lambda x: abs(x - (_breached(limits, x) or 0.0)))
+        value = max(earlier, key=lambda x: abs(x - (limits.breached(x) or 0.0)))
         verb, since = "was", f" in {when['steps']} of {len(evidence.series(name))} steps"
 
     in_force = _in_force(name, evidence)
@@ -451,8 +451,3 @@ def _in_force(name: str, evidence: Evidence) -> bool:
     if name.endswith("masked_fraction") or name == "rollout_is_veto_fraction":
         return evidence.rejection_in_force
     return True
-
-
-def _breached(limits: HealthyRange, value: float) -> float | None:
-    """Return `HealthyRange.breached` of a value at six digits: a float32 weight truncated at 2 may be 2.0000002."""
-    return limits.breached(float(f"{value:.6g}"))
