@@ -20,7 +20,11 @@ def cells(k3_of, *, steps=12, lags=(0,), tokens=1000.0):
 
 def codes(versions):
     """Codes within the steps, then over the steps."""
-    series = [{"step": step, "k3_kl": k3, AGE: age} for step, k3, age in versions.by_step()]
+    series = []
+    for step, lags in versions.by_lag().items():
+        tokens, k3 = (sum(cell[part] for cell in lags.values()) for part in (0, 1))
+        age = sum(lag * cell[0] for lag, cell in lags.items()) / tokens
+        series.append({"step": step, "k3_kl": k3 / tokens, AGE: age})
     over_steps = [finding for finding in health(series).findings if is_rise(finding)] if series else []
     return list(dict.fromkeys(finding.code for finding in (*judge_versions(versions), *over_steps)))
 

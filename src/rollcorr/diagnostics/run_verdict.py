@@ -95,11 +95,9 @@ def _checked(path: Path) -> CheckResult | None:
         return None
     try:
         from rollcorr.diagnostics.log_check.check import check_logs
-    except ImportError:  # without Arrow, judge only the metrics
-        return None
-    try:
+
         return check_logs([path], keep_going=True)
-    except BadInputError:
+    except (ImportError, BadInputError):  # without Arrow, judge only the metrics
         return None
 
 

@@ -222,10 +222,11 @@ class Measurement:
         own = KEPT_COLUMNS * self.kept + DENOISING_COLUMNS * self.denoising
         return COLUMNS + own + ("advantages",) * (self.what_if or self.candidates)
 
-    def of_shard(self, shard: Shard, on_rows: Callable[[int], None]) -> Tally:
+    def of_shard(self, shard: Shard, on_rows: Callable[[int], None] = lambda rows: None) -> Tally:
         """Compute the tally of a shard; after a KeyboardInterrupt, of the rows read so far.
 
         `on_rows` is called with 0 before the first batch, then with the rows of each batch. It may raise the interrupt.
+        It does nothing by default.
 
         Raises:
             RolloutLogError: the shard cannot be read, without `keep_going`.
@@ -316,7 +317,13 @@ class Measurement:
             claims=_claims(batch),
             rows=len(batch),
             profile=profile,
-            first=_first_profiles(wanted, profile, ratios),
+            # Usually a batch contains one step: reuse its profile.
+            first={
+                step: (profile if rows.all() else MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))).folded(
+                    FIRST_IDS
+                )
+                for step, rows in wanted.items()
+            },
             first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(spans, ratios),
@@ -374,17 +381,6 @@ class Measurement:
                 own = (train[tokens], rollout[tokens], mask[tokens])
                 of_step = ratios.of_rows(rows.numpy())
             yield step, part_of(of_step, *own, rewards[rows], self.config)
-
-
-def _first_profiles(
-    wanted: Mapping[int, Tensor], profile: MismatchProfile, ratios: TokenRatios
-) -> dict[int, MismatchProfile]:
-    """Compute the profiles of the steps that may serve as the null; `profile` is of the entire batch."""
-    # Usually a batch contains one step: reuse its profile.
-    return {
-        step: (profile if rows.all() else MismatchProfile.of_ratios(ratios.of_rows(rows.numpy()))).folded(FIRST_IDS)
-        for step, rows in wanted.items()
-    }
 
 
 def _rewards(rewards: Tensor) -> tuple[int, float]:

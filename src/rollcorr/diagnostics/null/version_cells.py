@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -80,31 +81,22 @@ class StepCells:
 class VersionCells(StepCells):
     """Token counts and Σ k3 by (step, version of the weights)."""
 
-    def by_step(self) -> list[tuple[int, float, float]]:
-        """Return (step, k3 per token in nats, mean lag in versions) of each step, rising."""
-        rows = []
-        for step, lags in self.by_lag().items():
-            count, total = (sum(cell[part] for cell in lags.values()) for part in (0, 1))
-            rows.append((step, total / count, sum(lag * cell[0] for lag, cell in lags.items()) / count))
-        return rows
-
     def by_lag(self) -> dict[int, dict[int, Cell]]:
         """Return step → lag in versions → tokens, Σ k3 in nats; steps and lags are rising.
 
         The policy's version is computed by `PolicyClock`, which reads the complete log first.
         """
-        newest: dict[int, int] = {}
-        for step, version in sorted(self.cells):
-            newest[step] = version
+        newest = dict(sorted(self.cells))
         clock = PolicyClock()
         for step, version in newest.items():
             clock.see(step, torch.tensor(version, device="cpu"))
 
         # The policy's version never decreases: use the newest one up to each step.
-        policy, seen = {}, next(iter(newest.values()), 0)
-        for step, version in newest.items():
-            seen = max(seen, version)
-            policy[step] = int(clock.version(step, torch.tensor(seen, device="cpu")))
+        seen = accumulate(newest.values(), max)
+        policy = {
+            step: int(clock.version(step, torch.tensor(version, device="cpu")))
+            for step, version in zip(newest, seen, strict=True)
+        }
         steps: dict[int, dict[int, Cell]] = {}
         for (step, version), (count, total) in sorted(self.cells.items(), key=lambda cell: (cell[0][0], -cell[0][1])):
             lags = steps.setdefault(step, {})
@@ -122,11 +114,8 @@ class VersionCells(StepCells):
         for (step, version), (count, total) in self.cells.items():
             if count >= CELL_TOKENS and total > 0:
                 by_step.setdefault(step, []).append((step - version, total / count))
-        ends = []
-        for ages in by_step.values():
-            (youngest, low), (oldest, high) = min(ages), max(ages)
-            if oldest > youngest:
-                ends.append((math.log(low), math.log(high)))
+        ages = ((min(of_step), max(of_step)) for of_step in by_step.values())
+        ends = [(math.log(low), math.log(high)) for (youngest, low), (oldest, high) in ages if oldest > youngest]
         if not ends:
             return math.nan, math.nan, 0
         low, high = np.exp(np.mean(ends, axis=0)).tolist()
@@ -210,19 +199,15 @@ def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
     if not steps or oldest < BY_LAG * youngest:
         return ()
     growth = oldest / youngest
-    reason = (
-        f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest ({steps} steps "
-        "have both)"
+    finding = replace(
+        fault("stale_by_lag").finding,
+        metric="k3_kl",
+        title="the mismatch grows with the age of the weights",
+        value=oldest,
+        limit=f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights",
+        reason=f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest ({steps} "
+        "steps have both)",
+        confidence=0.95,
+        evidence={"growth": growth},
     )
-    return (
-        replace(
-            fault("stale_by_lag").finding,
-            metric="k3_kl",
-            title="the mismatch grows with the age of the weights",
-            value=oldest,
-            limit=f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights",
-            reason=reason,
-            confidence=0.95,
-            evidence={"growth": growth},
-        ),
-    )
+    return (finding,)

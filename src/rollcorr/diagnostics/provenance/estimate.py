@@ -96,15 +96,19 @@ def _changed_tokens(before: PairRows, after: PairRows) -> Tensor:
 
 def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None, steps: Tensor | None) -> PairRows:
     """Pack both sides into rows, on the CPU."""
-    row = _sequences(train, cu_seqlens)
-    rows = int(train.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1)
+    if cu_seqlens is None:
+        rows = train.shape[0]
+        row = torch.arange(rows, device="cpu").unsqueeze(-1).expand(train.shape).flatten()
+    else:
+        rows, row = len(cu_seqlens) - 1, sequence_ids(train, cu_seqlens=cu_seqlens).cpu()
     if steps is not None and steps.shape != (rows,):
         raise ValueError(f"steps {tuple(steps.shape)} need one entry for each of {rows} sequences")
     step = None if steps is None else steps.detach().cpu()
     count = torch.bincount(row, minlength=rows)
     first = count.cumsum(0) - count
     position = torch.arange(len(row), device="cpu") - first[row]
-    return PairRows(_flat(train), _flat(rollout), mask.cpu().flatten(), row, position, rows, step)
+    sides = (side.detach().cpu().flatten().double() for side in (train, rollout))
+    return PairRows(*sides, mask.cpu().flatten(), row, position, rows, step)
 
 
 def _ranked(findings: list[Finding]) -> list[Finding]:
@@ -132,16 +136,6 @@ def _findings_of_rest(pairs: PairRows, groups: Groups) -> list[Finding]:
     here |= {"first_row": None, "first_step": None, "steps": None}
     causes = [replace(finding, **here) for finding in found if is_cause(finding)]
     return causes if groups.findings else [*causes, *(finding for finding in found if not is_cause(finding))]
-
-
-def _flat(log_prob: Tensor) -> Tensor:
-    return log_prob.detach().cpu().flatten().double()
-
-
-def _sequences(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    if cu_seqlens is not None:
-        return sequence_ids(tokens, cu_seqlens=cu_seqlens).cpu()
-    return torch.arange(tokens.shape[0], device="cpu").unsqueeze(-1).expand(tokens.shape).flatten()
 
 
 @dataclass
