@@ -231,14 +231,13 @@ def _named(seen: _Excess) -> list[Finding]:
 
 
 def _in_parts(seen: _Excess) -> list[Finding]:
-    """Name the place that carries most of the excess, remove it, and judge the other tokens again.
+    """Name the last token if it carries most of the excess, remove it, and judge the other tokens again.
 
     Returns:
         The causes of both parts; empty unless both are named.
     """
     for place in seen.found:
-        alone = replace(seen, found=[replace(place, rest=1.0)])
-        own = _last_token(alone) or _prompt_length(alone)
+        own = _last_token(replace(seen, found=[replace(place, rest=1.0)]))
         rest = seen.tokens.chosen(~place.tokens)
         if not own or rest.ratio < LARGE_EXCESS:
             continue
