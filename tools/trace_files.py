@@ -42,7 +42,7 @@ LIMITS = {
     "torch": {"functions": 110},
     "summary": {"calls": 200},
     "step": {"files": 41},
-    "check": {"files": 71},
+    "check": {"files": 68},
 }
 
 
