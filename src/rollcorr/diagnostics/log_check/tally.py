@@ -30,7 +30,7 @@ from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
 from rollcorr.diagnostics.null import MismatchProfile, Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
-from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums, turns_of
+from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums, turn_begins
 from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
 from rollcorr.diagnostics.null.version_cells import MOST_TURNS, StepCells, VersionCells
 from rollcorr.diagnostics.provenance.pair_rows import CONTRADICTION
@@ -423,12 +423,11 @@ def without_sentinels(log_prob: Tensor) -> Tensor:
 def _turns(batch: RolloutBatch, ratios: TokenRatios) -> StepCells:
     """Compute k3 by step and turn; without steps, the step is 0."""
     step = batch.values("step").numpy() if batch.has("step") else np.zeros(len(batch), dtype=np.int64)
-    cell = np.minimum(turns_of(ratios.mask, ratios.lengths), MOST_TURNS)
-    cell += np.repeat(np.arange(len(batch)) * (MOST_TURNS + 1), ratios.lengths)
-    size = len(batch) * (MOST_TURNS + 1)
-    k3, tokens = (np.bincount(cell, x, size).astype(np.float64) for x in (ratios.k3, ratios.valid))
-    row, turn = np.divmod(np.flatnonzero(tokens), MOST_TURNS + 1)
-    return StepCells.of(step[row], turn, k3[tokens > 0], tokens[tokens > 0])
+    begin = np.flatnonzero(turn_begins(ratios.mask, ratios.lengths))
+    row = np.searchsorted(ratios.lengths.cumsum(), begin, side="right")
+    turn = np.minimum(np.arange(1, len(begin) + 1) - np.searchsorted(row, row), MOST_TURNS)
+    k3, tokens = (np.add.reduceat(x, begin, dtype=np.float64) for x in (ratios.k3, ratios.valid))
+    return StepCells.of(step[row], turn, k3, tokens)
 
 
 def _versions(spans: tuple[Counts, Counts, Counts] | None, ratios: TokenRatios) -> VersionCells:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -53,11 +53,12 @@ class StepCells:
         tokens: NDArray[np.float64],
     ) -> Cells:
         """Compute the cells of rows or spans: step, value, Σ k3 in nats and tokens, (n,) each."""
-        pairs, inverse = np.unique(np.stack([step, value]), axis=1, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        counts, sums = np.bincount(inverse, tokens), np.bincount(inverse, k3)
-        table = zip(pairs.T.tolist(), counts.tolist(), sums.tolist(), strict=True)
-        return cls({(step, value): (count, total) for (step, value), count, total in table if count})
+        steps, of_step = np.unique(step, return_inverse=True)
+        values, of_value = np.unique(value, return_inverse=True)
+        cell, size = of_step.reshape(-1) * len(values) + of_value.reshape(-1), len(steps) * len(values)
+        counts, sums = np.bincount(cell, tokens, size), np.bincount(cell, k3, size)
+        table = zip(product(steps.tolist(), values.tolist()), counts.tolist(), sums.tolist(), strict=True)
+        return cls({key: (count, total) for key, count, total in table if count})
 
     def merge(self: Cells, later: Cells) -> Cells:
         """Return the cells of both parts."""
