@@ -24,7 +24,7 @@ from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.null import MismatchProfile, Origin, TokenSums
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
-from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
+from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows, mean_lag
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.rollout_log import FileLimits, RolloutBatch, RolloutLogError, Shard, log_shards, read_shard
 from rollcorr.rollout_log.frameworks import missing_column
@@ -233,12 +233,7 @@ class LogMetrics:
 def log_metrics(tally: Tally) -> LogMetrics:
     """Compute the metrics of a tally."""
     lags = tally.versions.by_lag()
-    ages = {
-        step: {
-            AGE: sum(lag * tokens for lag, (tokens, _) in cells.items()) / sum(tokens for tokens, _ in cells.values())
-        }
-        for step, cells in lags.items()
-    }
+    ages = {step: {AGE: mean_lag(cells)} for step, cells in lags.items()}
     measured = metrics_of_parts(tally.parts, tally.profile, ages)
     if not lags:
         return measured

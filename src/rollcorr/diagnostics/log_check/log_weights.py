@@ -89,7 +89,13 @@ def judge_log_weights(
     rest, known = tally.profile.without(first.profile), null_steps is not None
     judged = _compared(tally, rest, first.null, other_rows, courses, leave_out=first.steps, start_is_right=known)
     judged = replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
-    return first.null, judged if known else _of_one_age(judged, first.null, ages)
+
+    # Weights of several ages have no common baseline.
+    mixed = "" if known else ages_in_words(ages[step][AGE] for step in sorted(ages)[:FIRST_STEPS])
+    if mixed and not judged.findings:
+        sentence = f"{NOT_JUDGED}: {first.null.name} {mixed}; give --null FILE"
+        judged = replace(judged, not_judged=(sentence,), judged_against="")
+    return first.null, judged
 
 
 def in_excess(weights: WeightJudgment) -> bool:
@@ -118,15 +124,6 @@ def _compared(
         judge_other_rows(null, other_rows, leave_out=leave_out, start_is_right=start_is_right, course=of_others)
         or judged
     )
-
-
-def _of_one_age(weights: WeightJudgment, used: MismatchNull, ages: Mapping[int, Mapping[str, float]]) -> WeightJudgment:
-    """Return the judgment; "not judged" if the log matches first steps whose weights have several ages."""
-    mixed = ages_in_words(ages[step][AGE] for step in sorted(ages)[:FIRST_STEPS])
-    if weights.findings or not mixed:
-        return weights
-    sentence = f"{NOT_JUDGED}: {used.name} {mixed}; give --null FILE"
-    return replace(weights, not_judged=(sentence,), judged_against="")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,6 +155,11 @@ class LagRow(NamedTuple):
     error: float
 
 
+def mean_lag(lags: Mapping[int, Cell]) -> float:
+    """Return the mean lag of the tokens of a step, in versions."""
+    return sum(lag * tokens for lag, (tokens, _) in lags.items()) / sum(tokens for tokens, _ in lags.values())
+
+
 def lag_rows(steps: Mapping[int, Mapping[int, Cell]]) -> tuple[LagRow, ...]:
     """Return the mismatch by lag over all steps, from `VersionCells.by_lag`."""
     by_lag = (lag for lags in steps.values() for lag in lags.items())

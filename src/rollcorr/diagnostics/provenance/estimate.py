@@ -107,8 +107,8 @@ def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | Non
     count = torch.bincount(row, minlength=rows)
     first = count.cumsum(0) - count
     position = torch.arange(len(row), device="cpu") - first[row]
-    sides = (side.detach().cpu().flatten().double() for side in (train, rollout))
-    return PairRows(*sides, mask.cpu().flatten(), row, position, rows, step)
+    sides = [side.detach().cpu().flatten().double() for side in (train, rollout)]
+    return PairRows(sides[0], sides[1], mask.cpu().flatten(), row, position, rows, step)
 
 
 def _ranked(findings: list[Finding]) -> list[Finding]:

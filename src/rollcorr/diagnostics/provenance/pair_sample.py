@@ -101,7 +101,7 @@ class SampleRow(NamedTuple):
 
     def copied(self) -> SampleRow:
         """Return a copy of the row's tensors, so that the sample does not keep the full batch in memory."""
-        return SampleRow(*(value.clone() if isinstance(value, Tensor) else value for value in self))
+        return SampleRow._make(value.clone() if isinstance(value, Tensor) else value for value in self)
 
 
 @dataclass(frozen=True, eq=False)
