@@ -109,6 +109,9 @@ def check(
 ) -> None:
     """Judge rollout logs without a training run.
 
+    A folder that a run of verl (ROLLCORR_VERL_ROLLOUTS) or TRL (`keep_rollouts=`) keeps is a log, too: it contains
+    prompts and responses.
+
     Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged, 130 interrupted.
     """
     share_memory()

@@ -28,8 +28,8 @@ from rollcorr.run_directory.stored_run import BadInputError
 RISE = 2.4
 # Ratio of a picture to the median of its step that makes it an outlier; ordinary pictures stay below 2.
 FAR = 8.0
-# Largest step number before any update: trainers count from 0 or from 1.
-FIRST_STEP = 1
+# Numbers of the step before any update: trainers count from 0 or from 1.
+FIRST_STEPS = (0, 1)
 # Error of the velocity, whose size is about 1, beyond rounding of any precision; fp8 makes 0.05.
 LARGE_ERROR = 0.25
 # Limit of the standard deviation of log KL at one step and timestep: rounding has 0.15 at most, guidance 0.32.
@@ -153,11 +153,6 @@ class _Course:
         return self.error > LARGE_ERROR or self.spread > SPREAD
 
     @property
-    def starts_before_updates(self) -> bool:
-        """Return whether the steps include the first step of a training run."""
-        return bool(self.steps[0] in (0, FIRST_STEP))
-
-    @property
     def growth(self) -> float:
         """Return R of the last third of the steps over R of the first step; 1 with fewer than three steps."""
         if len(self.steps) < 3:
@@ -243,7 +238,7 @@ def _outlier_findings(course: _Course, *, rest_is_ordinary: bool) -> Iterator[Fi
 
 def _steady_excess_finding(course: _Course) -> Iterator[Finding]:
     """Yield the cause of an excess without growth, guidance or precision, unless old weights may explain it."""
-    fresh = course.starts_before_updates or not np.nanmax(course.ages, initial=-1)
+    fresh = course.steps[0] in FIRST_STEPS or not np.nanmax(course.ages, initial=-1)
     uneven = course.spread > SPREAD
     if not (fresh or uneven):
         return
