@@ -55,7 +55,8 @@ def test_a_cause_of_some_rows_says_with_which_step_and_row_it_begins(tmp_path):
     found = finding_of(result, "shifted")
     assert (found.rows, found.first_step, found.steps) == (12, 9, 4)
     assert (found.file, found.first_row) == (str(second), (9 - 1) * ROWS - half)
-    assert result.provenance.finding("shifted") == result.hypotheses[0] == found
+    assert result.hypotheses[0] == found
+    assert result.provenance.finding("shifted").confidence == found.evidence["score"]
 
     [entry] = [entry for entry in verdict_content(result.health).entries if entry.finding.code == "shifted"]
     assert "first at step 9, 4 steps in all" in entry.numbers
