@@ -66,10 +66,9 @@ share among tokens of one id that are as likely: from 0.037 under a penalty, up 
 context miss what was not seen yet. And the first share relative to the one explained by bigrams."""
 ROW_TOKENS = 8
 """Fewest tokens of a row for a separate judgment."""
-AT_NULL = (0.15, 0.9)
-"""Range of the share of rows that match the null if only some rows differ."""
-BETWEEN = 0.15
-"""Largest share of rows between the null and the rows that are hit."""
+AT_NULL, BETWEEN = (0.15, 0.9), 0.15
+"""Range of the share of rows that match the null if only some rows differ; and the largest share of rows between the
+null and the rows that are hit."""
 ONE_SIDED, OF_BIGRAMS = 0.25, 0.62
 """Distance from 0.5 of the share of tokens with d > 0, which other weights reach only where bigrams explain most: 0.88
 of Var(d) in a loop of such weights, and 0.43 in a one-sided log without them."""
