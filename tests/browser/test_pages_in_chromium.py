@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -197,6 +198,34 @@ def test_curves_hover_zoom_and_export(page):
     text = download.value.path().read_text(encoding="utf-8")
     assert text.startswith("<svg")
     assert "<polyline" in text
+
+
+def test_a_log_axis_begins_between_powers_of_ten(browser, tmp_path):
+    """The ticks of uPlot never ended for these values; the page shows the curves and their ticks."""
+    values = [0.0014571831561625, 0.0022781335283, 0.0146504063159, 0.0705566257238]
+    run = tmp_path / "run"
+    run.mkdir()
+    metrics = [{"step": step, "rollout_corr/k3_kl": value} for step, value in enumerate(values)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)) + "\n")
+    assert CliRunner().invoke(app, ["view", str(run), "-o", str(tmp_path / "view.html")]).exit_code == 0
+    page, faults = browser.new_page(), []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto((tmp_path / "view.html").as_uri())
+    page.wait_for_selector("html[data-ready]", timeout=60_000)
+    assert faults == []
+    assert page.evaluate("rc.charts.get('kl').plot.axes[1]._values") == ["0.001", "0.01", "0.1"]
+    assert page.evaluate("rc.logTicks(0, 3, 1)") == [0, 1, 2]
+    assert page.evaluate("rc.logTicks(-30, 300, 1)") == [-10, -1, 0, 1, 10, 100]
+    assert page.evaluate("[1.5e-4, 1e-4, 0.25].map(rc.tick)") == ["1.5e-4", "1e-4", "0.25"]
+    page.close()
+
+
+def test_bins_keep_their_signs_and_edges(page):
+    """Of the distributions and breakdowns: no tick is outside of the plot, where it hid the signs below."""
+    axes = page.evaluate("rc.bars.map((bar) => bar.plot.axes.map((axis) => axis._values))")
+    assert axes[0][0][:3] == ["-10", "-0.1", "-0.001"]
+    assert [bins for bins, _ in axes if "128" in bins], "the edge of a bin is exact"
+    assert all(not text.startswith("-") for _, sums in axes for text in sums)
 
 
 def test_the_theme_switches_and_the_page_prints(page):

@@ -1,5 +1,6 @@
 """`rollcorr view`: the page of runs and logs as a file, and served while a run grows."""
 
+import base64
 import json
 import re
 import signal
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+import zlib
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -74,6 +77,21 @@ def test_several_runs_share_a_page(run, tmp_path):
     page = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert page["runs"] == ["run", "other"]
     assert [part["run"] for part in page["tokens"]] == ["run"]
+
+
+@pytest.mark.parametrize(("flag", "prompts", "ids"), [("--text", ["2 + 2 ="] * 2, 4), ("--no-text", [[], []], 1)])
+def test_report_and_compare_write_this_page(run, tmp_path, flag, prompts, ids):
+    """With the same tokens; the ids of `--no-text` are all −1."""
+    for command in (["report", str(run)], ["compare", str(run), str(run)]):
+        assert CliRunner().invoke(app, [*command, flag, "-o", str(tmp_path)]).exit_code in (0, 3)
+    for name in ("report.html", "comparison.html"):
+        page = (tmp_path / name).read_text(encoding="utf-8")
+        assert 'id="viewer"' in page
+        assert "image/png" not in page
+        tokens = data_of(page)["tokens"][0]
+        assert tokens["prompts"] == prompts
+        packed = zlib.decompress(base64.b64decode(tokens["id"].partition(":")[2]))
+        assert len(set(np.frombuffer(packed, np.uint8).reshape(4, -1)[0].tolist())) == ids
 
 
 def test_a_rollout_log_has_a_page(run, tmp_path):

@@ -51,7 +51,7 @@ def page_of(run, output):
 
 
 def test_a_report_is_one_file_with_every_panel(tmp_path):
-    page, _ = page_of(write(tmp_path / "run", 12), tmp_path / "out")
+    page, _ = page_of(write(tmp_path / "run", 12, rollout_rs_masked_fraction=0.01), tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
     assert page.tags.count("figure") == len((*PANELS, REWARD))
 
@@ -59,8 +59,9 @@ def test_a_report_is_one_file_with_every_panel(tmp_path):
 def test_empty_charts_become_one_line(tmp_path):
     run = write(tmp_path / "run", 12, rollout_is_mean=math.nan, rollout_is_eff_sample_size=math.nan)
     page, _ = page_of(run, tmp_path / "out")
-    assert page.tags.count("figure") == len((*PANELS, REWARD)) - 2
-    assert "Without values: Mean importance weight (no importance weights" in page.text
+    assert page.tags.count("figure") == len((*PANELS, REWARD)) - 3
+    assert "Not drawn: Mean importance weight (no importance weights" in page.text
+    assert "Vetoed and rejected share (0 at every step)" in page.text
 
 
 def test_old_weights_name_the_setting_that_keeps_them(tmp_path):

@@ -29,6 +29,7 @@ CONFIG_OPTION = typer.Option(
     metavar="FILE or dotted.name=value", help="A YAML file of any generation, and changes to it; repeat the option."
 )
 TRUST_OPTION = typer.Option("--trust", help="Run code that the file names, or that lies in the run directory.")
+TEXT_OPTION = typer.Option("--text/--no-text", help="Show prompts and tokens. Without, the page has numbers only.")
 COLUMNS_OPTION = typer.Option(
     metavar="OURS=THEIRS,…",
     help="What the files call our columns, for example rollout_log_prob=logprobs. Our name stands on the left.",

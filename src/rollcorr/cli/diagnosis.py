@@ -10,7 +10,16 @@ import typer
 
 import rollcorr.diagnostics.report as reports
 from rollcorr import diagnostics, run_directory
-from rollcorr.cli.app import COLUMNS_OPTION, CONFIG_OPTION, LIMIT_OPTION, exit_on, file_options, share_memory, terminal
+from rollcorr.cli.app import (
+    COLUMNS_OPTION,
+    CONFIG_OPTION,
+    LIMIT_OPTION,
+    TEXT_OPTION,
+    exit_on,
+    file_options,
+    share_memory,
+    terminal,
+)
 from rollcorr.cli.null_and_advice import parse_steps
 from rollcorr.config.documents import BadInputError
 
@@ -22,21 +31,24 @@ def report(
         typer.Option("--output", "-o", help="Write report.html into this folder. [default: RUN/report]"),
     ] = None,
     diffusion: Annotated[bool, typer.Option("--diffusion", help="The run trained a diffusion sampler.")] = False,
+    text: Annotated[bool, TEXT_OPTION] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
 ) -> None:
     """Judge a training run and write its report. Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged.
 
-    The page needs the extra `report`. Without it, the command prints only the verdict, and --output is an error.
+    The page is that of `rollcorr view`. It needs the extra `report`. Without it, the command prints only the verdict,
+    and --output is an error.
     """
     with exit_on():
-        data = diagnostics.run_report(run_directory.read_run(run), diffusion=diffusion)
+        stored = run_directory.read_run(run)
+        data = diagnostics.run_report(stored, diffusion=diffusion)
 
         # A run may be untrusted: a link in it must not redirect this command's output.
         if output is None and (run / "report").is_symlink():
             raise BadInputError(f"{run / 'report'} is a symbolic link; name a folder for the report with --output")
         page = None
         try:
-            page = reports.write_report(data, output or run / "report")
+            page = reports.write_report(data, output or run / "report", reports.logged_tokens([stored], text=text))
         except ImportError as error:
             # The verdict needs no figures. A named folder requests them.
             if output is not None:
@@ -105,7 +117,6 @@ def check(
     from rollcorr.diagnostics.log_check import choose_config
     from rollcorr.diagnostics.report.console import row_progress, show_what_if
 
-    page = None
     with exit_on():
         file_limits, column_names = file_options(limit, columns)
         with row_progress() as on_rows:
@@ -125,8 +136,9 @@ def check(
                 on_rows=on_rows,
             )
 
-        if output is not None:
-            page = reports.write_report(diagnostics.check_report(result, what_if=what_if), output)
+        page = (
+            None if output is None else reports.write_report(diagnostics.check_report(result, what_if=what_if), output)
+        )
 
     if as_json:
         verdict = reports.to_json(
@@ -145,9 +157,8 @@ def check(
         )
         typer.echo(verdict)
     else:
-        plural = "" if len(result.files) == 1 else "s"
         what = "pictures" if result.health.diffusion else "sequences"
-        subject = f"{result.rows:,} {what} in {len(result.files)} file{plural}"
+        subject = f"{result.rows:,} {what} in {len(result.files)} file{'s' * (len(result.files) != 1)}"
         console = terminal()
         reports.show_health(
             console, result.health, subject=subject, remarks=result.remarks, worst_tokens=result.worst_tokens

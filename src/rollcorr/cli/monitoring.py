@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import rollcorr.diagnostics.null as nulls
+import rollcorr.diagnostics.report as reports
 from rollcorr import diagnostics, run_directory
-from rollcorr.cli.app import exit_on, terminal
+from rollcorr.cli.app import TEXT_OPTION, exit_on, terminal
 from rollcorr.diagnostics.numbers import COLUMNS, sparkline
 
 if TYPE_CHECKING:
@@ -103,11 +104,12 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write comparison.html into this folder.")
     ] = None,
+    text: Annotated[bool, TEXT_OPTION] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Show runs side by side: verdicts, and the medians of the last ten steps. Exit codes: 0 done, 2 bad input.
 
-    The page of --output also has the curves of all runs, and the options in which they differ.
+    The page of --output is that of `rollcorr view`: it also has the curves of all runs, and the options that differ.
     """
     with exit_on(ValueError):
         stored = [run_directory.read_run(run) for run in runs]
@@ -115,7 +117,8 @@ def compare(
 
         page = None
         if output is not None:
-            page = diagnostics.write_comparison(diagnostics.comparison_report(stored, metric or ()), output)
+            data = diagnostics.comparison_report(stored, metric or ())
+            page = diagnostics.write_comparison(data, output, reports.logged_tokens(stored, text=text))
     # Print a table by default; with --json, print numbers without NaN, which JSON lacks.
     if not as_json:
         console = terminal()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollcorr.cli.app import exit_on, share_memory
+from rollcorr.cli.app import TEXT_OPTION, exit_on, share_memory
 
 
 def view(
@@ -16,9 +16,7 @@ def view(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Show the text of tokens with the tokenizer in this folder.")
     ] = None,
-    text: Annotated[
-        bool, typer.Option("--text/--no-text", help="Show prompts and tokens. Without, the page has numbers only.")
-    ] = True,
+    text: Annotated[bool, TEXT_OPTION] = True,
     live: Annotated[bool, typer.Option("--live", help="Serve the page on 127.0.0.1 and follow the run.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of --live; 0 takes a free one.")] = 8017,
 ) -> None:
@@ -41,8 +39,7 @@ def view(
         decode = token_decoder(tokenizer) if tokenizer is not None and text else None
         if not live:
             with row_progress() as on_rows:
-                page = view_page(runs, decode=decode, text=text, on_rows=on_rows)
-            write_page(output, page)
+                write_page(output, view_page(runs, decode=decode, text=text, on_rows=on_rows))
             typer.echo(f"page: {output}")
             return
         from rollcorr.cli.live_page import LivePage

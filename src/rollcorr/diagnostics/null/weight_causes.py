@@ -55,8 +55,9 @@ MIXED = (0.1, 0.9)
 VARIES = 0.4
 """The same share and two errors, below which one side is random: up to 0.22 with dropout, and 0.69 or more if both
 sides are functions and the weights move."""
-SURELY_EQUAL = 2000
-"""Number of such tokens from which d is known to be a fixed function, whatever the other tests show."""
+EQUAL, SURELY_EQUAL = 500, 2000
+"""Number of such tokens from which d is known to be a fixed function; and the number for which this outweighs the other
+tests of weights."""
 LOST, EFFECTIVE = 0.96, 0.1
 """Mean of π / μ below which one side lacks probability mass; other weights and dropout keep it. And the effective share
 of the tokens below which few tokens dominate the mean, so that the mass may lie in ids that were hardly sampled."""
@@ -122,13 +123,13 @@ class _Excess:
     @property
     def is_function(self) -> bool:
         """Return whether d is surely a fixed function of prompt and response from the first step on."""
-        sure = self.same.tokens >= SURELY_EQUAL and self.same.share >= MIXED[1]
+        sure = self.same.tokens >= EQUAL and self.same.share >= MIXED[1]
         return sure and self.known and self.tokens.first_step >= STARTED
 
     @property
     def fixed(self) -> bool:
-        """Return whether it is such a function in most rows."""
-        return self.is_function and self.spared <= MOST_ROWS
+        """Return whether it is such a function in most rows, by many tokens."""
+        return self.is_function and self.same.tokens >= SURELY_EQUAL and self.spared <= MOST_ROWS
 
     @property
     def repeated(self) -> bool:

@@ -11,3 +11,4 @@ from .html_page import write_report as write_report
 from .report_data import ReportData as ReportData
 from .report_data import check_report as check_report
 from .report_data import run_report as run_report
+from .view_page import logged_tokens as logged_tokens

@@ -107,11 +107,16 @@ def comparison_report(runs: Sequence[Run], metrics: Sequence[str] = (), **shown:
         ValueError: no run has one of the metrics.
     """
     comparison = compare_runs(runs, metrics)
-    texts = {"title": "Runs side by side", "subtitle": ", ".join(comparison.names)}
-    return ComparisonData(**{"runs": tuple(runs), "comparison": comparison, **texts, **shown})
+    return ComparisonData(
+        runs=tuple(runs),
+        comparison=comparison,
+        **{"title": "Runs side by side", "subtitle": ", ".join(comparison.names), **shown},
+    )
 
 
-def write_comparison(data: ComparisonData, directory: str | os.PathLike[str]) -> Path:
+def write_comparison(
+    data: ComparisonData, directory: str | os.PathLike[str], page: Mapping[str, Any] | None = None
+) -> Path:
     """Write comparison.html into a directory; return its path.
 
     A symbolic link in the place of a file is replaced and not followed.
@@ -119,8 +124,9 @@ def write_comparison(data: ComparisonData, directory: str | os.PathLike[str]) ->
     Args:
         data: the runs to compare.
         directory: where to; made if it is not there.
+        page: as for `render_comparison`.
     """
-    return write_page(Path(directory) / COMPARISON_FILE, render_comparison(data))
+    return write_page(Path(directory) / COMPARISON_FILE, render_comparison(data, page))
 
 
 def render_comparison(data: ComparisonData, page: Mapping[str, Any] | None = None) -> str:
@@ -178,6 +184,4 @@ def _flat(value: object, prefix: str = "") -> dict[str, str]:
     if isinstance(value, Mapping) and value:
         inner = [_flat(one, f"{prefix}.{name}" if prefix else str(name)) for name, one in value.items()]
         return {name: text for part in inner for name, text in part.items()}
-    if not prefix:
-        return {}
-    return {prefix: "none" if value is None else str(value)}
+    return {prefix: "none" if value is None else str(value)} if prefix else {}

@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ SCRIPTS = ("uPlot.iife.min.js", "page.js", "charts.js", "tokens.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
-def write_report(data: ReportData, directory: str | os.PathLike[str]) -> Path:
+def write_report(data: ReportData, directory: str | os.PathLike[str], page: Mapping[str, Any] | None = None) -> Path:
     """Write report.html into a directory; return its path.
 
     A symbolic link in the place of a file is replaced and not followed.
@@ -51,8 +52,9 @@ def write_report(data: ReportData, directory: str | os.PathLike[str]) -> Path:
     Args:
         data: the run.
         directory: where to; made if it is not there.
+        page: as for `render`.
     """
-    return write_page(Path(directory) / HTML_FILE, render(data))
+    return write_page(Path(directory) / HTML_FILE, render(data, page))
 
 
 def write_page(path: Path, text: str) -> Path:
@@ -143,7 +145,10 @@ def render(data: ReportData, page: Mapping[str, Any] | None = None) -> str:
             **(page or {}),
         },
         data=data,
-        pictures=[{"title": title, "png": _base64(file.read_bytes())} for title, file in data.pictures],
+        pictures=[
+            {"title": title, "png": base64.b64encode(file.read_bytes()).decode("ascii")}
+            for title, file in data.pictures
+        ],
         content=verdict_content(data.health),
         reward=reward_gain(data.series),
         defined=[_definition(name, value, data.health) for name, value in data.metrics.items() if _is_known(name)],
@@ -161,6 +166,8 @@ def run_charts(series: Sequence[Metrics], *, diffusion: bool) -> list[dict[str, 
     charts = []
     for panel in panels:
         there = {name: values[name] for name in panel.curves if len(values.get(name, ()))}
+        if there and not any(value for points in there.values() for _, value in points):
+            panel, there = replace(panel, absent="0 at every step"), {}
         guides = [*guides_of(there, labels=panel.curves), *panel.guides] if there else []
         charts.append(chart_of(panel, {panel.curves[name]: there[name] for name in there}, guides=guides))
     for name in sorted(curves.keys() - shown):
@@ -216,11 +223,6 @@ def _is_known(name: str) -> bool:
 
 
 def _can_warn(name: str, *, diffusion: bool) -> bool:
-    limits = healthy_range(name)
-    if limits is not None and diffusion:
-        limits = step_range(name, limits)
+    known = healthy_range(name)
+    limits = step_range(name, known) if known is not None and diffusion else known
     return limits is not None and (limits.warn_below is not None or limits.warn_above is not None)
-
-
-def _base64(png: bytes) -> str:
-    return base64.b64encode(png).decode("ascii")

@@ -22,7 +22,6 @@ OF_OLD_WEIGHTS = frozenset({"frozen_sampler", "stale_by_lag", "growing_mismatch"
 
 if TYPE_CHECKING:
     from rollcorr.diagnostics.log_check.check import CheckResult
-    from rollcorr.diagnostics.null.version_cells import LagRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,6 @@ class ReportData:
         pictures: (heading, PNG file) of what a diffusion model drew.
         what_if: what every preset would do, where that was asked for.
         over_log: the numbers are of all rows of a log, and not of recent steps.
-        lags: the mismatch by the age of the weights that sampled, where logs record it.
     """
 
     title: str
@@ -55,7 +53,6 @@ class ReportData:
     pictures: tuple[tuple[str, Path], ...] = ()
     what_if: WhatIfContent | None = None
     over_log: bool = False
-    lags: tuple[LagRow, ...] = ()
 
 
 def run_report(run: Run, *, diffusion: bool = False) -> ReportData:
@@ -120,5 +117,4 @@ def check_report(result: CheckResult, *, what_if: bool | None = None) -> ReportD
         remarks=result.remarks,
         what_if=what_if_content(result.what_if) if shows_presets else None,
         over_log=True,
-        lags=result.lags,
     )

@@ -116,13 +116,6 @@ class WhatIfContent:
 
 def what_if_content(rows: Sequence[WhatIf]) -> WhatIfContent:
     """Put what each preset would do into words."""
-    note = (
-        "ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
-        "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
-        "after rejecting as many at random; a filter on k3 lowers it by construction."
-    )
-    if not rows:
-        note = "nothing was measured: no valid token of a language model has log-probs of both policies"
     return WhatIfContent(
         title="what each preset would do to this log",
         headings=(
@@ -134,7 +127,11 @@ def what_if_content(rows: Sequence[WhatIf]) -> WhatIfContent:
             "k3 beyond random, nats",
         ),
         rows=tuple(_what_if_row(row) for row in rows),
-        note=note,
+        note="ESS: of all tokens, rejected ones with weight 0. Gradient change: relative, of the coefficients of the "
+        "log-probs; it needs the column advantages. Beyond random: how much k3 per token is lower in what is left than "
+        "after rejecting as many at random; a filter on k3 lowers it by construction."
+        if rows
+        else "nothing was measured: no valid token of a language model has log-probs of both policies",
     )
 
 
@@ -223,9 +220,8 @@ def _lines(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 
 def _concerned(finding: Finding) -> str:
-    listed = [str(row) for row in finding.where.get("rows", [])]
-    if len(listed) > FEW_ROWS:
-        listed[FEW_ROWS:] = ["…"]
+    rows = [str(row) for row in finding.where.get("rows", [])]
+    listed = [*rows[:FEW_ROWS], *["…"] * (len(rows) > FEW_ROWS)]
     counts = [
         "" if finding.rows is None else _count(finding.rows, "row") + (f": {', '.join(listed)}" if listed else ""),
         "" if finding.tokens is None else _count(finding.tokens, "token"),

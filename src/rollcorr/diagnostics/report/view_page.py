@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollcorr.diagnostics.log_check.token_rows import RULE, packed_tokens, read_
 from rollcorr.diagnostics.report.comparison_page import comparison_report, render_comparison
 from rollcorr.diagnostics.report.html_page import render
 from rollcorr.diagnostics.report.report_data import check_report, run_report
+from rollcorr.diagnostics.run_verdict import MOST_BYTES
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.run_directory.stored_run import Run, read_run
 
@@ -38,31 +40,66 @@ def view_page(
         BadInputError: a path is neither, or several are given and one is no run.
         RolloutLogError: a log cannot be read.
     """
-    page: dict[str, Any] = {"live": live, "rule": RULE}
     if len(paths) == 1 and not RunDirectory(paths[0]).metrics.exists():
         result = check_logs(paths)
         found = read_tokens(paths, result.config, text=text, on_rows=on_rows)
-        page["tokens"] = [packed_tokens(found, paths[0].name, decode)]
-        return render(check_report(result), page)
+        tokens = [packed_tokens(found, paths[0].name, decode)]
+        return render(check_report(result), {"live": live, "rule": RULE, "tokens": tokens})
 
     runs = [read_run(path) for path in paths]
-    logged = [run for run in runs if _has_rollouts(run)]
-    page["tokens"] = []
-    for run in logged:
-        found = read_tokens(
-            RunDirectory(run.path).rollouts, run.config, text=text, share=1 / len(logged), on_rows=on_rows
-        )
-        page["tokens"].append(packed_tokens(found, run.path.resolve().name, decode))
+    page = tokens_of_runs(runs, decode=decode, text=text, on_rows=on_rows) | {"live": live}
     if len(runs) > 1:
         return render_comparison(comparison_report(runs), page)
     return render(run_report(runs[0]), page)
 
 
-def _has_rollouts(run: Run) -> bool:
-    """Whether a run logged rollouts. A run may be untrusted, so a link in it is not followed."""
+def tokens_of_runs(
+    runs: Sequence[Run],
+    *,
+    decode: Callable[[int], str] | None = None,
+    text: bool = True,
+    most_bytes: float = math.inf,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Return what a page shows of the tokens that runs logged.
+
+    Args:
+        runs: from `rollcorr.read_run`.
+        decode: as for `view_page`.
+        text: as for `view_page`.
+        most_bytes: skip a run with larger rollouts; default: none.
+        on_rows: as for `view_page`.
+
+    Raises:
+        RolloutLogError: a log cannot be read.
+    """
+    logged, tokens = [run for run in runs if 0 < _rollout_bytes(run) <= most_bytes], []
+    for run in logged:
+        found = read_tokens(
+            RunDirectory(run.path).rollouts, run.config, text=text, share=1 / len(logged), on_rows=on_rows
+        )
+        tokens.append(packed_tokens(found, run.path.resolve().name, decode))
+    return {"tokens": tokens, "rule": RULE}
+
+
+def logged_tokens(runs: Sequence[Run], *, text: bool) -> dict[str, Any]:
+    """Return what the report shows of the tokens; empty without Arrow, or if the rollouts are unreadable or too large.
+
+    Args:
+        runs: from `rollcorr.read_run`.
+        text: include prompts and token ids.
+    """
+    try:
+        return tokens_of_runs(runs, text=text, most_bytes=MOST_BYTES)
+    except (ImportError, BadInputError):
+        return {}
+
+
+def _rollout_bytes(run: Run) -> int:
+    """Return the size of the rollouts that a run logged. A run may be untrusted, so a link in it is not followed."""
     folder = RunDirectory(run.path).rollouts
     files = list(folder.glob("*"))  # empty if there is no folder
-    return bool(files) and not any(file.is_symlink() for file in (folder, *files))
+    return 0 if any(file.is_symlink() for file in (folder, *files)) else sum(file.stat().st_size for file in files)
 
 
 def token_decoder(directory: Path) -> Callable[[int], str]:

@@ -1,5 +1,6 @@
 /* Curves, histograms and breakdowns: hover, zoom, pan, scale, smoothing, choice of runs and steps, export. */
 rc.charts = new Map();
+rc.bars = [];
 rc.hidden = new Set();
 rc.smoothing = 0;
 rc.steps = [null, null];
@@ -15,9 +16,18 @@ rc.smooth = (values) => {
   return values.map((v) => (v === null || v === undefined ? v : (mean = mean === null ? v : rc.smoothing * mean + (1 - rc.smoothing) * v)));
 };
 
-/* Dashed lines of the registry's ranges, with their label at the right edge. */
+/* Dashed lines of the registry's ranges, with their label at the right edge; a margin keeps it legible on curves. */
 rc.guides = (guides, onset) => (u) => {
   const { ctx } = u, { left, top, width, height } = u.bbox, ratio = devicePixelRatio;
+  const write = (text, x, y) => {
+    ctx.save();
+    ctx.setLineDash([]);
+    ctx.lineWidth = 4 * ratio;
+    ctx.strokeStyle = rc.color("--card");
+    ctx.strokeText(text, x, y);
+    ctx.restore();
+    ctx.fillText(text, x, y);
+  };
   ctx.save();
   ctx.font = `${10 * ratio}px system-ui, sans-serif`;
   ctx.textAlign = "right";
@@ -31,7 +41,7 @@ rc.guides = (guides, onset) => (u) => {
     ctx.moveTo(left, y);
     ctx.lineTo(left + width, y);
     ctx.stroke();
-    ctx.fillText(guide.label, left + width - 2 * ratio, y - 3 * ratio);
+    write(guide.label, left + width - 2 * ratio, y - 3 * ratio);
   }
 
   /* A line where the first cause begins. */
@@ -46,7 +56,7 @@ rc.guides = (guides, onset) => (u) => {
     ctx.stroke();
     const right = x > left + width / 2;
     ctx.textAlign = right ? "right" : "left";
-    ctx.fillText(`first cause: step ${onset}`, x + (right ? -4 : 4) * ratio, top + 10 * ratio);
+    write(`first cause: step ${onset}`, x + (right ? -4 : 4) * ratio, top + 10 * ratio);
   }
   ctx.restore();
 };
@@ -150,7 +160,7 @@ rc.draw = (chart) => {
     scales: { x: { time: false }, y: { distr: log ? (positive ? 3 : 4) : 1, asinh: linear, range } },
     axes: [
       rc.axis({ ...(spec.across === "step" ? { incrs: rc.WHOLE } : {}), label: spec.across, labelSize: 16, labelFont: "11px system-ui, sans-serif", size: 34 }),
-      rc.axis({ size: 58, values: (u, splits) => splits.map((v) => (v === null ? "" : rc.tick(v))) }),
+      rc.axis({ size: 58, ...(log ? { splits: (u, i, low, high) => rc.logTicks(low, high, linear), filter: (u, splits) => splits } : {}), values: (u, splits) => splits.map((v) => (v === null ? "" : rc.tick(v))) }),
     ],
     series: [
       { label: spec.across, value: (u, v) => (v === null ? "" : String(v)) },
@@ -172,9 +182,24 @@ rc.draw = (chart) => {
   if (spec.across === "step" && rc.steps[0] !== null) chart.plot.setScale("x", { min: rc.steps[0], max: rc.steps[1] });
 };
 
+/* Ticks of a logarithmic axis: powers of ten, with 2 and 5 between few of them, and 0 on an axis that is linear below
+   `linear`. uPlot's own ticks never end where a range begins between powers of ten. */
+rc.logTicks = (low, high, linear) => {
+  const side = (from, to) => {
+    const first = Math.floor(Math.log10(from)), last = Math.ceil(Math.log10(to)), found = [];
+    for (let power = first; power <= last; power += Math.max(1, Math.ceil((last - first) / 7))) {
+      for (const factor of last - first < (low > 0 ? 3 : 2) ? [1, 2, 5] : [1]) found.push(+`${factor}e${power}`);
+    }
+    return found.filter((v) => v >= from && v <= to);
+  };
+  const ticks = low > 0 ? side(low, high) : [...side(linear, Math.max(-low, 1e-300)).reverse().map((v) => -v), 0, ...side(linear, Math.max(high, 1e-300))];
+  return ticks.length > 1 ? ticks : [0, 1, 2, 3].map((i) => low + ((high - low) * i) / 3);
+};
+
+rc.isDecade = (v) => v !== 0 && Math.abs(Math.log10(Math.abs(v)) - Math.round(Math.log10(Math.abs(v)))) < 1e-6;
 rc.tick = (v) => {
   const size = Math.abs(v);
-  if (size && (size >= 1e5 || size < 1e-3)) return v.toExponential(0).replace("e+", "e");
+  if (size && (size >= 1e5 || size < 1e-3)) return v.toExponential(1).replace(".0e", "e").replace("e+", "e");
   return String(+v.toPrecision(4));
 };
 
@@ -297,22 +322,27 @@ rc.chartTools = () => {
   tools.append(rc.el("label", {}, "steps ", ...ends), reset, rc.el("label", {}, "smooth ", smoothing), ...(others.length ? [search, names, said] : []), help);
 };
 
-/* Bars of a table by bin: `raw` and `applied` side by side. */
-rc.showBars = (title, labels, curves, log, note) => {
+/* Bars of a table by bin: `raw` and `applied` side by side; logarithmic above 1 token, or above 1/1000 of the largest. */
+rc.showBars = (title, edges, curves, count, note) => {
   const figure = rc.el("figure", {}, rc.el("figcaption", {}, rc.el("b", {}, title), rc.el("span", { className: "see" }, note)), rc.el("div", { className: "plot" }));
   document.getElementById("breakdowns").append(figure);
-  const box = figure.querySelector(".plot"), xs = labels.map((_, i) => i), span = Math.max(1, Math.ceil(labels.length / 9));
+  const box = figure.querySelector(".plot"), labels = edges.map((edge) => rc.tick(+edge.toPrecision(3))), xs = edges.map((_, i) => i);
+
+  /* Label powers of ten where there are some, else every few bins. */
+  const span = Math.max(1, Math.ceil(edges.length / 7)), tens = xs.filter((i) => rc.isDecade(edges[i]));
+  const ticks = (tens.length > 2 ? tens : xs).reduce((found, i) => (found.length && i - found[found.length - 1] < span ? found : [...found, i]), []);
   const chart = { spec: { name: title.replace(/\W+/g, "_"), title, across: "bin", guides: [] }, figure };
+  const most = Math.max(0, ...curves.flatMap((curve) => curve.y)), linear = count ? 1 : 10 ** Math.floor(Math.log10(most || 1) - 2);
   const draw = () => {
     chart.plot?.destroy();
     chart.plot = new uPlot({
       width: box.clientWidth || 400,
       height: 200,
       cursor: { drag: { x: false, y: false } },
-      scales: { x: { time: false, range: [-0.6, labels.length - 0.4] }, y: { distr: log ? 4 : 1, asinh: log || 1, range: (u, low, high) => [Math.min(0, low ?? 0), (high || 1) * (log ? 1.5 : 1.08)] } },
+      scales: { x: { time: false, range: [-0.6, labels.length - 0.4] }, y: { distr: 4, asinh: linear, range: () => [0, (most || 1) * 1.5] } },
       axes: [
-        rc.axis({ splits: () => xs.filter((i) => i % span === 0), values: (u, splits) => splits.map((i) => labels[i] ?? ""), size: 30 }),
-        rc.axis({ size: 58, values: (u, splits) => splits.map((v) => (v === null ? "" : rc.tick(v))) }),
+        rc.axis({ splits: () => ticks, values: (u, splits) => splits.map((i) => labels[i] ?? ""), size: 30 }),
+        rc.axis({ size: 58, splits: (u, i, low, high) => rc.logTicks(low, high, linear), filter: (u, splits) => splits, values: (u, splits) => splits.map(rc.tick) }),
       ],
       series: [
         { label: "bin", value: (u, v) => (v === null ? "" : labels[v]) },
@@ -329,7 +359,7 @@ rc.showBars = (title, labels, curves, log, note) => {
     }, [xs, ...curves.map((curve) => curve.y)], box);
   };
   draw();
-  rc.redraw.push(draw);
+  rc.bars.push(Object.assign(chart, { draw }));
   rc.chartButtons({ ...chart, get plot() { return chart.plot; } });
   figure.querySelector("button").remove();
 };
@@ -337,10 +367,10 @@ rc.showBars = (title, labels, curves, log, note) => {
 /* Distributions, raw and applied, then the breakdowns; of the run that the viewer shows. */
 rc.showBreakdowns = (run) => {
   document.getElementById("breakdowns").replaceChildren();
+  rc.bars.length = 0;
   for (const [name, { edges, counts }] of Object.entries(run.histograms)) {
-    const labels = edges.slice(0, -1).map((edge) => rc.tick(+edge.toPrecision(2)));
     const curves = [{ label: "raw", y: counts[0] }, { label: "applied", y: counts[1] }];
-    rc.showBars(`Distribution of ${name}`, labels, curves, 1, ` ${run.diffusion ? "denoising steps" : "tokens"} per bin, by its lower edge`);
+    rc.showBars(`Distribution of ${name}`, edges.slice(0, -1), curves, true, ` ${run.diffusion ? "denoising steps" : "tokens"} per bin, by its lower edge`);
   }
   for (const [name, { edges, sums }] of Object.entries(run.breakdowns)) {
     const used = edges.map((edge, i) => i).filter((i) => sums[0][i] > 0);
@@ -348,7 +378,7 @@ rc.showBreakdowns = (run) => {
     const [tokens, kl, kept, keptKl] = sums, per = (sum, count) => used.map((i) => (count[i] ? sum[i] / count[i] : null));
     const curves = [{ label: "raw", y: per(kl, tokens) }, { label: "applied", y: per(keptKl, kept) }];
     const measure = run.diffusion ? "KL per denoising step" : "k3 per token";
-    rc.showBars(`${measure}, by ${name}`, used.map((i) => rc.tick(edges[i])), curves, 1e-5, " nats, by the lower edge of a bin");
+    rc.showBars(`${measure}, by ${name}`, used.map((i) => edges[i]), curves, false, " nats, by the lower edge of a bin");
   }
 };
 
@@ -368,6 +398,7 @@ rc.follow = async () => {
         [rc.data.onset, rc.data.noise] = [data.onset, data.noise];
         for (const spec of data.charts) {
           const chart = rc.charts.get(spec.name);
+          if (!chart && !spec.optional && spec.curves.length) await rc.showChart(spec);
           if (!chart) continue;
           chart.curves = await rc.unpackCurves(spec);
           rc.draw(chart);
@@ -383,7 +414,7 @@ rc.follow = async () => {
 };
 
 rc.keys["0"] = () => rc.setSteps(null, null);
-rc.redraw.push(() => rc.charts.forEach(rc.draw));
+rc.redraw.push(() => rc.charts.forEach(rc.draw), () => rc.bars.forEach((bar) => bar.draw()));
 rc.ready = (async () => {
   rc.chartTools();
   for (const spec of rc.data.charts) if (!spec.optional && spec.curves.length) await rc.showChart(spec);
