@@ -216,7 +216,8 @@ def test_a_log_axis_begins_between_powers_of_ten(browser, tmp_path):
     assert page.evaluate("rc.charts.get('kl').plot.axes[1]._values") == ["0.001", "0.01", "0.1"]
     assert page.evaluate("rc.logTicks(0, 3, 1)") == [0, 1, 2]
     assert page.evaluate("rc.logTicks(-30, 300, 1)") == [-10, -1, 0, 1, 10, 100]
-    assert page.evaluate("[1.5e-4, 1e-4, 0.25].map(rc.tick)") == ["1.5e-4", "1e-4", "0.25"]
+    assert page.evaluate("rc.ticks([1.5e-4, 1e-4, null, 0.25])") == ["1.5e-4", "1e-4", "", "0.25"]
+    assert page.evaluate("rc.ticks([0.99998, 0.99999, 1])") == ["0.99998", "0.99999", "1"]
     page.close()
 
 

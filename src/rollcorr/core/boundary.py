@@ -129,14 +129,19 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size | tuple[int, ...], 
         raise ValueError(f"{name} {tuple(tensor.shape)} must be {meaning}, {tuple(shape)}; nothing is broadcast")
 
 
-def check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float, hint: str = "") -> None:
     """Check that a number is finite and above 0.
+
+    Args:
+        name: argument that the error names.
+        value: its value.
+        hint: end of the error message.
 
     Raises:
         ValueError: the number is not finite or not above 0.
     """
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be finite and > 0, got {value}")
+        raise ValueError(f"{name} must be finite and > 0, got {value}{hint}")
 
 
 def in_transform() -> bool:

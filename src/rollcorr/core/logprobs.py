@@ -10,13 +10,12 @@ have kept must still have a finite log-prob.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollcorr.core.boundary import check_tensors, usable_ids
+from rollcorr.core.boundary import check_positive, check_tensors, usable_ids
 from rollcorr.core.layout import add_at, sequence_ids
 from rollcorr.core.ratios import at_least_float32
 from rollcorr.core.sampling import KeptSets, usable_kept_sets, with_sampled
@@ -32,6 +31,10 @@ class SupportedLogProb(NamedTuple):
 
     log_prob: Tensor
     outside: Tensor
+
+
+NO_GREEDY = "; greedy decoding has no log-probs"
+"""End of the error for a temperature of 0."""
 
 
 def token_log_prob(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -129,7 +132,7 @@ def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
 
     Source: this library.
     """
-    check_temperature(temperature)
+    check_positive("temperature", temperature, NO_GREEDY)
     return minus_p_log_p((at_least_float32(logits) / temperature).log_softmax(-1)).sum(-1)
 
 
@@ -214,15 +217,5 @@ def _check_operands(logits: Tensor, token_ids: Tensor, temperature: float, **oth
     check_tensors(logits=logits, token_ids=token_ids, **others)
     if logits.shape[:-1] != token_ids.shape:
         raise ValueError(f"logits {tuple(logits.shape)} must be token_ids {tuple(token_ids.shape)} with V added")
-    check_temperature(temperature)
+    check_positive("temperature", temperature, NO_GREEDY)
     return usable_ids("token_ids", token_ids, (0, logits.shape[-1]))
-
-
-def check_temperature(temperature: float) -> None:
-    """Check that a temperature is finite and above 0.
-
-    Raises:
-        ValueError: the temperature is not finite or not above 0.
-    """
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature must be finite and > 0, got {temperature}; greedy decoding has no log-probs")

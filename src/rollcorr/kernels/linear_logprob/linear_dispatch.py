@@ -15,6 +15,7 @@ from torch import Tensor
 from rollcorr.core.boundary import (
     check_floating,
     check_integers,
+    check_positive,
     check_tensors,
     in_host_memory,
     in_transform,
@@ -22,7 +23,7 @@ from rollcorr.core.boundary import (
     type_name,
     usable_ids,
 )
-from rollcorr.core.logprobs import check_temperature
+from rollcorr.core.logprobs import NO_GREEDY
 from rollcorr.core.sampling import KeptSets, usable_kept_sets
 from rollcorr.kernels.linear_logprob.compose import composed_log_prob, id_ranges
 from rollcorr.kernels.linear_logprob.dense import Epilogue
@@ -203,7 +204,7 @@ def _check_temperature(temperature: float | Tensor, token_ids: Tensor, impl: str
         if isinstance(temperature, bool) or not isinstance(temperature, Real):
             kind = type_name(temperature)
             raise TypeError(f"temperature must be a number or a tensor, got {kind}; give torch.as_tensor(temperature)")
-        check_temperature(temperature)
+        check_positive("temperature", temperature, NO_GREEDY)
         return
     check_tensors(token_ids=token_ids, temperature=temperature)
     if temperature.shape != token_ids.shape:

@@ -160,7 +160,7 @@ rc.draw = (chart) => {
     scales: { x: { time: false }, y: { distr: log ? (positive ? 3 : 4) : 1, asinh: linear, range } },
     axes: [
       rc.axis({ ...(spec.across === "step" ? { incrs: rc.WHOLE } : {}), label: spec.across, labelSize: 16, labelFont: "11px system-ui, sans-serif", size: 34 }),
-      rc.axis({ size: 58, ...(log ? { splits: (u, i, low, high) => rc.logTicks(low, high, linear), filter: (u, splits) => splits } : {}), values: (u, splits) => splits.map((v) => (v === null ? "" : rc.tick(v))) }),
+      rc.axis({ size: 58, ...(log ? { splits: (u, i, low, high) => rc.logTicks(low, high, linear), filter: (u, splits) => splits } : {}), values: (u, splits) => rc.ticks(splits) }),
     ],
     series: [
       { label: spec.across, value: (u, v) => (v === null ? "" : String(v)) },
@@ -197,10 +197,18 @@ rc.logTicks = (low, high, linear) => {
 };
 
 rc.isDecade = (v) => v !== 0 && Math.abs(Math.log10(Math.abs(v)) - Math.round(Math.log10(Math.abs(v)))) < 1e-6;
-rc.tick = (v) => {
+rc.tick = (v, digits = 4) => {
   const size = Math.abs(v);
   if (size && (size >= 1e5 || size < 1e-3)) return v.toExponential(1).replace(".0e", "e").replace("e+", "e");
-  return String(+v.toPrecision(4));
+  return String(+v.toPrecision(digits));
+};
+
+/* Labels of an axis, with the digits that tell them apart. */
+rc.ticks = (splits) => {
+  for (let digits = 4; ; digits++) {
+    const labels = splits.map((v) => (v === null ? "" : rc.tick(v, digits))), shown = labels.filter((text) => text);
+    if (digits > 8 || new Set(shown).size === shown.length) return labels;
+  }
 };
 
 /* What a figure looks like as vectors: its axes, guide lines and curves, for papers. */
@@ -342,7 +350,7 @@ rc.showBars = (title, edges, curves, count, note) => {
       scales: { x: { time: false, range: [-0.6, labels.length - 0.4] }, y: { distr: 4, asinh: linear, range: () => [0, (most || 1) * 1.5] } },
       axes: [
         rc.axis({ splits: () => ticks, values: (u, splits) => splits.map((i) => labels[i] ?? ""), size: 30 }),
-        rc.axis({ size: 58, splits: (u, i, low, high) => rc.logTicks(low, high, linear), filter: (u, splits) => splits, values: (u, splits) => splits.map(rc.tick) }),
+        rc.axis({ size: 58, splits: (u, i, low, high) => rc.logTicks(low, high, linear), filter: (u, splits) => splits, values: (u, splits) => rc.ticks(splits) }),
       ],
       series: [
         { label: "bin", value: (u, v) => (v === null ? "" : labels[v]) },
