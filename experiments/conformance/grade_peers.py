@@ -103,7 +103,13 @@ PEERS = (
         "swift/rlhf_trainers/grpo_trainer.py",
         "_apply_rollout_importance_sampling",
         "Methods of `GRPOTrainer`, bound to an object that has their three options.",
-        ([-2.0] * 4, [-2.0 - math.log(x) for x in (0.5, 1.5, 3.0, 5.0)], {"ceiling": 2.0}, "weights", [0.5, 1.5, 2.0, 2.0]),
+        (
+            [-2.0] * 4,
+            [-2.0 - math.log(x) for x in (0.5, 1.5, 3.0, 5.0)],
+            {"ceiling": 2.0},
+            "weights",
+            [0.5, 1.5, 2.0, 2.0],
+        ),
         "`test_token_truncate_basic` of tests/train/test_vllm_importance_sampling_basic.py, which calls a copy",
     ),
     Peer(

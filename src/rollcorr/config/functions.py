@@ -24,8 +24,9 @@ def load_function(where: str, *, option: str) -> Callable[..., Any]:
         found = names[name]
     except (ImportError, OSError, ValueError, KeyError) as error:
         cause = f"{place} defines no {error}" if isinstance(error, KeyError) else error
-        fix = "it must be package.module:name or file.py:name"
-        raise ValueError(f"{option}={where!r} cannot be loaded: {cause}; {fix}") from error
+        raise ValueError(
+            f"{option}={where!r} cannot be loaded: {cause}; it must be package.module:name or file.py:name"
+        ) from error
     if not callable(found):
         raise ValueError(f"{option}={where!r} is {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
