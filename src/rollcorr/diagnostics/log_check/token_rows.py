@@ -242,7 +242,7 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
     values: dict[str, NDArray[Any] | None] = {
         "position": np.arange(len(d)) - starts,
         "length": np.repeat(lengths, lengths),
-        "probability": np.exp(np.minimum(tokens["mu"], 0)),
+        "probability": None if found.diffusion else np.exp(np.minimum(tokens["mu"], 0)),  # a density is none
         "turn": _turns(tokens["state"] != MASKED, starts),
         "version lag": _lags(batch),
     }
