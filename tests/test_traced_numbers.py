@@ -68,6 +68,14 @@ def choosing():
     token = [row for row in evidence if (row["sampler"], row["correction"]) == ("stale_quantized", "token_tis")]
     yield f"it was {statistics.mean(float(row['ess']) for row in token):.2f} in these runs"
 
+    quantized, stale = rows(BENCH / "regret.csv")
+    assert (quantized["sampler"], stale["sampler"]) == ("stale and quantized", "stale")
+    cost, other, unseen = (
+        f"{100 * float(of):.0f} %" for of in (quantized["regret"], stale["regret"], quantized["regret_unseen"])
+    )
+    yield f"cost {cost} of the possible gain"
+    yield f"{other} on a stale float32 sampler. Limits from the float32 sampler alone would have cost {unseen} on"
+
     # Arithmetic: exp(−2 T × KL), and products of 1.1.
     yield f"{math.exp(-2 * 0.35):.1f} at T × KL = 0.35"
     yield f"{math.exp(-2 * 0.6):.1f} at 0.6"

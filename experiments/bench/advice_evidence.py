@@ -105,10 +105,10 @@ def limits(rows: Sequence[Row]) -> dict[str, float]:
             behind.append(float(row["kept"]))
     clean = [float(row["ess"]) for row in sequence if row["sampler"] == CLEAN]
     return {
-        "NEGLIGIBLE_ESS": math.floor(min(clean) * 1000 - 0.5) / 1000,
+        "NEGLIGIBLE_ESS": math.floor(min(clean, default=1.0) * 1000 - 0.5) / 1000,
         "LOWEST_ESS": math.floor(min(float(row["ess"]) for row in ahead) * 100) / 100,
         "LOWEST_MEAN": math.floor(min(float(row["mean_weight"]) for row in ahead) * 100) / 100,
-        "FEWEST_KEPT": math.ceil(max(behind) * 100) / 100,
+        "FEWEST_KEPT": math.ceil(max(behind, default=0.0) * 100) / 100,
     }
 
 

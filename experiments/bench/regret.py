@@ -5,19 +5,24 @@
 *Advised* is the cell that was trained with the configuration that `rollcorr advise --intended` prints for the first
 rollouts of its sampler and seed (first_rollouts.csv). *Best* is the correction with the highest mean over seeds. Chosen
 on the seeds that it is judged by, it looks better than it is, also among equal corrections. So a second figure chooses
-it on the other seeds (leave one out), which has no such bias. Where `advise` prints no configuration, because it names
-a fault to repair first, training goes on without correction.
+it on the other seeds (leave one out), which has no such bias. A third figure advises by limits of the rule that follow
+from the logs and cells of the other samplers (unseen). Where `advise` prints no configuration, because it names a fault
+to repair first, training goes on without correction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
+from advice_evidence import limits, read_evidence
 from first_rollouts import SEEDS, candidates_of, decision_of
 from intervals import LEVEL, holm, interval
 from trained_page import COLUMN_TITLES, CORRECTION_TITLES, gap_text, mean, select, start, table
 
+from rollcorr.diagnostics.advice import rule
+from rollcorr.diagnostics.advice.candidates import CandidateRow
 from rollcorr.diagnostics.advice.rule import Choice, choose
 
 CORRECTION_OF = {
@@ -41,11 +46,12 @@ class Regime(NamedTuple):
     finals: Mapping[str, Sequence[float]]
     starts: Sequence[float]
     choices: Sequence[Choice]
+    unseen: Sequence[Choice]
+    """Choices by limits that follow from the other samplers."""
 
-    @property
-    def advised(self) -> list[float]:
-        """Return the final accuracy of the advised correction, seed by seed."""
-        return [self.finals[CORRECTION_OF[choice.name]][seed] for seed, choice in enumerate(self.choices)]
+    def ends(self, choices: Sequence[Choice]) -> list[float]:
+        """Return the final accuracy of each seed's chosen correction."""
+        return [self.finals[CORRECTION_OF[choice.name]][seed] for seed, choice in enumerate(choices)]
 
     @property
     def best(self) -> str:
@@ -62,7 +68,7 @@ def regimes(found: Sequence[Row], first: Sequence[Row]) -> dict[str, Regime]:
 
     A sampler is left out if an advised correction is not trained with all seeds, or if fewer than two are.
     """
-    result = {}
+    result, evidence = {}, read_evidence()
     for column in COLUMN_TITLES:
         of_correction = {
             name: sorted(select(found, column, name), key=lambda cell: cell["seed"]) for name in CORRECTION_TITLES
@@ -71,15 +77,22 @@ def regimes(found: Sequence[Row], first: Sequence[Row]) -> dict[str, Regime]:
         candidates = [candidates_of(first, column, seed) for seed in SEEDS]
         if len(whole) < 2 or not all(candidates):
             continue
-        choices = [
-            choose(rows) if decision_of(first, column, seed)[0] == "correct" else not_corrected(first, column, seed)
-            for seed, rows in enumerate(candidates)
-        ]
-        if any(CORRECTION_OF.get(choice.name) not in whole for choice in choices):
+        choices = choices_of(first, column, candidates)
+        with mock.patch.multiple(rule, **limits([row for row in evidence if row["sampler"] != column])):
+            unseen = choices_of(first, column, candidates)
+        if any(CORRECTION_OF.get(choice.name) not in whole for choice in [*choices, *unseen]):
             continue
         finals = {name: [cell["held_out"][-1]["accuracy"] for cell in cells] for name, cells in whole.items()}
-        result[column] = Regime(finals, [start(cell) for cell in next(iter(whole.values()))], choices)
+        result[column] = Regime(finals, [start(cell) for cell in next(iter(whole.values()))], choices, unseen)
     return result
+
+
+def choices_of(first: Sequence[Row], column: str, candidates: Sequence[Sequence[CandidateRow]]) -> list[Choice]:
+    """Return the choice for each seed of a sampler."""
+    return [
+        choose(rows) if decision_of(first, column, seed)[0] == "correct" else not_corrected(first, column, seed)
+        for seed, rows in enumerate(candidates)
+    ]
 
 
 def not_corrected(first: Sequence[Row], column: str, seed: int) -> Choice:
@@ -93,6 +106,7 @@ def regret_rows(found: Mapping[str, Regime]) -> list[Row]:
     for column, regime in found.items():
         best = regime.finals[regime.best]
         other = [regime.finals[regime.best_of_others(seed)][seed] for seed in SEEDS]
+        advised, unseen = regime.ends(regime.choices), regime.ends(regime.unseen)
         room = mean(best) - mean(regime.starts)
         rows.append(
             {
@@ -101,10 +115,11 @@ def regret_rows(found: Mapping[str, Regime]) -> list[Row]:
                 "best": CORRECTION_TITLES[regime.best],
                 "start": interval(regime.starts),
                 "best_final": interval(best),
-                "advised_final": interval(regime.advised),
-                "difference": interval([a - b for a, b in zip(regime.advised, best, strict=True)]),
-                "regret": (mean(best) - mean(regime.advised)) / room,
-                "regret_leave_one_out": (mean(other) - mean(regime.advised)) / room,
+                "advised_final": interval(advised),
+                "difference": interval([a - b for a, b in zip(advised, best, strict=True)]),
+                "regret": (mean(best) - mean(advised)) / room,
+                "regret_leave_one_out": (mean(other) - mean(advised)) / room,
+                "regret_unseen": (mean(best) - mean(unseen)) / room,
             }
         )
 
@@ -121,7 +136,7 @@ def choice_rows(found: Mapping[str, Regime]) -> list[Row]:
             "seed": seed,
             "advised": CORRECTION_TITLES[CORRECTION_OF[choice.name]],
             "best": CORRECTION_TITLES[regime.best],
-            "difference": regime.advised[seed] - regime.finals[regime.best][seed],
+            "difference": regime.ends(regime.choices)[seed] - regime.finals[regime.best][seed],
             "reason": choice.reasons[0],
         }
         for column, regime in found.items()
@@ -145,6 +160,7 @@ def regret_text(rows: Sequence[Row], choices: Sequence[Row]) -> str:
             f"{row['p']:.2g}",
             f"{row['regret']:.1%}",
             f"{row['regret_leave_one_out']:.1%}",
+            f"{row['regret_unseen']:.1%}",
         )
         for row in rows
     ]
@@ -154,7 +170,7 @@ def regret_text(rows: Sequence[Row], choices: Sequence[Row]) -> str:
         (row["sampler"], row["seed"], row["advised"], row["best"], f"{row['difference']:+.3f}", row["reason"])
         for row in choices
     ]
-    parts = [table((*header, "regret, leave one out"), lines), verdict]
+    parts = [table((*header, "regret, leave one out", "regret, unseen"), lines), verdict]
     if listed:
         parts += [
             "Logs whose advice is not the best correction of their sampler:",

@@ -2,11 +2,13 @@
 
     python experiments/pictures/make_logs.py OUT.npz --seeds 10
     python experiments/pictures/make_logs.py OTHER.npz --others --seeds 10
+    python experiments/pictures/make_logs.py TABLE.npz --sizes --seeds 7 --large-seeds 0
 
 Every fault is planted in the program that samples or scores, never in the numbers. D = 768: the small shapes model of
 `rollcorr.train.flow_grpo`. D = 65,536: an analytic denoiser of a Gaussian mixture on latents of 16 × 64 × 64
 (`analytic_denoiser.py`). Weights that were never sent are trained with the recipe's own loss. `--others`: the models,
-prompts and settings of `other_models.py`.
+prompts and settings of `other_models.py`. `--sizes`: 4 × 8 and 12 × 8 pictures in each step, and all three learning
+rates for each seed. Seeds that the file already has stay as they are.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ SETTINGS = (
     "optim.mini_batch_size=8",
     "log.tensorboard=false",
 )
+SIZE = "rollout.prompts_per_step={} rollout.group_size=8 optim.mini_batch_size={}"
 COLUMNS = ("step", "group", "timestep", "sigma", "sigma_next", "std", "log_mu", "log_pi", "kl", "version")
 Log = dict[str, np.ndarray]
 
@@ -238,20 +241,19 @@ def other_logs(name: str, seed: int, folder: Path) -> Iterator[tuple[str, Log]]:
     yield from logs_of(lab, seed, choices)
 
 
-def logs_of(lab: Laboratory, seed: int, choices: Choices) -> Iterator[tuple[str, Log]]:
-    """Every log of a model, with its name: kind, or null of a kind."""
-    # Nulls of the start: the same weights on both sides, right settings, other noise than the logs'.
-    windows = lab.trainer.config.rollout.sde_window
-    lab.set(sde_window=choices.null_windows)
-    for kind, settings in (("bf16", {}), ("fp8", {"dtype": "fp8"}), ("guided", {"guidance": choices.guidance})):
+def null_logs(lab: Laboratory, guidance: float) -> Iterator[tuple[str, Log]]:
+    """Nulls of the start: the same weights on both sides, right settings, other noise than the logs'."""
+    for kind, settings in (("bf16", {}), ("fp8", {"dtype": "fp8"}), ("guided", {"guidance": guidance})):
         parts = [lab.sampled(10_000 + step, **settings) for step in range(NULL_STEPS)]
         scores = [lab.scored(part) for part in parts]
         yield f"null {kind}", joined([columns_of(b, i, *s) for i, (b, s) in enumerate(zip(parts, scores, strict=True))])
 
-    # Weights that the sampler never gets: it keeps those of step 1.
-    rollout = lab.set(sde_window=windows, guidance_scale=1.0)
+
+def stale_log(lab: Laboratory, steps: int) -> Log:
+    """Weights that the sampler never gets: it keeps those of step 1."""
+    rollout = lab.set(guidance_scale=1.0)
     stale, engine = [], RolloutModel(lab.trainer.model, dtype="bfloat16")
-    for step in range(1, choices.stale_steps + 1):
+    for step in range(1, steps + 1):
         lab.trainer.engine, lab.trainer.sampler = engine, replace(lab.trainer.sampler, model=engine)
         trajectories, texts = lab.trainer.sample(step)
         lab.newest = PictureBatch(
@@ -264,7 +266,42 @@ def logs_of(lab: Laboratory, seed: int, choices: Choices) -> Iterator[tuple[str,
         )
         stale.append(columns_of(lab.newest, step, *lab.scored(lab.newest)))
         lab.train(step)
-    yield "stale", joined(stale)
+    return joined(stale)
+
+
+def size_logs(seed: int) -> Iterator[tuple[str, Log]]:
+    """Logs of one seed at D = 768 with 32 pictures in each step, and one step of 96 pictures."""
+    for rate, steps in STALE_STEPS.items():
+        lab = Laboratory(seed, *SIZE.format(4, 16).split(), f"optim.lr={rate}")
+        if rate == "1e-5":
+            yield from null_logs(lab, 3.0)
+        yield f"stale @ {rate}", stale_log(lab, steps)
+    lab.set(guidance_scale=1.0)
+    yield "healthy bf16", joined([columns_of(b, s, *lab.scored(b)) for s in (1, 2, 3) for b in [lab.sampled(s)]])
+    fp8 = [(s, lab.sampled(s, dtype="fp8")) for s in (1, 2, 3)]
+    yield "healthy fp8", joined([columns_of(b, s, *lab.scored(b)) for s, b in fp8])
+    batch = lab.sampled(1, guidance=3.0)
+    yield "guidance lost", columns_of(batch, 1, *lab.scored(batch, guidance=1.0))
+    for prompts in (4, 12):
+        lab = Laboratory(seed, *SIZE.format(prompts, 16).split())
+        batch = lab.sampled(1)
+        scores = lab.scored(batch, rows=wrong_rows(len(batch), 8, seed, 8))
+        yield f"prompts @ {prompts} x 8", columns_of(batch, 1, *scores)
+
+
+def wrong_rows(pictures: int, every: int, first: int, group_size: int) -> Tensor:
+    """Rows whose prompts a trainer reads, (B,): one picture in `every` has the next group's."""
+    rows = torch.arange(pictures)
+    return torch.where(rows % every == first % every, (rows + group_size) % pictures, rows)
+
+
+def logs_of(lab: Laboratory, seed: int, choices: Choices) -> Iterator[tuple[str, Log]]:
+    """Every log of a model, with its name: kind, or null of a kind."""
+    windows = lab.trainer.config.rollout.sde_window
+    lab.set(sde_window=choices.null_windows)
+    yield from null_logs(lab, choices.guidance)
+    rollout = lab.set(sde_window=windows)
+    yield "stale", stale_log(lab, choices.stale_steps)
 
     # The rest with the weights that were trained: the sampler has them.
     logs: dict[str, list[Log]] = {}
@@ -274,11 +311,10 @@ def logs_of(lab: Laboratory, seed: int, choices: Choices) -> Iterator[tuple[str,
 
     for step in range(1, STEPS + 1):
         batch = lab.sampled(step)
-        rows = torch.arange(len(batch))
-        chosen = rows % choices.every == seed % choices.every
+        wrong = wrong_rows(len(batch), choices.every, seed, rollout.group_size)
         schedule = lab.trainer.schedule
         add("healthy bf16", batch, step)
-        add("prompts", batch, step, rows=torch.where(chosen, (rows + rollout.group_size) % len(rows), rows))
+        add("prompts", batch, step, rows=wrong)
         add("noise level", batch, step, schedule=replace(schedule, noise_level=choices.level))
         if choices.shift is not None:
             add("shift", batch, step, schedule=shifted(schedule, choices.shift))
@@ -299,16 +335,18 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("output", type=Path)
     arguments.add_argument("--seeds", type=int, default=10)
-    arguments.add_argument("--large-seeds", type=int, default=4)
+    arguments.add_argument("--large-seeds", type=int, default=10)
     arguments.add_argument("--others", action="store_true", help="the models of other_models.py instead")
+    arguments.add_argument("--sizes", action="store_true", help="the shapes model with 32 and 96 pictures in each step")
     given = arguments.parse_args()
     torch.set_num_threads(1)
 
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, np.ndarray] = dict(np.load(given.output)) if given.output.exists() else {}
+    done = {name.rpartition("/")[0] for name in found}
     with TemporaryDirectory() as folder:
         sources: list[tuple[int, Callable[[int], Iterator[tuple[str, Log]]], int]] = [
             (65_536, analytic_logs, given.large_seeds),
-            (768, shapes_logs, given.seeds),
+            (768, size_logs if given.sizes else shapes_logs, given.seeds),
         ]
         if given.others:
             sources = [
@@ -317,7 +355,7 @@ def main() -> None:
             ]
         for seed in range(max(given.seeds, given.large_seeds)):
             for dimensions, make, seeds in sources:
-                for kind, log in make(seed) if seed < seeds else ():
+                for kind, log in make(seed) if seed < seeds and f"{dimensions}/{seed}" not in done else ():
                     name = f"{dimensions}/{seed}/{kind}"
                     found[name] = np.stack([log[column] for column in COLUMNS]).astype(np.float32)
                     sys.stdout.write(f"{name}: mean KL {log['kl'].mean():.4g}\n")

@@ -96,11 +96,22 @@ def test_the_fault_is_named_on_its_side(tmp_path, name, side):
     assert all(found.gaps[name] < gap for other, gap in found.gaps.items() if other != name)
 
 
-def test_the_context_of_another_row_is_named(tmp_path):
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+@pytest.mark.parametrize(
+    ("whose", "context"),
+    [
+        ("first", lambda prompts: prompts[:1].expand_as(prompts)),
+        ("previous", lambda prompts: prompts.roll(1, 0)),
+        ("next", lambda prompts: prompts.roll(-1, 0)),
+    ],
+)
+def test_the_context_of_another_row_is_named(tmp_path, whose, context, side):
     model = make_model()
-    rows = rows_of(model, context=lambda prompts: prompts[:1].expand_as(prompts))
-    result = confirm(write(tmp_path, rows), model)
-    assert result.cause == "sampler: prompt of another row (1)"
+    rows = rows_of(model, context=context)
+    result = confirm(write(tmp_path, rows if side == "sampler" else swap(rows)), model)
+    name = f"{whose} row's prompt"
+    assert result.cause == f"{side}: {name}"
+    assert result.sides[side].removed[name] >= 0.9
 
 
 def test_logits_that_are_not_shifted_are_named(tmp_path):

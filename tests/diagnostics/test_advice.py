@@ -73,11 +73,23 @@ def test_a_fault_is_repaired_and_not_corrected(folder, null):
     assert advice.repairs[0].fix
 
 
+def test_declared_weights_are_no_fault(folder, null):
+    """With `intended`, a null that shows other weights confirms what the user declares."""
+    rows = write_rows(folder / "declared.parquet", rollouts(rows=96, weights=0.1, seed=2))
+    result = check_logs([rows], null=null, candidates=True)
+    advice = advise(result, intended=True)
+    assert result.causes[0].code == "weights_differ"
+    assert (advice.decision, advice.repairs) == ("correct", ())
+
+    tempered = check_logs([write_rows(folder / "hot.parquet", rollouts(rows=96, temperature=0.7, seed=3))], null=null)
+    assert advise(tempered, intended=True).decision == "repair"
+
+
 @pytest.mark.parametrize(("share", "decision"), [(0.004, "correct"), (0.02, "repair"), (None, "repair")])
 def test_faults_of_few_rows_stop_no_intended_advice(tmp_path, monkeypatch, share, decision):
     """They become a caveat; without `intended`, and with more rows, they are repaired first."""
     fault = Finding(code="other_request", severity="warning", title="rows of another request", row_share=share)
-    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result: (fault,))
+    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result, expected: (fault,))
     result = noisy_log(tmp_path / "log.parquet", 0.1)
     advice = advise(result, intended=True)
     assert (advise(result).decision, advice.decision) == ("repair", decision)
@@ -113,7 +125,7 @@ def test_a_healthy_log_keeps_sequence_weights(folder, null):
 )
 def test_the_ess_of_sequence_weights_decides(tmp_path, monkeypatch, sigma, candidate):
     # The pairs call so large a noise unexplained or a cause; the rule is tested by itself.
-    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result: ())
+    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result, expected: ())
     advice = advise(noisy_log(tmp_path / "log.parquet", sigma))
     assert advice.candidate == candidate
 
@@ -197,7 +209,7 @@ def test_a_correction_that_keeps_few_tokens_is_rejected():
 
 
 def test_the_yaml_is_the_configuration(tmp_path, monkeypatch):
-    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result: ())
+    monkeypatch.setattr("rollcorr.diagnostics.advice.advisor._faults", lambda result, expected: ())
     advice = advise(noisy_log(tmp_path / "log.parquet", 0.05))
     assert resolve(load_yaml(advice.yaml)) == advice.config == CANDIDATES["Seq-TIS 4"].config
     document = json.loads(advice.to_json())

@@ -340,9 +340,9 @@ def test_the_table_of_noise_is_what_noise_does():
 def test_a_splice_has_the_mean_of_all_rows_and_not_of_the_table_alone(monkeypatch):
     """The table keeps every fourth row here, and these have three times the k3 of the rest."""
     from rollcorr.diagnostics.advice.calibration import _with_means_of_all
-    from rollcorr.diagnostics.null import row_table
+    from rollcorr.diagnostics.null import mismatch_profile
 
-    monkeypatch.setattr(row_table, "ROWS", 256)
+    monkeypatch.setattr(mismatch_profile, "ROWS", 256)
     pool = synthetic_pool(2000, 40, seed=1)
     pool[::4] *= math.sqrt(3)
     null = null_of(pool)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import rollcorr
 from rollcorr.cli import app
 from rollcorr.diagnostics import installation
-from rollcorr.diagnostics.installation import Extra, inspect_installation
+from rollcorr.diagnostics.installation import inspect_installation
 from rollcorr.kernels.correction.cpu import library
 
 
@@ -34,8 +34,8 @@ def test_json_says_which_instruction_set_is_in_use():
 
 def test_an_unusable_kernel_comes_with_its_reason(monkeypatch):
     monkeypatch.setattr("rollcorr.kernels.correction.dispatch.status", lambda: (None, "there is [no] compiler"))
-    kernel = next(kernel for kernel in inspect_installation().kernels if kernel.name == "cpu")
-    assert (kernel.usable, kernel.note) == (False, "there is [no] compiler")
+    kernel = next(kernel for kernel in inspect_installation()["kernels"] if kernel["name"] == "cpu")
+    assert (kernel["usable"], kernel["note"]) == (False, "there is [no] compiler")
     output = CliRunner().invoke(app, ["info"], env={"COLUMNS": "200"}).output
     assert "[no]" in output
     assert "corrections of tensors on the CPU run in torch: the same results, but more slowly" in output
@@ -55,10 +55,10 @@ def test_extras_are_those_of_the_package_with_what_they_miss(monkeypatch, quote)
         f"no-such-tool; {extra('dev')}",
     ]
     monkeypatch.setattr(installation.metadata, "requires", lambda name: declared)
-    assert inspect_installation().extras == (
-        Extra(name="one", missing=("no-such-package",)),
-        Extra(name="two", missing=("no-such-kernel",)),
-    )
+    assert inspect_installation()["extras"] == [
+        {"name": "one", "missing": ["no-such-package"]},
+        {"name": "two", "missing": ["no-such-kernel"]},
+    ]
 
 
 def test_a_package_that_is_only_on_the_path_has_no_extras(monkeypatch):
@@ -66,4 +66,4 @@ def test_a_package_that_is_only_on_the_path_has_no_extras(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(installation.metadata, "requires", absent)
-    assert inspect_installation().extras == ()
+    assert inspect_installation()["extras"] == []

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcorr.diagnostics.null.excess import BIN_TOKENS, expected_k3, pooled_bins
-from rollcorr.diagnostics.null.mismatch_profile import POSITION_BINS, MismatchProfile, size_edges, surprise_bins
-from rollcorr.diagnostics.null.row_table import ROWS, RowTable
+from rollcorr.diagnostics.null.mismatch_profile import (
+    ROWS,
+    MismatchProfile,
+    RowTable,
+    size_edges,
+    surprise_bins,
+)
 
 NAN = math.nan
 
@@ -39,11 +44,9 @@ def test_a_profile_by_hand():
     k3 = [math.exp(-0.5) - 1 + 0.5, 0.0, math.exp(2.5) - 1 - 2.5]
     assert profile.k3 == pytest.approx(sum(k3) / 3)
 
-    # Positions 1 and 2 are bins 0 and 1; −log μ of 0.5, 2 and 3 nats are in octaves of their own or together.
-    assert profile.by("position")[0, :3].tolist() == [2, 1, 0]
+    # −log μ of 0.5, 2 and 3 nats are in octaves of their own or together.
     (of_half,) = surprise_bins(np.array([0.5], dtype=np.float32))
-    assert profile.by("surprise")[0, of_half : of_half + 3].tolist() == [1, 0, 2]
-    assert profile.by("length")[0, :2].tolist() == [1, 1]
+    assert profile.cells[0, of_half : of_half + 3].tolist() == [1, 0, 2]
 
     assert profile.rows.column("tokens").tolist() == [2, 1]
     assert profile.rows.column("min_d").tolist() == [-0.5, 2.5]
@@ -51,10 +54,9 @@ def test_a_profile_by_hand():
     assert profile.rows.column("prompt").tolist() == [-1, -1]
 
 
-def test_masked_tokens_count_for_the_position_and_nothing_else():
+def test_masked_tokens_do_not_count():
     profile = profile_of([[(-1.0, -1.0), (-1.0, -1.0), (-1.0, -1.5)]], masks=[0, 0, 1])
-    assert profile.tokens == 1
-    assert profile.by("position")[0].argmax() == 1, "position 3 is in the bin 2–3"
+    assert (profile.tokens, profile.row_count, profile.sizes.sum()) == (1, 1, 1)
     assert profile.mean == 0.5
 
 
@@ -72,14 +74,14 @@ def test_profiles_of_parts_merge_to_that_of_the_whole(seed, cut):
     border = sum(map(len, rows[:cut]))
     whole = profile_of(rows, ids=ids)
     merged = profile_of(rows[:cut], ids=ids[:border]).merge(profile_of(rows[cut:], first=cut, ids=ids[border:]))
-    for name in ("lengths", "sizes", "row_sizes"):
-        np.testing.assert_allclose(getattr(merged, name), getattr(whole, name), rtol=1e-12)
+    np.testing.assert_array_equal(merged.sizes, whole.sizes)
+    assert merged.row_count == whole.row_count
     np.testing.assert_allclose(merged.cells, whole.cells, rtol=1e-12)
     np.testing.assert_array_equal(merged.rows.values, whole.rows.values)
     np.testing.assert_array_equal(merged.ids.sums, whole.ids.sums)
 
     rest = whole.without(profile_of(rows[:cut], ids=ids[:border]))
-    assert rest.tokens == whole.tokens - border
+    assert (rest.tokens, rest.row_count) == (whole.tokens - border, 30 - cut)
     assert list(rest.rows.index) == list(range(cut, 30))
 
 
@@ -103,20 +105,18 @@ def test_pooled_bins_hold_enough_tokens_and_every_bin_is_in_one():
         assert (np.bincount(group, count) >= BIN_TOKENS).all()
 
 
-def test_quantiles_are_right_to_a_part_of_an_octave():
-    log_ratio = np.random.default_rng(0).normal(size=20_000) * 0.01
-    profile = profile_of([[(-1.0 + d, -1.0) for d in log_ratio]])
-    for q in (0.01, 0.1, 0.9, 0.99):
-        assert profile.quantile(q) == pytest.approx(float(np.quantile(log_ratio, q)), rel=0.1)
-    assert profile.quantile(0.5, "std") == pytest.approx(0.01, rel=0.2)
-    assert profile.quantile(0.5, "k3") == pytest.approx(5e-5, rel=0.2)
+def test_sizes_count_each_sign_by_parts_of_an_octave():
+    profile = profile_of([[(-1.0, -1.5), (-1.5, -1.0), (-1.0, -1.53)]])
+    (low,) = np.flatnonzero(size_edges(8) == 0.5)
+    assert profile.sizes[:, low].tolist() == [1, 2]
+    assert profile.sizes.sum() == 3
 
 
 def test_edges_of_sizes_rise_and_hold_all_numbers():
     edges = size_edges(8)
     assert (np.diff(edges) > 0).all()
     assert edges[0] == 2.0**-25
-    assert len(profile_of([[(-1.0, -1.0)]]).cells[0, 0]) == POSITION_BINS
+    assert len(edges) == profile_of([[(-1.0, -1.0)]]).sizes.shape[1] + 1
 
 
 def test_the_table_of_rows_is_bounded_and_does_not_depend_on_the_cuts():

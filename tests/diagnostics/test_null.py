@@ -35,7 +35,7 @@ def first_cause(result):
 def test_a_null_survives_the_disk(folder, null):
     null.save(folder / "null.json")
     read = read_null(folder / "null.json")
-    for name in ("cells", "lengths", "sizes", "row_sizes"):
+    for name in ("cells", "sizes", "row_count"):
         np.testing.assert_array_equal(getattr(read.profile, name), getattr(null.profile, name))
     np.testing.assert_array_equal(read.profile.ids.sums, null.profile.ids.folded().sums)
     np.testing.assert_allclose(read.profile.rows.values, null.profile.rows.values, rtol=1e-5)
@@ -45,7 +45,7 @@ def test_a_null_survives_the_disk(folder, null):
     np.testing.assert_allclose(np.concatenate(read.sample), np.concatenate(null.sample), rtol=1e-5, atol=1e-12)
 
     document = json.loads((folder / "null.json").read_text(encoding="utf-8"))
-    assert (document["format"], document["version"]) == ("rollcorr-null", 1)
+    assert (document["format"], document["version"]) == ("rollcorr-null", 2)
     assert document["counts"] == {"rows": 96, "tokens": 96 * 120, "missing": 0}
     assert document["summary"]["k3"] == pytest.approx(null.profile.k3)
 
@@ -55,8 +55,8 @@ def test_a_null_survives_the_disk(folder, null):
     [
         ("{", "no JSON"),
         ("[]", "no null"),
-        ('{"format": "rollcorr-null", "version": 99}', "version 99 of the format, and this release reads 1"),
-        ('{"format": "rollcorr-null", "version": 1}', "a damaged null"),
+        ('{"format": "rollcorr-null", "version": 99}', "version 99 of the format, and this release reads 2"),
+        ('{"format": "rollcorr-null", "version": 2}', "a damaged null"),
     ],
 )
 def test_what_is_no_null_is_refused(tmp_path, text, message):
@@ -119,15 +119,9 @@ def test_a_null_of_one_side_alone_is_kept_as_such_and_refused_for_a_run(tmp_path
         noise_beside(tmp_path)
 
 
-def test_which_sides_a_null_of_an_earlier_release_compares_is_not_recorded(tmp_path):
+def test_unknown_sides_are_a_damaged_null(tmp_path):
     log = write_rows(tmp_path / "log.parquet", rollouts(rows=16, length=80))
-    for kind, sides in (("log", "run"), ("engine", None)):
-        document = json.loads(null_of_logs([log], kind=kind).to_json())
-        assert document.pop("sides") == "run"
-        (tmp_path / "null.json").write_text(json.dumps(document), encoding="utf-8")
-        assert read_null(tmp_path / "null.json").sides == sides
-    remarks = " ".join(check_logs([log], null=read_null(tmp_path / "null.json")).remarks)
-    assert "the two sides of this log is not recorded" in remarks
+    document = json.loads(null_of_logs([log]).to_json())
     (tmp_path / "null.json").write_text(json.dumps(document | {"sides": "both"}), encoding="utf-8")
     with pytest.raises(BadInputError, match=r"a damaged null .sides 'both' is none of run, engine, trainer"):
         read_null(tmp_path / "null.json")

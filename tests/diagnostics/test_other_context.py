@@ -47,9 +47,19 @@ def table(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).normal(0, 0.3, shape)
 
 
-def test_repeats_are_spared_by_a_displaced_context():
-    spared = np.where(tokens_of(np.zeros(len(GRID))).places["repeats"] & 2, 0.01, 1.0)
-    assert "a token ahead or behind" in context_of(spared * table(len(GRID)))
+@pytest.mark.parametrize(
+    ("side", "effect", "found"), [(1, 1.5, True), (2, 1.5, True), (2, 0.1, False), (2, -1.5, False)]
+)
+def test_displaced_context_spares_equal_neighbors(side, effect, found):
+    equal = (tokens_of(np.zeros(len(GRID))).places["repeats"] & side) > 0
+    context = context_of(effect * equal + 3 * table(len(GRID)))
+    assert ("a token ahead or behind" in context) == found
+
+
+def test_neighbors_explain_by_hand():
+    tokens = tokens_of(np.where((tokens_of(np.zeros(len(GRID))).places["repeats"] & 2) > 0, 0.5, 0.0))
+    assert tokens.of_neighbors() == pytest.approx(1.0, abs=0.06)  # positions of different shares explain the rest
+    assert replace(tokens, places={**tokens.places, "repeats": np.zeros_like(IDS)}).of_neighbors() == 0.0
 
 
 def test_pairs_at_their_position_show_displacement():
@@ -112,3 +122,11 @@ def test_position_beyond_pairs_shows_displacement():
     of_pair, at_position = table(KINDS * (KINDS + 1))[PAIR], table(KINDS * (KINDS + 1), LENGTH)[PAIR, POSITION]
     assert "at their position alone" in context_of(0.7 * of_pair + at_position)
     assert context_of(0.7 * of_pair + 0.6 * at_position + 0.8 * table(len(GRID))) == ""
+
+
+def test_outliers_hide_no_healing():
+    d = table(len(GRID)) * np.where(STEP <= STEPS // 2, 1.0, 0.2)
+    d[-20:] = 3.0
+    tokens = tokens_of(d)
+    assert tokens.k3[STEP > 8].mean() > tokens.k3[STEP <= 4].mean()
+    assert "while the trainer learned" in context_of(d)

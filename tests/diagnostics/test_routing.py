@@ -63,9 +63,9 @@ def test_what_routing_adds_is_measured_against_equally_probable_tokens():
     sums = RoutingSums.of(ratios, np.where(other, 0.25, 0.0).astype(np.float32))
     found = routing_excess(sums)
     same, differing = np.expm1(0.1) - 0.1, np.expm1(0.2) - 0.2
-    assert found.ratio == pytest.approx(differing / same, rel=1e-5)
-    assert found.share == pytest.approx((differing - same) / (differing + same), rel=1e-5)
-    assert (found.tokens, found.token_share, found.layers) == (2000, 0.5, 0.125)
+    assert found["routing_ratio"] == pytest.approx(differing / same, rel=1e-5)
+    assert found["k3_share"] == pytest.approx((differing - same) / (differing + same), rel=1e-5)
+    assert (found["tokens"], found["token_share"], found["layer_share"]) == (2000, 0.5, 0.125)
 
     parts = [RoutingSums.of(ratios.of_rows(np.arange(40) % 2 == half), sums_of(other, half)) for half in (0, 1)]
     np.testing.assert_allclose(parts[0].merge(parts[1]).cells, sums.cells)

@@ -52,13 +52,6 @@ def test_a_null_that_ids_cannot_judge_is_unvetted(tmp_path, change, reason):
     assert (noise_of(null).source, noise_of(null).is_null) == ("null.json (unvetted)", True)
 
 
-def test_a_null_of_earlier_releases_is_judged_by_its_ids(tmp_path):
-    path = write_rows(tmp_path / "null.parquet", few_tokens(rollouts(rows=64)))
-    document = null_of_logs([path]).to_json().replace('"unvetted": ', '"another": ')
-    (tmp_path / "null.json").write_text(document, encoding="utf-8")
-    assert "repeat" in read_null(tmp_path / "null.json").unvetted
-
-
 def test_a_null_of_other_weights_is_never_healthy(tmp_path):
     """An update of the context's part explains little by id, and its log agreed with it: `healthy`."""
     other = {"noise": 0.3}

@@ -7,7 +7,7 @@ from rollcorr.diagnostics.faults import is_rise
 from rollcorr.diagnostics.health.health_check import health
 from rollcorr.diagnostics.health.trend import AGE
 from rollcorr.diagnostics.log_check import check_logs
-from rollcorr.diagnostics.null.version_cells import VersionCells, judge_versions
+from rollcorr.diagnostics.null.version_cells import VersionCells, judge_versions, mean_lag
 from tests.diagnostics.null_logs import rollouts, write_rows
 
 
@@ -20,7 +20,10 @@ def cells(k3_of, *, steps=12, lags=(0,), tokens=1000.0):
 
 def codes(versions):
     """Codes within the steps, then over the steps."""
-    series = [{"step": step, "k3_kl": k3, AGE: age} for step, k3, age in versions.by_step()]
+    series = []
+    for step, lags in versions.by_lag().items():
+        tokens, k3 = (sum(cell[part] for cell in lags.values()) for part in (0, 1))
+        series.append({"step": step, "k3_kl": k3 / tokens, AGE: mean_lag(lags)})
     over_steps = [finding for finding in health(series).findings if is_rise(finding)] if series else []
     return list(dict.fromkeys(finding.code for finding in (*judge_versions(versions), *over_steps)))
 
@@ -69,7 +72,7 @@ def test_fresh_tokens_have_age_zero(first):
     """Half of the tokens of step 3 are two versions old; the others of all steps are fresh."""
     fresh = {(step, step - 1 + first): (10.0, 1.0) for step in range(1, 6)}
     versions = VersionCells({**fresh, (3, first): (10.0, 1.0)})
-    assert [age for _, _, age in versions.by_step()] == [0, 0, 1, 0, 0]
+    assert [mean_lag(lags) for lags in versions.by_lag().values()] == [0, 0, 1, 0, 0]
 
 
 def test_the_same_mismatch_at_every_step_and_age_is_nothing():

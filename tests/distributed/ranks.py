@@ -323,6 +323,18 @@ def overlap(group: Any) -> str:
     return ""
 
 
+HORIZON = {"rollout_is": "horizon", "rollout_is_horizon": 0.7}
+
+
+def refused(part: Data, group: Any) -> str:
+    """Return the error of weights with a horizon on a slice; empty without one."""
+    try:
+        corrected(part, HORIZON, context_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def swapped(part: Data, group: Any) -> str:
     """Return the error of a loss on a slice whose correction had swapped policies."""
     correction = correct(part.rollout, part.old, part.mask, "decoupled_token_is", context_group=group)
@@ -356,6 +368,10 @@ def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple
             yield ("context step", size, mode), optimizer_step(part, mode, 2, context_group=group)
         part = context_slice(data, size, place, "zig-zag", packed=False)
         yield ("context swapped", size), swapped(part, group)
+        yield ("zig-zag horizon", size), refused(part, group)
+        for packed in (False, True):
+            part = context_slice(data, size, place, "contiguous", packed=packed)
+            yield ("context horizon", size, packed), corrected(part, HORIZON, context_group=group)
         for micro_batch in TRAINER_MICRO_BATCHES if HAS_TRAINER else ():
             yield ("trainer", size, micro_batch), trained(group, micro_batch)
     both = {"group": columns[rank % 2], "context_group": pairs[rank // 2]}

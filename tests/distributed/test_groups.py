@@ -94,6 +94,18 @@ def test_14_slices_of_sequences_are_decided_as_whole_sequences(results, data, na
             assert torch.equal(part["sequence_kept"], whole["sequence_kept"])
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_horizons_reach_over_the_ranks_slices(results, data, packed):
+    """Slices in the order of the ranks have the weights of whole sequences; zig-zag ones are refused."""
+    whole = ranks.corrected(data.tokens(ranks.inside(data), packed=True) if packed else data, ranks.HORIZON)
+    for rank, size in itertools.product(range(SIZE), (2, 4)):
+        owned = ranks.context_slice(data, size, rank % size, "contiguous", packed=packed)
+        part = results[rank]["context horizon", size, packed]
+        assert_same_numbers(part, whole)
+        assert_same_tokens(part, whole, functools.partial(slice_of, owned=owned, data=data))
+        assert "overlap (zig-zag?)" in results[rank]["zig-zag horizon", size]
+
+
 def slice_of(whole, *, owned, data):
     """Return a rank's part of a padded or packed tensor."""
     if owned.cu_seqlens is None:

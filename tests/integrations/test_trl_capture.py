@@ -1,8 +1,11 @@
 """`attach(…, keep_rollouts=DIRECTORY)`: what TRL's generation batches leave on disk."""
 
+import errno
 import logging
 
+import pytest
 import torch
+from faulty_disk import Faults, faulty_disk
 from trl_stand_in import StandInTrainer, recorded_batch
 
 from rollcorr import read_rollout_log
@@ -31,9 +34,18 @@ def test_each_generation_batch_is_a_step(tmp_path):
         assert part.has("response_ids")
 
 
-def test_the_training_is_the_same_without_a_capture(tmp_path):
+@pytest.mark.parametrize("number", [0, errno.ENOSPC])
+def test_the_training_is_the_same_without_a_capture(tmp_path, number):
+    """With a disk that takes all, and with one that is full from the second call on."""
     with_capture, without = StandInTrainer(), StandInTrainer()
-    trained(with_capture, tmp_path / "ring")
+    faults = Faults(number, first=2 if number else 0, count=10**6)
+    with faulty_disk(tmp_path, faults):
+        faults.happen = True
+        capture = RolloutCapture(tmp_path / "ring")
+        attach(with_capture, "measure", keep_rollouts=capture).train(3)
+        assert capture.flush() is not bool(number)
+        faults.happen = False
+        capture.close()
     attach(without, "measure").train(3)
     assert with_capture.state.log_history == without.state.log_history
 

@@ -8,6 +8,7 @@ import torch
 import trl_ranks
 from faulty_disk import ERRORS, Faults, faulty_disk
 from processes import eventually
+from training_state import same_state, training_state
 
 from rollcorr import Monitor, RolloutSample, read_rollout_log, read_run
 from rollcorr.config import IncompatibleSamplingError, InertOptionWarning, RolloutCorrectionConfig, SamplingSpec
@@ -302,7 +303,8 @@ def test_a_monitor_has_for_each_step_what_trl_logs_for_it(make, tmp_path):
 
 @pytest.mark.parametrize("make", [grpo_trainer, rloo_trainer])
 def test_fresh_nulls_change_nothing_that_is_trained(make, tmp_path, monkeypatch):
-    weights, asked = [], []
+    """Neither weights nor optimizer, random states or modes differ after the last step."""
+    states, asked = [], []
     for name, every in (("without", 0), ("with", 2)):
         trainer = make(tmp_path / name, max_steps=5)
         engine = engine_for(trainer)
@@ -310,9 +312,9 @@ def test_fresh_nulls_change_nothing_that_is_trained(make, tmp_path, monkeypatch)
         monkeypatch.setattr(engine, "generate", lambda p, rows=rows, s=sample, **o: rows.append(len(p)) or s(p, **o))
         with Monitor(tmp_path / f"{name} run", strict=True) as monitor:
             attach(trainer, "measure", engine=engine, monitor=monitor, null_every=every).train()
-        weights.append(parameters_to_vector(trainer.model.parameters()).detach().clone())
+        states.append(training_state(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)))
         asked.append(len(rows))
-    assert torch.equal(*weights)
+    assert same_state(*states)
     assert asked == [5, 8]  # again after the syncs of steps 1, 3 and 5
     last, measured = (read_run(tmp_path / f"{name} run").series[-1] for name in ("without", "with"))
     assert "monitor/null_k3" not in last
@@ -327,7 +329,7 @@ def test_a_failing_disk_changes_no_weight(tmp_path, number):
         trainer = grpo_trainer(tmp_path / name, max_steps=4)
         run = tmp_path / f"{name} run"
         with faulty_disk(run, faults), Monitor(run, rollouts=RolloutSample()) as monitor:
-            attached = attach(trainer, "tis", engine=engine_for(trainer), monitor=monitor)
+            attached = attach(trainer, "tis", engine=engine_for(trainer), monitor=monitor, keep_rollouts=run / "ring")
             faults.happen = name == "failing"
             attached.train()
             monitor.flush()

@@ -1,10 +1,12 @@
 """Rollouts of a verl run on disk, by an environment variable and without an edit."""
 
+import errno
 import logging
 import os
 
 import pytest
 import torch
+from faulty_disk import Faults, faulty_disk
 from typer.testing import CliRunner
 
 from rollcorr.cli import app
@@ -59,12 +61,17 @@ def test_check_judges_the_kept_steps(directory):
     assert "256" in result.output  # all rows of the four steps
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("generation", [verl, v2025_11])
-def test_results_do_not_depend_on_the_capture(directory, monkeypatch, generation):
+def test_results_do_not_depend_on_the_capture(directory, monkeypatch, generation, full):
     options = OPTIONS if generation is verl else {"rollout_is": "token", "rollout_is_threshold": 2.0}
-    kept, metrics = generation.compute_rollout_correction_and_add_to_batch(batch_of(0), dict(options))
-    close(directory)
-    assert (directory / "step_000000.parquet").exists()
+    faults = Faults(errno.ENOSPC, first=2 if full else 0, count=10**6)
+    with faulty_disk(directory.parent, faults):
+        faults.happen = True
+        kept, metrics = generation.compute_rollout_correction_and_add_to_batch(batch_of(0), dict(options))
+        assert capture._capture_of(f"{directory},steps=3", os.getpid()).flush() is not full
+        faults.happen = False
+        assert (directory / "step_000000.parquet").exists() is not full
     monkeypatch.delenv(ROLLOUTS)
     plain, plain_metrics = generation.compute_rollout_correction_and_add_to_batch(batch_of(0), dict(options))
     assert metrics == plain_metrics

@@ -106,11 +106,13 @@ def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_policy_that_becomes_sharper_raises_no_alarm(tmp_path, seed):
+@pytest.mark.parametrize(("steps", "sharper", "entropy"), [(20, 1.9, 0.5), (40, 1.9, 0.5), (80, 3.0, 0.3)])
+def test_a_policy_that_becomes_sharper_raises_no_alarm(tmp_path, steps, sharper, entropy, seed):
+    """At 0.3 of the entropy k3 is 3 times that of the first steps, and so is the newest null."""
     context = torch.randn(999, 16, generator=torch.Generator().manual_seed(seed))
-    entropies = [torch.distributions.Categorical(logits=context @ HEAD * x).entropy() for x in (1, 1.9)]
-    assert entropies[1].mean() < entropies[0].mean() / 2
-    assert run_with_fresh_nulls(tmp_path, seed, steps=40, sharper=1.9)[0] == ()
+    entropies = [torch.distributions.Categorical(logits=context @ HEAD * x).entropy() for x in (1, sharper)]
+    assert entropies[1].mean() < entropies[0].mean() * entropy
+    assert run_with_fresh_nulls(tmp_path, seed, steps=steps, sharper=sharper)[0] == ()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from rich.console import Console
+from training_state import same_state, training_state
 
 from rollcorr import read_run
 from rollcorr.diagnostics import check_logs, read_null
@@ -76,6 +77,18 @@ def test_a_null_follows_the_policy_and_changes_nothing(micro_config, tmp_path):
     ]  # fmt: skip
     assert files["parted"].read_bytes() == files["with"].read_bytes()
     assert len(read_null(files["without"]).measured) == 1
+
+
+def test_measuring_leaves_the_trainer_as_it_was(micro_trainer):
+    trainer = micro_trainer()
+    trainer.step(1)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.model.train()
+    trainer.model.lm_head.eval()
+    before = training_state(trainer.model, trainer.optimizer)
+    assert len(trainer.null_rollouts(8, step=2)) == 8
+    assert same_state(before, training_state(trainer.model, trainer.optimizer))
 
 
 def test_a_probe_changes_nothing_that_is_trained(micro_trainer, micro_policy):

@@ -138,6 +138,14 @@ def test_committed_tables_are_those_of_committed_cells(bench, page, tmp_path):
         assert [point["step"] for point in one["held_out"]] == [0, 10, 20, 30, 40]
 
 
+def test_the_page_names_untrained_rivals(bench):
+    import rivals
+
+    trained = {cell["correction"] for cell in bench.read_cells(bench.cells(3), bench.CELLS)}
+    page = " ".join((BENCH / "results.md").read_text(encoding="utf-8").split())
+    assert ("no cell of them is trained yet" in page) == trained.isdisjoint(rivals.RIVALS)
+
+
 def log_rows(sampler, seed, ess, *, decision="correct"):
     """What first_rollouts.csv has of a log: Seq-TIS with an ESS, and a token weight."""
     row = {

@@ -109,6 +109,9 @@ def check(
 ) -> None:
     """Judge rollout logs without a training run.
 
+    A folder that a run of verl (ROLLCORR_VERL_ROLLOUTS) or TRL (`keep_rollouts=`) keeps is a log, too: it contains
+    prompts and responses.
+
     Exit codes: 0 healthy, 1 unhealthy, 2 bad input, 3 not judged, 130 interrupted.
     """
     share_memory()
@@ -145,6 +148,7 @@ def check(
             result.health,
             worst_tokens=[token._asdict() for token in result.worst_tokens],
             lags=[row._asdict() for row in result.lags],
+            turns=[row._asdict() for row in result.turns],
             hypotheses=[asdict(finding) for finding in result.hypotheses],
             rows=result.rows,
             files=result.files,
@@ -161,7 +165,12 @@ def check(
         subject = f"{result.rows:,} {what} in {len(result.files)} file{'s' * (len(result.files) != 1)}"
         console = terminal()
         reports.show_health(
-            console, result.health, subject=subject, remarks=result.remarks, worst_tokens=result.worst_tokens
+            console,
+            result.health,
+            subject=subject,
+            remarks=result.remarks,
+            worst_tokens=result.worst_tokens,
+            turns=result.turns,
         )
         if what_if:
             show_what_if(console, result.what_if)

@@ -73,11 +73,11 @@ def presets(
 
 def info(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show the installation: versions, extras, and the kernels that run here or the reason why not."""
-    from rollcorr.diagnostics.installation import inspect_installation, show_installation, to_json
+    from rollcorr.diagnostics.installation import inspect_installation, show_installation
 
     installation = inspect_installation()
     if as_json:
-        typer.echo(to_json(installation))
+        typer.echo(json.dumps(installation, ensure_ascii=False, indent=2))
     else:
         show_installation(terminal(), installation)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from rollcorr.core.divergence import k3
 from rollcorr.rollout_log import read_rollout_log
 from rollcorr.rollout_log.reader import Paths
 
+# Tokens of a response that are scored, from its start on. Memory grows with this number times the vocabulary.
 MAX_TOKENS = 1024
-"""Tokens of a response that are scored, from its start on. Memory grows with this number times the vocabulary."""
 
+# Share of the excess that a named variant removes; limit of a gap in multiples of rounding noise; and the share of the
+# mismatch below which a side is the model's own.
 REMOVED, NOISE, SMALL_PART = 0.9, 3.0, 0.1
-"""Share of the excess that a named variant removes; limit of a gap in multiples of rounding noise; and the share of the
-mismatch below which a side is the model's own."""
 
 NOISE_OF = "rounding"
+PREVIOUS, NEXT, FIRST = "previous row's prompt", "next row's prompt", "first row's prompt"
 SIDES = {"sampler": "rollout_log_prob", "trainer": "old_log_prob"}
 
 
@@ -162,12 +164,12 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
     # A variant that not all rows have, such as BOS, counts as the plain scores on the others.
     means = {
         side: {
-            name: (sum(values) + (len(mismatch) - len(values)) * _mean(found[PLAIN])) / len(mismatch)
+            name: (sum(values) + (len(mismatch) - len(values)) * fmean(found[PLAIN])) / len(mismatch)
             for name, values in found.items()
         }
         for side, found in totals.items()
     }
-    total, noise_of = _mean(mismatch), means[NOISE_OF]
+    total, noise_of = fmean(mismatch), means[NOISE_OF]
     noise = noise_of[PLAIN]
     sides, causes, faulty = {}, [], []
     for side in SIDES:
@@ -201,26 +203,18 @@ def _sentence(total: float, noise: float, cause: str | None, causes: list[str], 
         return f"no mismatch to explain: {total:.2g} nats per token, and rounding to bfloat16 alone makes {noise:.2g}"
     if cause is not None:
         return f"confirmed: {cause}"
-    if faulty == ["trainer"]:
-        return (
-            "the trainer's pass is not its model's: the sampler agrees with these weights, and scoring again in "
-            "evaluation mode removes the mismatch; look for dropout, batch size or kernels of the trainer"
-        )
-    if faulty == ["sampler"]:
-        return (
-            "unknown: the trainer agrees with these weights, and no variant explains the sampler: its weights, their "
-            "precision or its kernels differ; send it the trainer's weights, and measure again"
-        )
-    if not faulty:
-        return "both sides agree with these weights, and differ from each other by noise of several kinds"
-    return (
+    of_sides = {
+        "trainer": "the trainer's pass is not its model's: the sampler agrees with these weights, and scoring again in "
+        "evaluation mode removes the mismatch; look for dropout, batch size or kernels of the trainer",
+        "sampler": "unknown: the trainer agrees with these weights, and no variant explains the sampler: its weights, "
+        "their precision or its kernels differ; send it the trainer's weights, and measure again",
+        "": "both sides agree with these weights, and differ from each other by noise of several kinds",
+    }
+    neither = (
         f"unknown: neither side agrees with these weights{' (' + causes[0] + ')' if causes else ''}; give the "
         "checkpoint of the step, with --steps"
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return of_sides.get(" ".join(faulty), neither)
 
 
 def _worst_rows(
@@ -230,13 +224,14 @@ def _worst_rows(
     train_column: str | None,
     column_names: dict[str, str] | None,
 ) -> list[LoggedRow]:
-    """Return the rows with the largest mean gap, each with the prompts of two others."""
+    """Return the rows with the largest mean gap, each with the prompts of its neighbors and of the first row."""
     if count < 2:
         raise BadInputError(f"rows must be at least 2, got {count}")
 
-    # Keep only the worst rows so far, and a few prompts for the context of other rows.
+    # Keep only the worst rows so far. Rows of one prompt share the prompts of their neighbors.
     found: list[tuple[float, LoggedRow]] = []
-    prompts: dict[tuple[int, ...], None] = {}
+    neighbors, of_first = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
+    prompt: tuple[int, ...] = ()
     for batch in read_rollout_log(logs, column_names=column_names):
         train = train_column or next((name for name in ("old_log_prob", "log_prob") if batch.has(name)), "old_log_prob")
         needed = ("prompt_ids", "response_ids", "rollout_log_prob", train)
@@ -248,33 +243,30 @@ def _worst_rows(
             in_steps = steps is None or steps[0] <= (values.get("step") or 0) <= steps[1]
             if not in_steps or any(values.get(name) is None for name in needed):
                 continue
-            row = _row_of(values, train)
-            if not row.sampled.any():
-                continue
-            if len(prompts) < 64:
-                prompts[row.prompt] = None
-            found.append((_mean_gap(row.log_probs["trainer"], row.log_probs["sampler"], row.sampled), row))
-            found = sorted(found, key=lambda scored: -scored[0])[:count]
+
+            now = tuple(values["prompt_ids"])
+            if now != prompt:
+                neighbors[NEXT] = now
+                neighbors = {PREVIOUS: prompt, FIRST: of_first.get(FIRST, now)}
+                of_first, prompt = of_first or neighbors, now
+            row = _row_of(values, train, neighbors)
+            if row.sampled.any():
+                found.append((_mean_gap(row.log_probs["trainer"], row.log_probs["sampler"], row.sampled), row))
+                found = sorted(found, key=lambda scored: -scored[0])[:count]
     if not found:
         raise BadInputError("no row of these steps has a sampled token; choose others with --steps")
-    return [
-        LoggedRow(
-            row.prompt,
-            row.response,
-            row.sampled,
-            row.log_probs,
-            temperature=row.temperature,
-            others=[other for other in prompts if other != row.prompt][:2],
-        )
-        for _, row in found
-    ]
+
+    # The neighbors of a rotated batch form a circle.
+    neighbors[NEXT], of_first[PREVIOUS] = of_first[FIRST], prompt
+    return [row for _, row in found]
 
 
-def _row_of(values: dict[str, Any], train: str) -> LoggedRow:
+def _row_of(values: dict[str, Any], train: str, neighbors: dict[str, tuple[int, ...]]) -> LoggedRow:
     response = torch.tensor(values["response_ids"][:MAX_TOKENS], dtype=torch.int64, device="cpu")
     mask = values.get("response_mask")
-    whole = [True] * len(response)
-    sampled = torch.tensor(whole if mask is None else mask[:MAX_TOKENS], dtype=torch.bool, device="cpu")
+    sampled = torch.tensor(
+        [True] * len(response) if mask is None else mask[:MAX_TOKENS], dtype=torch.bool, device="cpu"
+    )
     log_probs = {
         side: torch.tensor(
             [math.nan if x is None else x for x in values[train if side == "trainer" else column][:MAX_TOKENS]],
@@ -286,7 +278,8 @@ def _row_of(values: dict[str, Any], train: str) -> LoggedRow:
     # Raw log-probs are of temperature 1; greedy decoding, 0, has none of its own.
     spec = values.get("sampling") or {}
     tempered = spec.get("temperature") if spec.get("logprobs", "raw") != "raw" else None
-    return LoggedRow(tuple(values["prompt_ids"]), response, sampled, log_probs, temperature=tempered or 1.0)
+    prompt = tuple(values["prompt_ids"])
+    return LoggedRow(prompt, response, sampled, log_probs, neighbors, temperature=tempered or 1.0)
 
 
 def _template_toggle(tokenizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:  # noqa: ANN401

@@ -6,7 +6,7 @@ over the logged context, because they differ only in what follows from its logit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ REPETITION_PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 PENALTIES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.5)
 TOP_P, TOP_K = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99), (5, 10, 20, 40, 50, 100)
 
+# The logged context and temperature in float32 and evaluation mode, without any change.
 PLAIN = "plain"
-"""The logged context and temperature in float32 and evaluation mode, without any change."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LoggedRow:
         response: token ids, (T,).
         sampled: (T,) bool, true on tokens that the policy sampled.
         log_probs: side → (T,) float64 nats: "sampler" is log μ, "trainer" is log π_old or log π_θ.
-        others: prompts of other rows.
+        neighbors: name → prompt of another row.
         temperature: the recorded temperature of both sides' log-probs, which every variant starts from.
     """
 
@@ -42,15 +42,15 @@ class LoggedRow:
     response: Tensor
     sampled: Tensor
     log_probs: dict[str, Tensor]
-    others: Sequence[tuple[int, ...]] = field(default=(), repr=False)
+    neighbors: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     temperature: float = 1.0
 
 
 Template = Callable[[tuple[int, ...]], "tuple[int, ...] | None"]
 
+# Name of a variant; its (T,) log-probs in nats, NaN where it has no value; and the same from a pass in bfloat16, which
+# shows what rounding does to it. None for a changed context, where it does as much as to the plain scores.
 Scores = tuple[str, Tensor, "Tensor | None"]
-"""Name of a variant; its (T,) log-probs in nats, NaN where it has no value; and the same from a pass in bfloat16, which
-shows what rounding does to it. None for a changed context, where it does as much as to the plain scores."""
 
 
 def score_row(model: Any, row: LoggedRow, template: Template) -> Iterator[Scores]:  # noqa: ANN401
@@ -70,8 +70,8 @@ def score_row(model: Any, row: LoggedRow, template: Template) -> Iterator[Scores
     contexts: dict[str, tuple[int, ...] | None] = {
         "chat template": template(row.prompt),
         "BOS": _toggled_bos(model, row),
+        **row.neighbors,
     }
-    contexts |= {f"prompt of another row ({n})": other for n, other in enumerate(row.others, 1)}
     for name, prompt in contexts.items():
         if prompt and prompt != row.prompt:
             yield name, _gathered(_logits(model, prompt, row.response) / row.temperature, row.response), None

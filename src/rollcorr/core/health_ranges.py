@@ -30,8 +30,8 @@ class HealthyRange:
     fix: str
 
     def breached(self, value: float) -> float | None:
-        """Return the limit that a value is strictly beyond, or None."""
-        size = abs(value) if self.absolute else value
+        """Return the limit that a value is beyond at six digits, or None: a weight truncated at 2 may be 2.0000002."""
+        size = float(f"{abs(value) if self.absolute else value:.6g}")
         if self.warn_below is not None and size < self.warn_below:
             return self.warn_below
         if self.warn_above is not None and size > self.warn_above:

@@ -86,9 +86,8 @@ def _select_metrics(metrics: Mapping[str, float]) -> _Overview:
         return _Overview("not judged", "no response token", [], [])
     beyond = []
     for name, value in metrics.items():
-        # Round to six digits, because a float32 weight truncated at 2 may be 2.0000002.
         limits = HEALTHY_RANGES.get(name)
-        if limits is not None and limits.breached(float(f"{value:.6g}")) is not None:
+        if limits is not None and limits.breached(value) is not None:
             beyond.append(name)
 
     shown = dict.fromkeys([*(name for name in FIRST if name in metrics), *beyond])

@@ -249,9 +249,8 @@ def _run_correction(
 ) -> CorrectionOutput:
     """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
-        position_ids = detail.position_ids if isinstance(detail, Detail) else None
-        if config.rollout_is == "horizon" and context_group is not None and position_ids is not None:
-            _check_slice_order(inputs, position_ids, context_group)
+        if config.rollout_is == "horizon" and context_group is not None:
+            _check_slice_order(inputs, detail.position_ids if isinstance(detail, Detail) else None, context_group)
 
         # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
         output = _run_kernel(inputs, config, context_group, out, impl)
@@ -302,18 +301,23 @@ def _with_chosen_horizon(
     return config.with_options(rollout_is_horizon=decay)
 
 
-def _check_slice_order(inputs: Batch, position_ids: Tensor, context_group: ProcessGroup) -> None:
-    """Raise `ValueError` on every rank if a slice does not lie behind those of earlier ranks: a wait for the device."""
+def _check_slice_order(inputs: Batch, position_ids: Tensor | None, context_group: ProcessGroup) -> None:
+    """Raise `ValueError` if a slice does not lie behind those of earlier ranks: a wait for the device."""
+    if position_ids is None:
+        raise ValueError(
+            "rollout_is='horizon' with context_group= needs slices in the order of the ranks, and no positions show it;"
+            " pass detail=Detail(position_ids=...), or choose another level"
+        )
     check_layout(train_log_prob=inputs.train, position_ids=position_ids, cu_seqlens=inputs.cu_seqlens)
     valid, positions = truth(inputs.mask, "response_mask"), position_ids.double()
     ends = [sequence_max(sign * positions, valid, cu_seqlens=inputs.cu_seqlens) for sign in (-1, 1)]
     firsts, lasts = gather(torch.stack(ends), context_group).unbind(1)
     mixed = -firsts[1:] <= lasts.cummax(0).values[:-1]
     if mixed.any():
-        sequence = int(mixed.any(0).nonzero()[0])
         raise ValueError(
-            f"rollout_is='horizon' needs slices in the order of the ranks, and those of sequence {sequence} overlap "
-            "(zig-zag?): gather whole sequences (rollcorr.layouts.whole_tokens), or choose another level"
+            "rollout_is='horizon' needs slices in the order of the ranks, and those of sequence "
+            f"{int(mixed.any(0).nonzero()[0])} overlap (zig-zag?): gather whole sequences "
+            "(rollcorr.layouts.whole_tokens), or choose another level"
         )
 
 

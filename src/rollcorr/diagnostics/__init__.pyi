@@ -6,7 +6,6 @@ from .advice.noise_table import noise_table as noise_table
 from .health.evidence import bare_metrics as bare_metrics
 from .health.health_check import Finding as Finding
 from .health.health_check import HealthReport as HealthReport
-from .installation import Installation as Installation
 from .installation import inspect_installation as inspect_installation
 from .log_check.check import CheckResult as CheckResult
 from .log_check.check import check_logs as check_logs

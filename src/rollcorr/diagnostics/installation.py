@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import platform
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,89 +24,50 @@ WITHOUT_CPU_KERNEL = (
 _EXTRA = re.compile(r"^([A-Za-z0-9_.-]+)[^;]*;(?:.* and)?\s*extra == [\"']([\w-]+)[\"']$")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One implementation of the correction.
+def inspect_installation() -> dict[str, Any]:
+    """Return the installed versions, kernels and extras as plain data, without slow imports.
 
-    Attributes:
-        name: value for `impl=`.
-        usable: True if it runs here.
-        note: where it runs, or the reason why it does not run.
+    Returns:
+        "versions" of rollcorr, Python and torch; "machine", system and processor architecture; "threads" that torch and
+        the CPU kernels use; "accelerator", name of the first GPU or None; "kernels", for each implementation of the
+        correction its "name" for `impl=`, whether it is "usable" here, and a "note" with the place or the reason; and
+        "extras", for each extra its "name" and "missing" packages. A package without metadata has no extras.
     """
-
-    name: str
-    usable: bool
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extra:
-    """One extra of the package.
-
-    Attributes:
-        name: as in `pip install 'rollcorr[name]'`.
-        missing: its packages that are not installed.
-    """
-
-    name: str
-    missing: tuple[str, ...]
+    kernels = implementations().items()
+    return {
+        "versions": {"rollcorr": rollcorr.__version__, "python": platform.python_version(), "torch": torch.__version__},
+        "machine": f"{platform.system()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernels": [{"name": name, "usable": usable, "note": note} for name, (usable, note) in kernels],
+        "extras": [
+            {"name": name, "missing": [package for package in needed if not _installed(package)]}
+            for name, needed in _extras().items()
+        ],
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Installation:
-    """The library and its environment.
-
-    Attributes:
-        versions: versions of rollcorr, Python and torch.
-        machine: system and processor architecture.
-        threads: number of threads that torch and the CPU kernels use.
-        accelerator: name of the first GPU, if any.
-        kernels: every implementation of the correction.
-        extras: every extra; empty if the package is imported from a path without being installed.
-    """
-
-    versions: dict[str, str]
-    machine: str
-    threads: int
-    accelerator: str | None
-    kernels: tuple[Kernel, ...]
-    extras: tuple[Extra, ...]
-
-
-def inspect_installation() -> Installation:
-    """Return the installed versions, kernels and extras, without slow imports."""
-    kernels = (Kernel(name=name, usable=usable, note=note) for name, (usable, note) in implementations().items())
-    return Installation(
-        versions={"rollcorr": rollcorr.__version__, "python": platform.python_version(), "torch": torch.__version__},
-        machine=f"{platform.system()} {platform.machine()}",
-        threads=torch.get_num_threads(),
-        accelerator=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        kernels=tuple(kernels),
-        extras=_extras(),
-    )
-
-
-def show_installation(console: Console, installation: Installation) -> None:
+def show_installation(console: Console, installation: Mapping[str, Any]) -> None:
     """Print an installation as tables."""
     rows = [
-        *installation.versions.items(),
-        ("machine", f"{installation.machine}, {installation.threads} threads"),
-        ("accelerator", escape(installation.accelerator or "none")),
+        *installation["versions"].items(),
+        ("machine", f"{installation['machine']}, {installation['threads']} threads"),
+        ("accelerator", escape(installation["accelerator"] or "none")),
     ]
     console.print(text_table(rows))
-    _show(console, "correction kernels", [(kernel.name, kernel.usable, kernel.note) for kernel in installation.kernels])
-    if not all(kernel.usable for kernel in installation.kernels if kernel.name == "cpu"):
+    kernels = [(kernel["name"], kernel["usable"], kernel["note"]) for kernel in installation["kernels"]]
+    _show(console, "correction kernels", kernels)
+    if ("cpu", False) in (kernel[:2] for kernel in kernels):
         console.print(WITHOUT_CPU_KERNEL)
     extras = [
-        (extra.name, not extra.missing, f"missing: {', '.join(extra.missing)}" if extra.missing else "installed")
-        for extra in installation.extras
+        (
+            extra["name"],
+            not extra["missing"],
+            f"missing: {', '.join(extra['missing'])}" if extra["missing"] else "installed",
+        )
+        for extra in installation["extras"]
     ]
     _show(console, "extras", extras)
-
-
-def to_json(installation: Installation) -> str:
-    """Return an installation as a JSON object."""
-    return json.dumps(asdict(installation), ensure_ascii=False, indent=2)
 
 
 def _show(console: Console, title: str, rows: list[tuple[str, bool, str]]) -> None:
@@ -118,21 +80,17 @@ def _show(console: Console, title: str, rows: list[tuple[str, bool, str]]) -> No
     console.print(table)
 
 
-def _extras() -> tuple[Extra, ...]:
-    """Return the extras that the installed package declares, except `dev` and extras that only combine extras."""
-    try:
-        declared = metadata.requires("rollcorr") or []
-    except metadata.PackageNotFoundError:
-        return ()
+def _extras() -> dict[str, list[str]]:
+    """Return extra → its packages, as the installed package declares them; without `dev`, and extras of extras."""
+    declared: Sequence[str] = ()
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        declared = metadata.requires("rollcorr") or ()
     packages: dict[str, list[str]] = {}
     for requirement in declared:
         match = _EXTRA.match(requirement)
         if match and match[1] != "rollcorr" and match[2] != "dev":
             packages.setdefault(match[2], []).append(match[1])
-    return tuple(
-        Extra(name=name, missing=tuple(package for package in needed if not _installed(package)))
-        for name, needed in packages.items()
-    )
+    return packages
 
 
 def _installed(package: str) -> bool:

@@ -97,8 +97,13 @@ def resolve_findings(
     for entry in entries:
         if is_cause(entry.finding) or entry.row.kind == "course":
             _refute(entry, entries, null, evidence)
+
+    # Attribute a finding to the first present finding that its row declares.
     for entry in entries:
-        _explain_by_declared(entry, entries)
+        present = [other.finding.code for other in entries if other.finding.severity != "note" and not other.doubted]
+        declared = [code for code in entry.row.explained_by if code in present]
+        if declared and entry.stands:
+            entry.finding = replace(entry.finding, follows_from=declared[0])
 
     # A cause of few rows explains the entire mismatch only if the remaining rows are ordinary.
     rest_is_ordinary = any(entry.finding.code == "ordinary_noise" for entry in entries)
@@ -150,14 +155,6 @@ def _refute(entry: _Entry, entries: Sequence[_Entry], null: Sequence[Finding], e
         return
     title, reason = f"ruled out: {entry.finding.title}", f"{refuted.reason}; {entry.finding.reason}"
     entry.finding = replace(entry.finding, title=title, reason=reason, fix="", severity="note")
-
-
-def _explain_by_declared(entry: _Entry, entries: Sequence[_Entry]) -> None:
-    """Attribute a finding to the first present finding that its row declares."""
-    present = [other.finding.code for other in entries if other.finding.severity != "note" and not other.doubted]
-    declared = [code for code in entry.row.explained_by if code in present]
-    if declared and entry.stands:
-        entry.finding = replace(entry.finding, follows_from=declared[0])
 
 
 def _remove(cause: _Entry, entries: Sequence[_Entry], *, everything: bool) -> None:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _NEEDED = ("old_log_prob", "rollout_log_prob", "response_mask")
 _CUSTOM = "your names"
 
+# Columns of the rollout log that are taken from a padded batch of a known framework.
 LOGGED = ("response_ids", "advantages", "group_id", "sequence_id")
-"""Columns of the rollout log that are taken from a padded batch of a known framework."""
 
+# Frameworks whose batches can be corrected.
 ACCEPTED: Mapping[str, Framework] = {
     framework.name.lower(): framework for framework in (OWN, *FRAMEWORKS) if framework.batch
 }
-"""Frameworks whose batches can be corrected."""
 
 
 class BatchFields(NamedTuple):

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from rollcorr.correction.weight_probe import ROUNDING, STALE, WeightProbe
 from rollcorr.diagnostics.health.health_check import FIRST_STEPS
-from rollcorr.diagnostics.health.trend import AGE
+from rollcorr.diagnostics.health.trend import AGE, NULL_IS_VETTED, NULL_K3, NULL_STD
 from rollcorr.monitor.rollout_sample import HostRows, rollout_batch
-from rollcorr.monitor.running_judge import NULL_IS_VETTED, NULL_K3, NULL_STD
 from rollcorr.run_directory.stored_run import BadInputError
 
 if TYPE_CHECKING:

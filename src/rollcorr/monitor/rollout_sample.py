@@ -63,11 +63,11 @@ class RolloutSample:
         return int.from_bytes(digest, "big") < self.share * 2**64
 
 
+# Row numbers in the step, and the rows' mask, offsets and columns.
 SampledRows = tuple[list[int], Tensor, Tensor | None, dict[str, object]]
-"""Row numbers in the step, and the rows' mask, offsets and columns."""
 
+# Mask, offsets if packed, and columns of a micro-batch, on the host.
 HostRows = tuple[Tensor, "Tensor | None", Mapping[str, Any]]
-"""Mask, offsets if packed, and columns of a micro-batch, on the host."""
 
 
 class CollectedRollouts:

@@ -29,7 +29,7 @@ from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.correction.weight_probe import WeightProbe
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
-from rollcorr.diagnostics.health.trend import AGE, WATCHED
+from rollcorr.diagnostics.health.trend import AGE, NULL_IS_VETTED, NULL_K3, NULL_STD, WATCHED
 from rollcorr.monitor.batch_at_hand import BatchAtHand, first_cause
 from rollcorr.monitor.field_names import read_fields
 from rollcorr.monitor.lag_split import LagSplit
@@ -60,12 +60,12 @@ logger = logging.getLogger("rollcorr.monitor")
 
 OnAlarm = Callable[[Finding], object]
 
+# Steps that are not yet written to metrics.jsonl after a failure, or are lost. Reported only if there are some.
 UNWRITTEN = "monitor/unwritten_steps"
-"""Steps that are not yet written to metrics.jsonl after a failure, or are lost. Reported only if there are some."""
+# Steps whose rollout log is lost, averaged over the ranks that lost some. Reported only if there are some.
 LOST_ROLLOUTS = "monitor/lost_rollout_logs"
-"""Steps whose rollout log is lost, averaged over the ranks that lost some. Reported only if there are some."""
+# Steps that no sink receives, because a sink hangs and the queue is full. Reported only if there are some.
 LOST_FOR_SINKS = "monitor/lost_sink_steps"
-"""Steps that no sink receives, because a sink hangs and the queue is full. Reported only if there are some."""
 
 
 class Monitor:
@@ -504,7 +504,8 @@ class Monitor:
         held.enter_context(run_lock(self.directory.path))
 
         # Keep all metrics of the last steps, and only the metrics that the judge reads of earlier ones.
-        watched = ["step", *(prefix + name for name in (*WATCHED, AGE, *COUNTS) for prefix in ("", PREFIX))]
+        read = (*WATCHED, AGE, *COUNTS, NULL_K3, NULL_STD, NULL_IS_VETTED)
+        watched = ["step", *(prefix + name for name in read for prefix in ("", PREFIX))]
         earlier: list[dict[str, Any]] = []
         later: list[int] = []
         for line in metrics_lines(self.directory.metrics) if self.directory.metrics.exists() else ():

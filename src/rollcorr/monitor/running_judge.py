@@ -30,16 +30,14 @@ from rollcorr.diagnostics.health.health_check import (
 )
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.rules import COMPARISON
-from rollcorr.diagnostics.health.trend import SeriesWatch
+from rollcorr.diagnostics.health.trend import NULL_IS_VETTED, NULL_K3, NULL_STD, SeriesWatch
 from rollcorr.monitor.step_totals import LOSS_PREFIX
 
 AlarmKey = tuple[str, str | None]  # code and metric
 
-# Metrics of a null that the Monitor measured: every rank, and every reader of the run, judges by the same one.
-NULL_K3, NULL_STD, NULL_IS_VETTED = "monitor/null_k3", "monitor/null_std", "monitor/null_is_vetted"
 UNVETTED = "is unvetted: nothing shows that both sides had the same weights; add a probe, monitor.add(engine.probe(…))"
+# Metrics that are summed over the run.
 COUNTS = ("sequence_count", "token_count")
-"""Metrics that are summed over the run."""
 
 
 class Changes(NamedTuple):

@@ -50,9 +50,9 @@ from rollcorr.diagnostics.health.weight_sync_rules import FIRST
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Source of a part. A correction counted elsewhere is sent by a different rank that also has it; values have a
+# distribution.
 Source = Literal["correction", "counted elsewhere", "lags", "loss", "first loss", "values", "number"]
-"""Source of a part. A correction counted elsewhere is sent by a different rank that also has it; values have a
-distribution."""
 
 LOSS_PREFIX = "actor/"
 

@@ -4,15 +4,17 @@ import base64
 import copy
 import dataclasses
 import io
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from training_state import same_state, training_state
 from typer.testing import CliRunner
 
-from rollcorr import read_rollout_log, read_run
+from rollcorr import check_logs, read_rollout_log, read_run
 from rollcorr.cli import app
 from rollcorr.diagnostics import PictureNull, read_picture_null
 from rollcorr.diagnostics.null import Origin
@@ -75,6 +77,18 @@ def test_a_null_of_pictures_follows_and_changes_nothing(flow_config, console, tm
     assert report.verdict == "healthy"
 
 
+def test_measuring_leaves_the_trainer_as_it_was(flow_trainer):
+    trainer = flow_trainer("rollout.dtype=bfloat16")
+    trainer.step(1)
+    for parameter in trainer.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    trainer.model.train()
+    trainer.model.norm_out.eval()
+    before = training_state(trainer.model, trainer.optimizer)
+    assert sum(len(rows) for rows in trainer.null_pictures(8, step=2)) == 8
+    assert same_state(before, training_state(trainer.model, trainer.optimizer))
+
+
 def test_a_null_of_pictures_decays_and_refuses_jumps():
     """By hand: 64 pictures weigh 56 beside 8 new ones, at the timestep that both have."""
     cells = (TimestepNoise(1000.0, 64, 1e-6, 1.0), TimestepNoise(500.0, 64, 4e-6, 1.0))
@@ -124,3 +138,30 @@ def test_the_log_shows_what_both_policies_predicted(flow_trainer, tmp_path):
     recipe.write_extras(2)
     (log,) = list(read_rollout_log(recipe.directory.rollout_log(2)))
     assert not log.has("predictions")
+
+
+def test_bypass_mode_shows_weights_that_never_arrive(flow_config, console, tmp_path):
+    options = ("algorithm.rollout_correction.bypass_mode=true", "rollout.refresh_every=1000", "log.null=16")
+    train(flow_config(*options, "steps=6", "optim.lr=0.003", f"run_dir={tmp_path / 'run'}"), console=console)
+    null = read_picture_null(tmp_path / "run" / "null.json")
+    result = check_logs([tmp_path / "run" / "rollouts"], null=null)
+    assert [result.causes[0].code, result.health.exit_code] == ["stale_by_lag", 1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_the_advised_clip_spares_the_first_update(flow_config, console, tmp_path, dtype):
+    """A run in bypass mode gives the advice; a second one, of another seed, measures what ε clips before any update."""
+    common = (f"rollout.dtype={dtype}", "rollout.group_size=16", "optim.mini_batch_size=48", "steps=2")
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    train(flow_config(*common, bypass, "log.null=24", f"run_dir={tmp_path / 'first'}"), console=console)
+    null = read_picture_null(tmp_path / "first" / "null.json")
+    remarks = check_logs([tmp_path / "first" / "rollouts"], null=null).remarks
+    (found,) = filter(None, (re.search(r"at ε = (\S+), .*; take (\S+) or more", remark) for remark in remarks))
+
+    clipped = []
+    for name, clip in (("small", found[1]), ("advised", found[2])):
+        options = (bypass, "seed=5", f"algorithm.loss.clip_ratio={float(clip)}", f"run_dir={tmp_path / name}")
+        train(flow_config(*common, *options), console=console)
+        (first, *_) = read_run(tmp_path / name).series
+        clipped.append(first["actor/clip_fraction_high"] + first["actor/clip_fraction_low"])
+    assert clipped[1] <= 0.05 < clipped[0]

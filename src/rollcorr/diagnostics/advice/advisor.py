@@ -26,6 +26,8 @@ Decision = Literal["correct", "repair", "not judged"]
 EXIT_CODES: Mapping[Decision, int] = {"correct": 0, "repair": 1, "not judged": 3}
 KNOWN_DRIFT = frozenset({"stale_by_lag"})
 """Causes that a correction is designed for: weights whose recorded age explains the mismatch."""
+DECLARED = "weights_differ"
+"""Cause that the user declares with `intended`."""
 OF_A_FAULT = frozenset({"zero_probability_count", "nonfinite_count"})
 """Metrics whose violated range means faulty log-probs."""
 
@@ -66,8 +68,7 @@ class Advice:
 
     def to_json(self) -> str:
         """Return the advice as a JSON object."""
-        document = {**asdict(self), "yaml": self.yaml}
-        return json.dumps(document, ensure_ascii=False, indent=2)
+        return json.dumps({**asdict(self), "yaml": self.yaml}, ensure_ascii=False, indent=2)
 
     @property
     def config(self) -> RolloutCorrectionConfig | None:
@@ -81,8 +82,7 @@ class Advice:
         """Return the configuration as YAML to paste; empty unless the decision is to correct."""
         if self.preset is None:
             return ""
-        fields = preset_fields(self.preset, {}) | dict(self.thresholds)
-        return dump_yaml({"algorithm": {"rollout_correction": fields}})
+        return dump_yaml({"algorithm": {"rollout_correction": preset_fields(self.preset, {}) | dict(self.thresholds)}})
 
 
 def advise(result: CheckResult, *, intended: bool = False) -> Advice:
@@ -91,7 +91,7 @@ def advise(result: CheckResult, *, intended: bool = False) -> Advice:
     Args:
         result: result of `check_logs(…, candidates=True)`.
         intended: True if the sampler's weights differ on purpose, for example stale or quantized ones: advise although
-            no null confirms the weights. Default: False.
+            no null confirms the weights, or one shows that they differ. Default: False.
 
     Returns:
         The advice. It contains no correction if the check found a cause other than weights of a recorded age. Without
@@ -114,7 +114,8 @@ def advise(result: CheckResult, *, intended: bool = False) -> Advice:
         )
 
     # In a collapsing policy a few rows look faulty long before most do, so do not let them block a correction.
-    faults = _faults(result)
+    expected = KNOWN_DRIFT | ({DECLARED} if intended else set())
+    faults = _faults(result, expected)
     repairs = tuple(one for one in faults if not (intended and one.row_share and one.row_share <= FEW_ROWS))
     if repairs:
         return _repair_first(repairs)
@@ -151,10 +152,11 @@ def _too_little(metrics: Mapping[str, float]) -> str:
     return ""
 
 
-def _faults(result: CheckResult) -> tuple[Finding, ...]:
+def _faults(result: CheckResult, expected: frozenset[str]) -> tuple[Finding, ...]:
     """Return the findings that must be repaired before any correction, most likely cause first."""
-    causes = [finding for finding in result.causes if is_cause(finding) and finding.code not in KNOWN_DRIFT]
-    named = {finding.code for finding in causes}
+    found = (one for one in result.causes if is_cause(one) or one.code == "unknown")
+    causes = [finding for finding in found if finding.code not in expected]
+    named = expected.union(finding.code for finding in causes)
     others = [
         finding
         for finding in result.health.findings
@@ -170,7 +172,6 @@ def _shows_fault(finding: Finding) -> bool:
 
 
 def _repair_first(repairs: tuple[Finding, ...]) -> Advice:
-    first = repairs[0]
-    sentence = f"do not correct; repair this first: {first.title}"
+    sentence = f"do not correct; repair this first: {repairs[0].title}"
     why = "a correction would hide the fault and reject or weight by it; no threshold tells a fault from a drift"
     return Advice(decision="repair", reasons=(sentence, why), repairs=repairs)

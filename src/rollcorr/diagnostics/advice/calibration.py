@@ -222,7 +222,7 @@ def _with_means_of_all(rows: UnitRows, profile: MismatchProfile) -> UnitRows:
 
     A large null stores only some rows in its table, but exact sums over all rows.
     """
-    _, d, square, k3 = profile.cells.sum((1, 2))
+    _, d, square, k3 = profile.cells.sum(1)
     means = np.array([d, square / 2, k3]) / profile.tokens
     own = token_means(rows)
     sums = rows.sums * np.where(own > 0, means / np.where(own > 0, own, 1.0), 1.0)[:, None]

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.row_table import RowTable
+from rollcorr.diagnostics.null.mismatch_profile import RowTable
 from rollcorr.diagnostics.null.token_ratios import k3_of
 
 Floats = NDArray[np.float64]

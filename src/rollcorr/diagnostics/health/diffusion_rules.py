@@ -19,24 +19,24 @@ from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.noise import RANGE_Z
 from rollcorr.diagnostics.health.trend import Change
 
+# Exact KL per step, nats, above which a note asks for a null: large images reach 2 with bf16 noise.
 KL_WARNS = 0.1
-"""Exact KL per step, nats, above which a note asks for a null: large images reach 2 with bf16 noise."""
+# Largest exact KL, nats, for which k3 of J estimates the KL.
 SMALL_KL = 1.0
-"""Largest exact KL, nats, for which k3 of J estimates the KL."""
+# Standard errors between the mean of J and its expected value above which log-probs and means disagree.
 CONTRADICTION_Z = 6.0
-"""Standard errors between the mean of J and its expected value above which log-probs and means disagree."""
+# Largest difference between the shares of zeroed gradients for A < 0 and for A > 0.
 ONE_SIDED = 0.25
-"""Largest difference between the shares of zeroed gradients for A < 0 and for A > 0."""
+# Largest ratio of a timestep's |Δ log p| to its start.
 GROWTH = 5.0
-"""Largest ratio of a timestep's |Δ log p| to its start."""
+# Number of first values of a timestep whose median is its start.
 FIRST_STEPS = 5
-"""Number of first values of a timestep whose median is its start."""
+# Smallest growth of |Δ log p| at the median timestep for a rise of the KL, which grows by its square.
 RISE_BY_TIMESTEP = 1.5
-"""Smallest growth of |Δ log p| at the median timestep for a rise of the KL, which grows by its square."""
+# Fewest values of a timestep to compute its growth.
 FEWEST_VALUES = 4
-"""Fewest values of a timestep to compute its growth."""
+# Lower bound of a start's |Δ log p|, nats per dimension.
 LEAST = 1e-12
-"""Lower bound of a start's |Δ log p|, nats per dimension."""
 NEGATIVE, POSITIVE = "actor/zeroed_fraction_negative", "actor/zeroed_fraction_positive"
 BY_TIMESTEP = "log_prob_abs_diff/t_"
 
@@ -45,6 +45,7 @@ _CLOSER = (
     "give both sides the same prompt embeddings, guidance and schedule"
 )
 
+# Metrics whose healthy range applies to denoising steps → (reason, fix) of a value outside the range.
 STEP_ADVICE: Mapping[str, tuple[str, str]] = {
     "rollout_is_mean": (
         "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
@@ -68,7 +69,6 @@ STEP_ADVICE: Mapping[str, tuple[str, str]] = {
         "find out why the sampler returns none for them; `nonfinite=` says what the correction does with them",
     ),
 }
-"""Metrics whose healthy range applies to denoising steps → (reason, fix) of a value outside the range."""
 
 
 def step_range(name: str, limits: HealthyRange) -> HealthyRange | None:
@@ -216,10 +216,10 @@ def growth_by_timestep(evidence: Evidence) -> Finding | None:
     )
 
 
+# Rules on denoising steps; `judge` runs them if the log-probs are densities of a diffusion sampler.
 DIFFUSION_RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     densities_contradict_means,
     step_divergence,
     one_sided_gradients,
     growth_by_timestep,
 )
-"""Rules on denoising steps; `judge` runs them if the log-probs are densities of a diffusion sampler."""

@@ -10,9 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from rollcorr.config import Level, RolloutCorrectionConfig
-from rollcorr.config.finding import Severity
 from rollcorr.diagnostics.health.noise import Noise
-from rollcorr.diagnostics.health.trend import AGE, Change, SeriesWatch
+from rollcorr.diagnostics.health.trend import AGE, Change
 from rollcorr.run_directory.metrics_file import StepStore
 
 RECENT_STEPS = 10
@@ -71,11 +70,6 @@ class Evidence:
     def weights_in_force(self) -> bool:
         """Return whether weights reach the loss; True without a configuration."""
         return self.config is None or self.config.weights_reach_loss
-
-    @property
-    def severity_of_weights(self) -> Severity:
-        """Return "warning" if weights reach the loss, else "note"."""
-        return "warning" if self.weights_in_force else "note"
 
     @property
     def sequences_in_force(self) -> bool:
@@ -199,14 +193,6 @@ def history_of(series: Sequence[Metrics]) -> list[tuple[int, Mapping[str, float]
         if bare.get("token_count", 1.0) > 0:
             history.append((int(metrics.get("step", index)), store.add(bare)))
     return history
-
-
-def changes_in(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Change]:
-    """Return metric → its latest lasting rise over a series of (step, bare metrics)."""
-    watch = SeriesWatch()
-    for step, metrics in history:
-        watch.add(step, metrics)
-    return watch.changes
 
 
 def recent_medians(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

@@ -37,13 +37,12 @@ from rollcorr.diagnostics.health.evidence import (
     Evidence,
     Metrics,
     bare_metrics,
-    changes_in,
     history_of,
     recent_medians,
 )
 from rollcorr.diagnostics.health.noise import SIGNED, Noise, expected_from_noise, ranges_from_noise
 from rollcorr.diagnostics.health.rules import COMPARISON, RULES, STEP_RULES
-from rollcorr.diagnostics.health.trend import AGE, WATCHED
+from rollcorr.diagnostics.health.trend import AGE, WATCHED, SeriesWatch
 from rollcorr.diagnostics.numbers import format_number, label
 from rollcorr.diagnostics.resolver import Folded, folded, resolve_findings, unfolded
 
@@ -181,12 +180,15 @@ def evidence_of(
     else:
         history = history_of(metrics)
         current = recent_medians(history)
+    watch = SeriesWatch()
+    for step, values in history:
+        watch.add(step, values)
     return Evidence(
         current=current,
         history=history,
         config=config,
         diffusion=diffusion,
-        changes=rises_of_pictures(history, changes_in(history)) if diffusion else changes_in(history),
+        changes=rises_of_pictures(history, watch.changes) if diffusion else watch.changes,
         noise=null,
         first=history[0] if history else None,
     )
@@ -393,7 +395,7 @@ def limit_in_words(limits: HealthyRange) -> str:
 def is_broken(name: str, value: float) -> bool:
     """Return whether a value of a metric is outside its healthy range; False for a metric without a range."""
     limits = healthy_range(name)
-    return limits is not None and _breached(limits, value) is not None
+    return limits is not None and limits.breached(value) is not None
 
 
 def _range_finding(name: str, evidence: Evidence) -> Finding | None:
@@ -406,7 +408,7 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
         return None
 
     def breaks(value: float) -> bool:
-        return _breached(limits, value) is not None
+        return limits.breached(value) is not None
 
     # A limit of zero forbids any occurrence: a single recent step suffices.
     value = evidence.get(name)
@@ -421,14 +423,16 @@ def _range_finding(name: str, evidence: Evidence) -> Finding | None:
         earlier = [value for _, value in evidence.series(name) if breaks(value)]
         if not earlier:
             return None
-        value = max(earlier, key=lambda x: abs(x - (_breached(limits, x) or 0.0)))
+        value = max(earlier, key=lambda x: abs(x - (limits.breached(x) or 0.0)))
         verb, since = "was", f" in {when['steps']} of {len(evidence.series(name))} steps"
 
     in_force = _in_force(name, evidence)
+    side = "low" if limits.warn_below is not None and value < limits.warn_below else "high"
+    direction = "too far from 0" if limits.absolute else f"too {side}"
     return replace(
         fault("out_of_range" if broken_now else "recovered").finding,
         metric=name,
-        title=f"{label(name)} {verb} {_direction(limits, value)}{since}",
+        title=f"{label(name)} {verb} {direction}{since}",
         value=value,
         limit=limit_in_words(limits),
         reason=limits.reason if in_force else f"{limits.reason} (measured only: not in force here)",
@@ -447,13 +451,3 @@ def _in_force(name: str, evidence: Evidence) -> bool:
     if name.endswith("masked_fraction") or name == "rollout_is_veto_fraction":
         return evidence.rejection_in_force
     return True
-
-
-def _direction(limits: HealthyRange, value: float) -> str:
-    low = limits.warn_below is not None and value < limits.warn_below
-    return "too far from 0" if limits.absolute else f"too {'low' if low else 'high'}"
-
-
-def _breached(limits: HealthyRange, value: float) -> float | None:
-    """Return `HealthyRange.breached` of a value at six digits: a float32 weight truncated at 2 may be 2.0000002."""
-    return limits.breached(float(f"{value:.6g}"))

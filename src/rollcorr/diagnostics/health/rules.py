@@ -116,7 +116,7 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
         "rollout_is_eff_sample_size",
         ESS_NEAR_ONE,
         limit=f"near 1 only with at most {MOSTLY_SATURATED:.0%} saturated; {saturated:.0%} are",
-        severity=evidence.severity_of_weights,
+        severity="warning" if evidence.weights_in_force else "note",
     )
 
 
@@ -129,7 +129,7 @@ def saturation(evidence: Evidence) -> Finding | None:
         SATURATED,
         value=low + high,
         limit=f"at most {SATURATED:g}",
-        severity=evidence.severity_of_weights,
+        severity="warning" if evidence.weights_in_force else "note",
     )
 
 

@@ -149,6 +149,8 @@ WATCHED: Mapping[str, float] = {
     "exact_kl_mean": 1e-9,
 }
 """Watched metric → lower bound of its values: below it a change is rounding, or has no meaning."""
+NULL_K3, NULL_STD, NULL_IS_VETTED = "monitor/null_k3", "monitor/null_std", "monitor/null_is_vetted"
+"""Metrics of a null that a Monitor measures again during the run."""
 AT_START = 5
 """Steps of a run within which a change counts as present from the start, without healthy steps before it."""
 AGE = "engine/staleness"
@@ -219,15 +221,27 @@ class SeriesWatch:
     def __init__(self) -> None:
         self._detectors: dict[str, ChangeDetector] = {}
         self._age = AgeWatch()
+        self._first_null: dict[str, float] = {}
 
     def add(self, step: int, bare: Mapping[str, float]) -> None:
-        """Add the metrics of a step, by bare name; missing metrics are ignored."""
+        """Add the metrics of a step, by bare name; missing metrics are ignored.
+
+        A sharper policy has more mismatch at equal weights. If the run measures its null again, the metrics are
+        multiplied by the first null over the newest one.
+        """
         if AGE in bare and "k3_kl" in bare:
             self._age.add(bare[AGE], bare["k3_kl"])
         for name, least in WATCHED.items():
             if name in bare:
                 detector = self._detectors.setdefault(name, ChangeDetector())
-                detector.add(step, max(bare[name], least), age=bare.get(AGE))
+                detector.add(step, max(bare[name] * self._growth_of_null(name, bare), least), age=bare.get(AGE))
+
+    def _growth_of_null(self, name: str, bare: Mapping[str, float]) -> float:
+        """Return the metric's first null over its newest one; 1 without a null of equal weights."""
+        null = bare.get({"k3_kl": NULL_K3, "log_ratio_std": NULL_STD}.get(name, ""), 0.0)
+        if not (null > 0 and bare.get(NULL_IS_VETTED)):
+            return 1.0
+        return self._first_null.setdefault(name, null) / null
 
     @property
     def changes(self) -> dict[str, Change]:

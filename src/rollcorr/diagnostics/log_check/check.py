@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from rollcorr.config import Finding, RolloutCorrectionConfig
 from rollcorr.config.checks import in_one_line
@@ -18,7 +19,7 @@ from rollcorr.diagnostics.advice.candidates import CandidateRow
 from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
-from rollcorr.diagnostics.health.noise import Noise
+from rollcorr.diagnostics.log_check.draws import judge_draws, tests_draws
 from rollcorr.diagnostics.log_check.log_null import picture_null
 from rollcorr.diagnostics.log_check.log_tally import (
     LogTally,
@@ -27,26 +28,16 @@ from rollcorr.diagnostics.log_check.log_tally import (
     log_remarks,
     mixed_settings,
     one_thread,
-    partial_sentence,
     read_log,
 )
 from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
-from rollcorr.diagnostics.log_check.log_weights import (
-    RestVerdict,
-    in_excess,
-    judge_log_weights,
-    judge_rest,
-    noise_of_log,
-    ordinary,
-)
+from rollcorr.diagnostics.log_check.log_weights import JudgedRows, in_excess, judge_rows
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, PictureNull
-from rollcorr.diagnostics.null.other_rows import OtherRows, other_rows
-from rollcorr.diagnostics.null.picture_clip import clip_advice
-from rollcorr.diagnostics.null.picture_judgment import judge_pictures
+from rollcorr.diagnostics.null.picture_judgment import clip_advice, judge_pictures
 from rollcorr.diagnostics.null.routing import judge_routing
-from rollcorr.diagnostics.null.run_null import null_beside, picture_null_beside
-from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
+from rollcorr.diagnostics.null.run_null import any_null_beside
+from rollcorr.diagnostics.null.version_cells import LagRow, TurnRow, judge_versions, lag_rows
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.diagnostics.resolver import resolve_findings, standing
@@ -115,6 +106,7 @@ class CheckResult:
         candidates: effect of each correction that `advise` chooses from; empty unless requested.
         worst_tokens: the tokens that carry most of k3; empty unless a few tokens do.
         lags: mismatch by the age of the sampler's weights; empty unless steps and versions are recorded.
+        turns: mismatch by turn; empty if no row has several turns.
     """
 
     health: HealthReport
@@ -135,6 +127,7 @@ class CheckResult:
     candidates: tuple[CandidateRow, ...] = ()
     worst_tokens: tuple[HeavyToken, ...] = ()
     lags: tuple[LagRow, ...] = ()
+    turns: tuple[TurnRow, ...] = ()
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook, with the few tokens that carry most of k3."""
@@ -211,7 +204,7 @@ def check_logs(
         )
     files, given = log_files(paths), path_texts(paths)
     if null is None and null_steps is None and len(given) == 1:
-        null = null_beside(given[0]) or picture_null_beside(given[0])
+        null = any_null_beside(given[0])
     read = read_log(
         paths,
         config,
@@ -230,19 +223,11 @@ def check_logs(
     return _result(read, config, diffusion=diffusion, null=null, null_steps=null_steps, files=tuple(map(str, files)))
 
 
-def check_batches(
-    batches: Sequence[RolloutBatch],
-    config: RolloutCorrectionConfig = DIAGNOSIS,
-    *,
-    train_column: str = "old_log_prob",
-    null: MismatchNull | None = None,
-) -> CheckResult:
+def check_batches(batches: Sequence[RolloutBatch], *, null: MismatchNull | None = None) -> CheckResult:
     """Judge rollouts in memory, as `check_logs` judges them in a file.
 
     Args:
-        batches: rollouts, in log order.
-        config: as in `check_logs`.
-        train_column: column that contains log π.
+        batches: rollouts with `old_log_prob`, in log order.
         null: as in `check_logs`; default: no null.
 
     Returns:
@@ -251,12 +236,10 @@ def check_batches(
     Raises:
         NullMismatchError: the null was measured with a different engine, sampling settings or vocabulary.
     """
-    if config.nonfinite == "raise":
-        config = replace(config, nonfinite="reject_token")  # a check counts missing values and continues
     kept = batches[0].has("kept_offsets")
-    measurement = Measurement(config=config, train_column=train_column, batch_size=256, kept=kept)
+    measurement = Measurement(config=DIAGNOSIS, train_column="old_log_prob", batch_size=256, kept=kept)
     tally = measurement.of_batches(batches)
-    return _result(LogTally(tally=tally, measurement=measurement, total=tally.rows), config, null=null)
+    return _result(LogTally(tally=tally, measurement=measurement, total=tally.rows), DIAGNOSIS, null=null)
 
 
 def _result(
@@ -278,14 +261,15 @@ def _result(
     # The verdict is about all rows; steps are only history for rules and panels. Densities of a diffusion sampler have
     # no tokens, so they have separate rules.
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
-    evidence = replace(evidence, sampling=bool(tally.origin.sampling))
-    judged = _JudgedRows()
+    evidence = replace(evidence, sampling=bool(tally.origin.sampling) or tests_draws(tally.draws))
+    judged = JudgedRows()
     if read.measurement.denoising:
-        judged = _JudgedRows(weights=_judge_pictures(tally, null, null_steps))
+        judged = JudgedRows(weights=_judge_pictures(tally, null, null_steps))
     elif isinstance(null, PictureNull):
         raise BadInputError(f"{null.name} is a null of pictures, and this log is of tokens; give a null of such a log")
     elif not diffusion and bare_metrics(measured.whole).get("token_count", 0.0) > 0:
-        judged = _judge_rows(tally, null, null_steps, provenance, evidence, measured.ages)
+        settings = read.measurement.config
+        judged = judge_rows(tally, null, null_steps, provenance, evidence, settings, ages=measured.ages)
     report, hypotheses = _verdict(read, judged, provenance, replace(evidence, noise=judged.noise))
     return CheckResult(
         health=report,
@@ -306,68 +290,8 @@ def _result(
         candidates=tally.candidates.table(),
         worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
         lags=lag_rows(tally.versions.by_lag()),
+        turns=tally.turns.by_turn(),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _JudgedRows:
-    """Result of the comparison with a null.
-
-    Attributes:
-        used: the null, if the log was compared with one.
-        weights: judgment of the weights.
-        noise: noise of a token, if known.
-        rest: verdict on the remaining rows, if a cause is limited to some rows.
-    """
-
-    used: MismatchNull | None = None
-    weights: WeightJudgment = field(default_factory=WeightJudgment)
-    noise: Noise | None = None
-    rest: RestVerdict | None = None
-
-    @property
-    def explains(self) -> bool:
-        """Return whether the remaining rows are ordinary: by the null, else by the rules."""
-        if self.used is not None:
-            return ordinary(self.weights)
-        return self.rest is not None and self.rest.ordinary and not in_excess(self.weights)
-
-
-def _judge_rows(
-    tally: Tally,
-    null: MismatchNull | None,
-    null_steps: tuple[int, int] | None,
-    provenance: Provenance,
-    evidence: Evidence,
-    ages: Mapping[int, Mapping[str, float]],
-) -> _JudgedRows:
-    """Judge the weights, and the rows that remain after a cause of some rows.
-
-    Rows with different sampling settings explain the log if its remaining rows are ordinary.
-    """
-
-    def judge(others: OtherRows | None) -> _JudgedRows:
-        rest = None
-        if others is not None:
-            rest = judge_rest(others, provenance, evidence.config or DIAGNOSIS, ages=ages)
-        used, weights = judge_log_weights(
-            tally,
-            null,
-            null_steps,
-            others,
-            ages,
-            course=evidence,
-            course_of_others=None if rest is None else rest.evidence,
-        )
-        noise = noise_of_log(used, others)
-        if rest is not None and rest.evidence is not None:
-            rest = replace(rest, evidence=replace(rest.evidence, noise=noise))
-        return _JudgedRows(used=used, weights=weights, noise=noise, rest=rest)
-
-    without_own_settings = other_rows(tally.sample, provenance, settings=True)
-    if without_own_settings is not None and (judged := judge(without_own_settings)).explains:
-        return judged
-    return judge(other_rows(tally.sample, provenance))
 
 
 def _judge_pictures(
@@ -393,15 +317,15 @@ def _judge_pictures(
 
 
 def _verdict(
-    read: LogTally, judged: _JudgedRows, provenance: Provenance, evidence: Evidence
+    read: LogTally, judged: JudgedRows, provenance: Provenance, evidence: Evidence
 ) -> tuple[HealthReport, tuple[Finding, ...]]:
     """Return the verdict and all hypotheses; a fault may appear in several sources."""
-    tally, weights, rest = read.tally, judged.weights, judged.rest
+    tally, weights = read.tally, judged.weights
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.measurement.kept)
+    found += judge_draws(tally.draws)
     if read.measurement.denoising:
         evidence = replace(evidence, changes={})  # averages over D and windows hide R of a timestep
-    measured = measured_findings(evidence)
-    measured = measured if rest is None else rest.attribute(measured, with_rises=True)
+    measured = judged.attribute(measured_findings(evidence), with_rises=True)
 
     # Densities show no settings, record no versions of weights, and have no router.
     implied: tuple[Finding, ...] = ()
@@ -411,8 +335,7 @@ def _verdict(
         # A judgment by a null is more informative than "no setting matched".
         implied = tuple(f for f in provenance.findings if f.code != "matched" or not weights.findings)
         of_null = (*judge_routing(tally.routing, judged.used, in_excess=in_excess(weights)), *of_null)
-        of_versions = judge_versions(tally.versions)
-        of_versions = of_versions if rest is None else rest.attribute(of_versions)
+        of_versions = judged.attribute(judge_versions(tally.versions))
 
     # Metrics show symptoms, and steps show courses. Print each finding once, below its cause.
     resolved = resolve_findings(
@@ -420,7 +343,7 @@ def _verdict(
         null=of_null,
         steps=of_versions,
         metrics=(*measured, *mixed_settings(tally.origin)),
-        evidence=evidence if rest is None or rest.evidence is None else rest.evidence,
+        evidence=judged.evidence or evidence,
     )
     of_tokens = {finding.code for finding in (*found, *implied, *of_null, *of_versions)}
     hypotheses = tuple(f for f in resolved if f.code in of_tokens or fault(f.code).kind == "course" or is_rise(f))
@@ -430,5 +353,7 @@ def _verdict(
     shown = [finding for finding in resolved if finding.severity != "note" or finding.code not in notes]
     by_metrics = evidence.diffusion and not read.measurement.denoising
     report = report_of(evidence, shown, None if by_metrics else weights.judged_against)
-    not_judged = (*partial_sentence(read), *weights.not_judged, *report.not_judged)
-    return replace(report, not_judged=not_judged), hypotheses
+    count = len(read.unreadable)
+    partial = f"this is the verdict on part of the log: {count} file{'s' * (count != 1)} could not be read to the end"
+    not_judged = ((partial,) * bool(count), weights.not_judged, report.not_judged)
+    return replace(report, not_judged=tuple(chain(*not_judged))), hypotheses

@@ -18,8 +18,8 @@ from rollcorr.diffusion.actor_config import DiffusionActorConfig
 from rollcorr.diffusion.step_correction import correct_steps
 from rollcorr.rollout_log import RolloutBatch, Shard, read_shard
 
+# Maximum number of distinct timesteps in a breakdown. A log with more has random timesteps, and gets no breakdown.
 MOST_TIMESTEPS = 100
-"""Maximum number of distinct timesteps in a breakdown. A log with more has random timesteps, and gets no breakdown."""
 DENOISING_COLUMNS = (
     "dimensions",
     "timestep",

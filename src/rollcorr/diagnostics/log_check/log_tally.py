@@ -24,7 +24,7 @@ from rollcorr.diagnostics.log_check.shard_readers import read_shards
 from rollcorr.diagnostics.log_check.tally import COLUMNS, KEPT_COLUMNS, Measurement, Part, Tally, merge_parts
 from rollcorr.diagnostics.null import MismatchProfile, Origin, TokenSums
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS
-from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows
+from rollcorr.diagnostics.null.version_cells import lag_metrics, lag_rows, mean_lag
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.rollout_log import FileLimits, RolloutBatch, RolloutLogError, Shard, log_shards, read_shard
 from rollcorr.rollout_log.frameworks import missing_column
@@ -232,8 +232,9 @@ class LogMetrics:
 
 def log_metrics(tally: Tally) -> LogMetrics:
     """Compute the metrics of a tally."""
-    measured = metrics_of_parts(tally.parts, tally.profile, _ages(tally))
     lags = tally.versions.by_lag()
+    ages = {step: {AGE: mean_lag(cells)} for step, cells in lags.items()}
+    measured = metrics_of_parts(tally.parts, tally.profile, ages)
     if not lags:
         return measured
     steps = tuple({**step, **lag_metrics(lag_rows({0: lags.get(int(step["step"]), {})}))} for step in measured.steps)
@@ -271,11 +272,6 @@ def _id_share(ids: TokenSums) -> dict[str, float]:
     return {"log/token_id_share": share.share} if share.tokens >= FEW_TOKENS and not ids.repeats else {}
 
 
-def _ages(tally: Tally) -> dict[int, dict[str, float]]:
-    """Return step → mean age of the weights behind its tokens, in versions; 0 for fresh weights."""
-    return {step: {AGE: age} for step, _, age in tally.versions.by_step()}
-
-
 def log_remarks(read: LogTally, *, diffusion: bool) -> Iterator[str]:
     """Yield notes on the input, one line each."""
     yield f"π is the column {read.measurement.train_column}, μ is rollout_log_prob"
@@ -299,7 +295,14 @@ def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept:
 
     Validation codes without a row in the table of faults concern the file, and become remarks.
     """
-    found = [_judged(finding, tally.rows) for finding in tally.findings if finding.code in FAULTS]
+    found = []
+    for finding in tally.findings:
+        if finding.code in FAULTS:
+            # Logits instead of log-probs explain a mismatch of all rows; a value above 0 explains only its own row.
+            rows = finding.rows or 0
+            share = rows / tally.rows if fault(finding.code).part == "rows" else finding.row_share
+            judged = replace(finding, row_share=share, metric=f"log/{finding.column}", value=float(rows))
+            found.append(replace(judged, limit="0 sequences", severity="warning"))
 
     # Densities may exceed 1 or be 0, so rules about token probabilities do not apply.
     if diffusion:
@@ -318,13 +321,6 @@ def log_findings(tally: Tally, provenance: Provenance, *, diffusion: bool, kept:
     return [*found, *tally.claims.values(), *implied]
 
 
-def partial_sentence(read: LogTally) -> tuple[str, ...]:
-    """Return the caveat for a verdict on part of the log; empty if all files were read."""
-    count = len(read.unreadable)
-    sentence = f"this is the verdict on part of the log: {count} file{'s' * (count != 1)} could not be read to the end"
-    return (sentence,) * bool(count)
-
-
 def mixed_settings(origin: Origin) -> list[Finding]:
     """Return a note if a log mixes settings, engines or models: a verdict on all rows may not fit each group."""
     settings = [json.loads(text) for text in origin.sampling]
@@ -336,17 +332,3 @@ def mixed_settings(origin: Origin) -> list[Finding]:
     mixed = [f"{name.replace('_', ' ')}: {', '.join(values)}" for name, values in recorded.items() if len(values) > 1]
     note = replace(fault("mixed_settings").finding, metric="log/sampling", reason="; ".join(mixed), severity="note")
     return [note] if mixed else []
-
-
-def _judged(finding: Finding, rows: int) -> Finding:
-    """Return a validation finding with the fields that a verdict needs."""
-    # Logits instead of log-probs explain a mismatch of all rows; a value above 0 explains only its own row.
-    share = (finding.rows or 0) / rows if fault(finding.code).part == "rows" else finding.row_share
-    return replace(
-        finding,
-        row_share=share,
-        metric=f"log/{finding.column}",
-        value=float(finding.rows or 0),
-        limit="0 sequences",
-        severity="warning",
-    )

@@ -8,7 +8,7 @@ follows from the cause; a rise that persists there is reported for the remaining
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,7 +25,7 @@ from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import metrics_of_parts
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, Tally, part_of, without_sentinels
 from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, NullMismatchError, noise_of
-from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows, profile_of
+from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows, other_rows, profile_of
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.weight_judgment import FACTOR, NOT_JUDGED, WeightJudgment, judge_weights
 from rollcorr.diagnostics.provenance.pair_sample import SampleRow
@@ -89,13 +89,13 @@ def judge_log_weights(
     rest, known = tally.profile.without(first.profile), null_steps is not None
     judged = _compared(tally, rest, first.null, other_rows, courses, leave_out=first.steps, start_is_right=known)
     judged = replace(judged, remarks=(*judged.remarks, *filter(None, [first.remark])))
-    return first.null, judged if known else _of_one_age(judged, first.null, ages)
 
-
-def ordinary(weights: WeightJudgment) -> bool:
-    """Return whether a null was used and explains the mismatch."""
-    excess = weights.excess
-    return excess is not None and excess.ratio < FACTOR and not in_excess(weights)
+    # Weights of several ages have no common baseline.
+    mixed = "" if known else ages_in_words(ages[step][AGE] for step in sorted(ages)[:FIRST_STEPS])
+    if mixed and not judged.findings:
+        sentence = f"{NOT_JUDGED}: {first.null.name} {mixed}; give --null FILE"
+        judged = replace(judged, not_judged=(sentence,), judged_against="")
+    return first.null, judged
 
 
 def in_excess(weights: WeightJudgment) -> bool:
@@ -126,28 +126,25 @@ def _compared(
     )
 
 
-def _of_one_age(weights: WeightJudgment, used: MismatchNull, ages: Mapping[int, Mapping[str, float]]) -> WeightJudgment:
-    """Return the judgment; "not judged" if the log matches first steps whose weights have several ages."""
-    mixed = ages_in_words(ages[step][AGE] for step in sorted(ages)[:FIRST_STEPS])
-    if weights.findings or not mixed:
-        return weights
-    sentence = f"{NOT_JUDGED}: {used.name} {mixed}; give --null FILE"
-    return replace(weights, not_judged=(sentence,), judged_against="")
-
-
 @dataclass(frozen=True, kw_only=True)
-class RestVerdict:
-    """Findings of the rules on the rows that a cause does not concern.
+class JudgedRows:
+    """Result of the comparison with a null, and of the rules on the rows that a cause of some rows does not concern.
 
     Attributes:
-        zeros_from: code of the finding that explains zeros which one side contradicts, or None.
-        other_rows: the remaining rows.
+        used: the null, if the log was compared with one.
+        weights: judgment of the weights.
+        noise: noise of a token, if known.
+        other_rows: the remaining rows; None without a cause of some rows.
         evidence: their metrics over the steps; None if there are not enough rows.
+        zeros_from: code of the finding that explains zeros which one side contradicts, or None.
     """
 
-    zeros_from: str | None
-    other_rows: OtherRows
-    evidence: Evidence | None
+    used: MismatchNull | None = None
+    weights: WeightJudgment = field(default_factory=WeightJudgment)
+    noise: Noise | None = None
+    other_rows: OtherRows | None = None
+    evidence: Evidence | None = None
+    zeros_from: str | None = None
 
     @cached_property
     def findings(self) -> tuple[Finding, ...] | None:
@@ -155,11 +152,15 @@ class RestVerdict:
         return None if self.evidence is None else measured_findings(self.evidence)
 
     @property
-    def ordinary(self) -> bool:
-        """Return whether the rules accept the mismatch of the remaining rows."""
-        return self.findings is not None and not any(
-            finding.severity != "note" and measures(finding) for finding in self.findings
-        )
+    def explains(self) -> bool:
+        """Return whether the remaining rows are ordinary: by the null, else by the rules."""
+        if in_excess(self.weights):
+            return False
+        if self.used is not None:
+            excess = self.weights.excess
+            return excess is not None and excess.ratio < FACTOR
+        of_rules = self.findings
+        return of_rules is not None and not any(f.severity != "note" and measures(f) for f in of_rules)
 
     def attribute(self, findings: Iterable[Finding], *, with_rises: bool = False) -> tuple[Finding, ...]:
         """Attribute findings about all rows: a finding that the remaining rows do not show follows from the cause.
@@ -172,7 +173,9 @@ class RestVerdict:
         Returns:
             The findings, with the cause in `follows_from`.
         """
-        found = [self._attributed(finding) for finding in findings]
+        if self.other_rows is None:
+            return tuple(findings)
+        found = [self._attributed(finding, self.other_rows) for finding in findings]
         rises = self._rises if with_rises and any(map(is_rise, found)) else ()
         codes = {finding.code for finding in rises}
         return (*rises, *(finding for finding in found if finding.code not in codes))
@@ -186,36 +189,38 @@ class RestVerdict:
             if is_rise(finding) and finding.severity != "note"
         )
 
-    def _attributed(self, finding: Finding) -> Finding:
+    def _attributed(self, finding: Finding, other_rows: OtherRows) -> Finding:
         if finding.code == "contradicted_zeros":
             return replace(finding, follows_from=self.zeros_from)
         measured = measures(finding) or is_rise(finding)
-        if self.findings is None or not measured or self._shows(finding, self.findings):
+        if self.findings is None or not measured:
             return finding
-        return replace(finding, follows_from=self.other_rows.cause.code)
 
-    def _shows(self, finding: Finding, of_others: Sequence[Finding]) -> bool:
-        """Return whether the remaining rows show the finding as well; their rises are separate findings."""
+        # Rises of the remaining rows are separate findings.
         if is_rise(finding):
-            return finding.first_step is None or (not self._rises and self._rises_since(finding.first_step))
-        return any(
-            (rest.code, rest.metric) == (finding.code, finding.metric)
-            and (rest.severity != "note" or finding.severity == "note")
-            for rest in of_others
-        )
+            onset = finding.first_step
+            shows = onset is None or (not self._rises and _rises_since(onset, other_rows.rows))
+        else:
+            shows = any(
+                (rest.code, rest.metric) == (finding.code, finding.metric)
+                and (rest.severity != "note" or finding.severity == "note")
+                for rest in self.findings
+            )
+        return finding if shows else replace(finding, follows_from=other_rows.cause.code)
 
-    def _rises_since(self, onset: int) -> bool:
-        """Return whether k3 of the remaining rows has risen since a step by more than a metric may rise.
 
-        A rule detects no course in few rows, so compare k3 before and after the step.
-        """
-        steps = sorted({row.step for row in self.other_rows.rows.values() if row.step is not None})
-        before = [step for step in steps if step < onset] or steps[:FIRST_STEPS]
-        early, late = (
-            profile_of({index: row for index, row in self.other_rows.rows.items() if (row.step in before) == early}).k3
-            for early in (True, False)
-        )
-        return bool(late > RISE_FACTOR * early)
+def _rises_since(onset: int, rows: Mapping[int, SampleRow]) -> bool:
+    """Return whether k3 of some rows has risen since a step by more than a metric may rise.
+
+    A rule detects no course in few rows, so compare k3 before and after the step.
+    """
+    steps = sorted({row.step for row in rows.values() if row.step is not None})
+    before = [step for step in steps if step < onset] or steps[:FIRST_STEPS]
+    early, late = (
+        profile_of({index: row for index, row in rows.items() if (row.step in before) == early}).k3
+        for early in (True, False)
+    )
+    return bool(late > RISE_FACTOR * early)
 
 
 def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
@@ -230,47 +235,61 @@ def _zeros_from(provenance: Provenance, cause: Finding) -> str | None:
     return next((code for code in filled if provenance.finding(code) is not None), of_rows)
 
 
-def noise_of_log(null: MismatchNull | None, other_rows: OtherRows | None) -> Noise | None:
-    """Return the noise of a token, from the null if there is one, else from the remaining rows.
-
-    Without both, return None: only values that are the log-probs of their tokens show noise. The null is not known to
-    be correct.
-    """
-    if null is not None:
-        return noise_of(null, is_null=False)
-    if other_rows is None or not other_rows.judgeable:
-        return None
-    sigma = other_rows.alike().profile.std
-    return Noise(sigma=sigma, source="as observed in the other rows; the noise itself was not judged")
-
-
-def judge_rest(
-    other_rows: OtherRows,
+def judge_rows(
+    tally: Tally,
+    null: MismatchNull | None,
+    null_steps: tuple[int, int] | None,
     provenance: Provenance,
+    evidence: Evidence,
     config: RolloutCorrectionConfig,
     *,
     ages: Mapping[int, Mapping[str, float]],
-) -> RestVerdict:
-    """Judge the rows that a cause of some rows does not concern.
+) -> JudgedRows:
+    """Judge the weights, and the rows that remain after a cause of some rows.
+
+    Rows with different sampling settings explain the log if its remaining rows are ordinary.
 
     Args:
-        other_rows: remaining rows of the spread sample.
-        provenance: estimate from that sample.
-        config: configuration to measure.
+        tally: sums of the log.
+        null: as in `judge_log_weights`.
+        null_steps: as in `judge_log_weights`.
+        provenance: estimate from the spread sample of the log.
+        evidence: metrics of the log over the steps.
+        config: configuration that was measured.
         ages: step → mean age of its weights, by metric name, if recorded.
-
-    Returns:
-        The verdict, without evidence if there are not enough rows.
     """
-    other_rows = other_rows.alike()
-    evidence = None
-    if other_rows.judgeable:
-        # A check counts missing values and continues.
-        config = replace(config, nonfinite="reject_token") if config.nonfinite == "raise" else config
-        measured = metrics_of_parts(_parts(other_rows.rows, config), other_rows.profile, ages)
-        evidence = evidence_of(measured.whole, config, series=measured.history)
-    zeros_from = _zeros_from(provenance, other_rows.cause)
-    return RestVerdict(zeros_from=zeros_from, other_rows=other_rows, evidence=evidence)
+
+    def judge(others: OtherRows | None) -> JudgedRows:
+        course = zeros_from = noise = None
+        kept = None if others is None else others.alike()
+        if kept is not None:
+            zeros_from = _zeros_from(provenance, kept.cause)
+            if kept.judgeable:
+                measured = metrics_of_parts(_parts(kept.rows, config), kept.profile, ages)
+                course = evidence_of(measured.whole, config, series=measured.history)
+        used, weights = judge_log_weights(
+            tally, null, null_steps, others, ages, course=evidence, course_of_others=course
+        )
+
+        # Without a null, only values that are the log-probs of their tokens show noise. The null may be wrong.
+        if used is not None:
+            noise = noise_of(used, is_null=False)
+        elif others is not None and kept is not None and others.judgeable:
+            words = "as observed in the other rows; the noise itself was not judged"
+            noise = Noise(sigma=kept.profile.std, source=words)
+        return JudgedRows(
+            used=used,
+            weights=weights,
+            noise=noise,
+            other_rows=kept,
+            evidence=None if course is None else replace(course, noise=noise),
+            zeros_from=zeros_from,
+        )
+
+    without_own_settings = other_rows(tally.sample, provenance, settings=True)
+    if without_own_settings is not None and (judged := judge(without_own_settings)).explains:
+        return judged
+    return judge(other_rows(tally.sample, provenance))
 
 
 def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:

@@ -39,7 +39,7 @@ def serve(pipe: Connection, *, parent: int | None) -> None:
         torch.set_num_threads(1)
         for shard in shards:
             try:
-                answer = measurement.of_shard(shard, lambda rows: None)
+                answer = measurement.of_shard(shard)
             except Exception as error:  # sent to the parent, which raises it
                 answer = _portable(error)
             pipe.send_bytes(pickle.dumps(answer))

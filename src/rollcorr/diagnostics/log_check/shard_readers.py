@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import ModuleType
 
 from rollcorr.diagnostics.log_check.reader_process import serve
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
@@ -132,8 +131,17 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: s
         import ray
     except ImportError as error:
         raise ImportError("a Ray cluster needs Ray: pip install 'rollcorr[ray]'") from error
-    task = ray.remote(_read_elsewhere)
-    with _ray_connection(ray, address):
+    connects = not ray.is_initialized()
+    if connects:
+        # A private cluster needs no dashboard and no usage report.
+        if address == "local":
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options = {"include_dashboard": False} if address == "local" else {}
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    task = ray.remote(Measurement.of_shard)
+    with contextlib.ExitStack() as stack:
+        if connects:
+            stack.callback(ray.shutdown)
         ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
         out: deque[object] = deque()
         try:
@@ -153,10 +161,6 @@ def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: s
                 ray.cancel(reference)
 
 
-def _read_elsewhere(measurement: Measurement, shard: Shard) -> Tally:
-    return measurement.of_shard(shard, lambda rows: None)
-
-
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
     """Ignore Ctrl-C; processes started meanwhile inherit this, so only this process handles it."""
@@ -169,19 +173,3 @@ def _without_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _ray_connection(ray: ModuleType, address: str) -> Iterator[None]:
-    if ray.is_initialized():
-        yield
-        return
-    options = {}
-    if address == "local":  # a private cluster needs no dashboard and no usage report
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options["include_dashboard"] = False
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
-    try:
-        yield
-    finally:
-        ray.shutdown()

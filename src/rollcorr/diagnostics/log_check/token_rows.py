@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rollcorr.config import RolloutCorrectionConfig
-from rollcorr.config.sampling_spec import JSON_MINUS_INFINITY
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, exact_kl, has_exact_kl
-from rollcorr.diagnostics.log_check.tally import version_spans
-from rollcorr.diagnostics.null.token_ratios import TokenRatios
+from rollcorr.diagnostics.log_check.tally import version_spans, without_sentinels
+from rollcorr.diagnostics.null.token_ratios import TokenRatios, turns_of
 from rollcorr.diagnostics.report.curves import pack
 from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
 from rollcorr.rollout_log.reader import Paths
@@ -65,11 +63,6 @@ class TokenRow(NamedTuple):
     prompt: Sequence[int] | str
     tokens: NDArray[Any]
 
-    @property
-    def priority(self) -> int:
-        """Return a deterministic pseudo-random number; the sample keeps the rows with the lowest ones."""
-        return (self.place * 2654435761 + 12345) % (1 << 32)
-
 
 @dataclass
 class TokenRows:
@@ -109,7 +102,9 @@ class TokenRows:
             return
         by_size = sorted(self.rows, key=lambda row: (-row.kl, row.place))
         largest = _fitting(by_size, sequences / 2, tokens / 2)
-        others = sorted(by_size[len(largest) :], key=lambda row: row.priority)
+
+        # A pseudo-random order that depends on the place in the log alone.
+        others = sorted(by_size[len(largest) :], key=lambda row: (row.place * 2654435761 + 12345) % (1 << 32))
         self.rows = sorted(largest + _fitting(others, sequences - len(largest), tokens / 2))
 
 
@@ -165,7 +160,7 @@ def read_tokens(
 def _add(found: TokenRows, batch: RolloutBatch, config: RolloutCorrectionConfig | None, *, text: bool) -> None:
     """Add the sums and the rows of a batch."""
     column = next((name for name in ("old_log_prob", "log_prob") if batch.has(name)), "old_log_prob")
-    rollout, train = (_log_prob(batch, name) for name in ("rollout_log_prob", column))
+    rollout, train = (without_sentinels(batch.packed(name).float()) for name in ("rollout_log_prob", column))
     mask, lengths = batch.packed("response_mask"), batch.lengths
     found.diffusion = batch.has("dimensions")
     if found.diffusion:
@@ -196,12 +191,6 @@ def _add(found: TokenRows, batch: RolloutBatch, config: RolloutCorrectionConfig 
 
     _sum_up(found, batch, tokens, ratios.valid)
     _keep_rows(found, batch, tokens, text=text)
-
-
-def _log_prob(batch: RolloutBatch, column: str) -> Tensor:
-    """Return a column of log-probs, (N,) packed nats, with NaN for an engine's −9999."""
-    values = batch.packed(column).float()
-    return values.masked_fill(values == JSON_MINUS_INFINITY, torch.nan)
 
 
 def _keep_rows(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], *, text: bool) -> None:
@@ -239,12 +228,13 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         found.histograms[name] = found.histograms.get(name, 0.0) + np.stack(inside)
 
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    spans = version_spans(batch)
     values: dict[str, NDArray[Any] | None] = {
         "position": np.arange(len(d)) - starts,
         "length": np.repeat(lengths, lengths),
         "probability": None if found.diffusion else np.exp(np.minimum(tokens["mu"], 0)),  # a density is none
-        "turn": _turns(tokens["state"] != MASKED, starts),
-        "version lag": _lags(batch),
+        "turn": turns_of(tokens["state"] != MASKED, lengths) - 1,
+        "version lag": None if spans is None else np.repeat(spans[0] - spans[1], spans[2]),
     }
     for name, value in values.items():
         if value is None:
@@ -254,21 +244,6 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         columns = (valid, kl * valid, kept, kl * kept, tokens["weight"] * kept)
         sums = np.stack([np.bincount(bins, column, len(edges)) for column in columns])
         found.breakdowns[name] = found.breakdowns.get(name, 0.0) + sums
-
-
-def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the turn of each token, from 0: the number of times sampling resumed after masked tokens in its row."""
-    begins = np.concatenate([[0], (sampled[1:] & ~sampled[:-1]) & (starts[1:] == starts[:-1])]).cumsum()
-    return begins - begins[starts]
-
-
-def _lags(batch: RolloutBatch) -> NDArray[np.float64] | None:
-    """Return the training step minus the weights' version for each token, (N,); None if they are not recorded."""
-    spans = version_spans(batch)
-    if spans is None:
-        return None
-    step, version, length = spans
-    return np.repeat(step - version, length).astype(np.float64)
 
 
 def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | None = None) -> dict[str, Any]:

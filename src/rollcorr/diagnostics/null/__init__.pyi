@@ -1,11 +1,11 @@
 from .mismatch_profile import MismatchProfile as MismatchProfile
+from .mismatch_profile import RowTable as RowTable
 from .null_file import MismatchNull as MismatchNull
 from .null_file import NullMismatchError as NullMismatchError
 from .null_file import read_null as read_null
 from .origin import Origin as Origin
 from .picture_null import PictureNull as PictureNull
 from .picture_null import read_picture_null as read_picture_null
-from .row_table import RowTable as RowTable
 from .run_null import is_large as is_large
 from .run_null import noise_beside as noise_beside
 from .run_null import noise_of as noise_of

@@ -70,7 +70,7 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
     ratio = k3 / max(expected, ROUNDING)
     error = math.sqrt(_relative_variance(profile) + _relative_variance(null.profile) + SYSTEMATIC**2)
     share, null_share = profile.share, null.share
-    own, of_null = profile.by("surprise")[0], null.profile.by("surprise")[0]
+    own, of_null = profile.cells[0], null.profile.cells[0]
     return Excess(
         k3=k3,
         expected=expected,
@@ -85,7 +85,7 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
 
 def expected_k3(profile: MismatchProfile, null: MismatchProfile) -> float:
     """Compute the null's k3 at the log's probabilities, nats per token; the null's mean k3 for an empty log."""
-    own = profile.by("surprise")[0]
+    own = profile.cells[0]
     return float((own * k3_by_surprise(null)).sum() / own.sum()) if own.sum() else null.k3
 
 
@@ -95,7 +95,7 @@ def k3_by_surprise(null: MismatchProfile) -> NDArray[np.float64]:
     Improbable tokens are rare and make most of k3. Sparse bins are pooled with their neighbors and never dropped, so
     the mean over the null's own tokens equals the null's k3.
     """
-    count, _, _, k3 = null.by("surprise")
+    count, _, _, k3 = null.cells
     return np.full(len(count), null.k3) if count.sum() < BIN_TOKENS else pooled_mean(count, k3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from rollcorr.diagnostics.health.evidence import FIRST_STEP
 from rollcorr.diagnostics.null.excess import k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import SURPRISE_BINS, MismatchProfile, surprise_bins
-from rollcorr.diagnostics.null.token_ratios import k3_of
+from rollcorr.diagnostics.null.token_ratios import k3_of, turns_of
 from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
 
@@ -111,14 +112,19 @@ class ExcessTokens:
         is_hit = np.bincount(step, self.k3) >= STARTED * np.maximum(np.bincount(step, self.noise), 1e-12)
         return self.chosen(step >= is_hit.argmax())
 
+    @cached_property
+    def clipped(self) -> Floats:
+        """Return d, clipped at its quantile `CUT`, nats."""
+        cut = float(np.quantile(np.abs(self.d), CUT))
+        return np.clip(self.d, -cut, cut)
+
     def share(self, axis: str) -> TokenShare:
         """Compute the share of Var(d) explained by the value on an axis; without tokens if the axis is not recorded."""
         values = self.places.get(axis)
         if values is None or not len(self):
             return TokenSums.empty().share()
-        cut = float(np.quantile(np.abs(self.d), CUT))
         _, number = np.unique(values, return_inverse=True)
-        return TokenSums.of(number.reshape(-1), np.clip(self.d, -cut, cut), limit=1 << 30).share()
+        return TokenSums.of(number.reshape(-1), self.clipped, limit=1 << 30).share()
 
     def of_seen(self, *, as_likely: bool = False) -> float:
         """Compute the share of Var(d) that "seen before" explains among tokens of one id; 0 if not recorded.
@@ -131,22 +137,30 @@ class ExcessTokens:
         kind = self.places["ids"]
         if as_likely:
             kind = kind * SURPRISE_BINS + surprise_bins(-self.rollout.astype(np.float32))
-        cut = float(np.quantile(np.abs(self.d), CUT))
-        d, seen = np.clip(self.d, -cut, cut), self.places["seen"].astype(np.float64)
+        return abs(self._share_within(kind, self.places["seen"]))
+
+    def of_neighbors(self) -> float:
+        """Compute the share of Var(d) that "equals the previous id", or the next one, explains at one position.
+
+        The larger of both; 0 unless d is higher for such tokens, or if ids are not recorded.
+        """
+        repeats = self.places.get("repeats")
+        if repeats is None:
+            return 0.0
+        return max(0.0, *(self._share_within(self.places["positions"], (repeats & side) > 0) for side in (1, 2)))
+
+    def _share_within(self, kind: Ints, which: NDArray[np.generic]) -> float:
+        """Compute the share of Var(d) that `which`, (n,), explains within a kind; negative if it lowers d."""
+        d, flag = self.clipped, which.astype(np.float64)
         _, number, count = np.unique(kind, return_inverse=True, return_counts=True)
         number = number.reshape(-1)
-        own_d, own_seen = (x - (np.bincount(number, x) / count)[number] for x in (d, seen))
-        spread = float(own_seen @ own_seen) * float(np.square(d - d.mean()).sum())
-        return float(own_d @ own_seen) ** 2 / spread if spread > 0 else 0.0
+        own_d, own_flag = (x - (np.bincount(number, x) / count)[number] for x in (d, flag))
+        spread = float(own_flag @ own_flag) * float(np.square(d - d.mean()).sum())
+        along = float(own_d @ own_flag)
+        return along * abs(along) / spread if spread > 0 else 0.0
 
     def __len__(self) -> int:
         return len(self.k3)
-
-
-def _turns(row: SampleRow, where: Ints) -> Ints:
-    """Return the turn of each token, counted from 1; a gap in the mask ends a turn."""
-    mask = row.mask.numpy().astype(np.bool_)
-    return (mask & ~np.append(False, mask[:-1])).cumsum()[where]
 
 
 def _bigrams(ids: NDArray[np.generic]) -> Ints:
@@ -178,6 +192,7 @@ _AXES: dict[str, _Axis] = {
     "repeats": lambda index, row, where: (
         None if row.response_ids is None else _equal_neighbors(row.response_ids.numpy())[where]
     ),
-    "turn": lambda index, row, where: _turns(row, where),
+    "turn": lambda index, row, where: turns_of(row.mask.numpy().astype(np.bool_), np.array([len(row.mask)]))[where],
+    "version": lambda index, row, where: None if row.versions is None else row.versions.numpy()[where],
     "step": lambda index, row, where: None if row.step is None else np.full(len(where), row.step),
 }

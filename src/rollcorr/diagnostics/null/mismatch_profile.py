@@ -1,4 +1,4 @@
-"""Mismatch profile: distribution of d = log π − log μ over probability, position, length, row and token id.
+"""Mismatch profile: distribution of d = log π − log μ over probability, size, row and token id.
 
 A profile contains only sums, so profiles of parts merge exactly. Merged in the order of the log, they are bitwise equal
 for every reader. Its size depends on neither the log nor the vocabulary (`token_share.MOST_IDS`).
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.token_share import MOST_IDS, STEP_IDS, TokenShare, TokenSums
 
@@ -21,31 +20,63 @@ Floats = NDArray[np.float64]
 
 SURPRISE_BINS, SURPRISE_OFFSET = 16, 11
 """Bins of −log μ: below 2^−10 nats (almost certain) to 16 nats and more."""
-POSITION_BINS = 18
-"""Bins of the position in the response, counted from 1: 1, 2–3, 4–7, … 131,072 and more."""
-LENGTH_BINS = 18
-"""Bins of the number of valid tokens of a row, with the edges of the position bins."""
 SIZE_OCTAVES, SIZE_OFFSET = 32, 25
 """Octaves of |d|: 2^−25, below float32 rounding, to 64 nats."""
-FINE, COARSE = 8, 4
-"""Bins per octave: in the histogram of d, and in the histograms of rows."""
+FINE = 8
+"""Bins per octave in the histogram of d."""
 CELL = ("tokens", "sum_d", "sum_d2", "sum_k3")
-LENGTH = ("rows", "tokens", "sum_d", "sum_d2", "sum_k3", "sum_mean2")
-"""Sums of each length bin; the last is Σ over rows of (mean d)²."""
-ROW_STATISTICS = ("k3", "mean", "std")
-"""Row statistics with a histogram: k3 per token, mean d and standard deviation of d, nats."""
+ROWS = 4096
+"""Approximate number of rows in the table; at most twice this number."""
+FIELDS = ("tokens", "sum_d", "sum_d2", "sum_k3", "min_d", "max_d", "prompt")
+"""Columns of the table: number of valid tokens of a row; Σ d, Σ d², Σ k3, minimum and maximum of d over them, nats;
+number of prompt tokens, −1 if not recorded."""
 
 
-def _empty_cells() -> Floats:
-    return np.zeros((len(CELL), SURPRISE_BINS, POSITION_BINS))
+@dataclass(frozen=True, eq=False)
+class RowTable:
+    """Every k-th row of a log; k is the smallest power of 2 that bounds the table.
+
+    The merged tables of all parts therefore equal the table of the complete log, at any split.
+
+    Attributes:
+        stride: k; default 1.
+        index: positions of the rows in the log, (r,) int64; default empty.
+        values: columns `FIELDS`, (r, 7) float64; default empty.
+    """
+
+    stride: int = 1
+    index: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    values: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(FIELDS))))
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], index: NDArray[np.int64]) -> RowTable:
+        """Return the table of rows with values (r, 7) and rising positions in the log (r,)."""
+        return _thinned(1, index, values)
+
+    def merge(self, later: RowTable) -> RowTable:
+        """Return the table of both parts of the log; `later` comes second."""
+        stride = max(self.stride, later.stride)
+        return _thinned(stride, np.concatenate([self.index, later.index]), np.concatenate([self.values, later.values]))
+
+    def without(self, part: RowTable) -> RowTable:
+        """Return the table without the rows of `part`."""
+        rest = ~np.isin(self.index, part.index)
+        return RowTable(self.stride, self.index[rest], self.values[rest])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return one column of `FIELDS`, (r,)."""
+        return self.values[:, FIELDS.index(name)]
 
 
-def _empty_sizes() -> Floats:
-    return np.zeros((2, SIZE_OCTAVES * FINE))
-
-
-def _empty_row_sizes() -> Floats:
-    return np.zeros((len(ROW_STATISTICS), 2, SIZE_OCTAVES * COARSE))
+def _thinned(stride: int, index: NDArray[np.int64], values: NDArray[np.float64]) -> RowTable:
+    while True:
+        kept = index % stride == 0
+        if int(kept.sum()) <= 2 * ROWS:
+            return RowTable(stride, index[kept], values[kept])
+        stride *= 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +84,17 @@ class MismatchProfile:
     """Distribution of the log-ratio of two policies, as float64 sums; the default is empty.
 
     Attributes:
-        cells: sums `CELL` over tokens, (4, surprise bin, position bin).
-        lengths: sums `LENGTH` over rows, (6, length bin).
+        cells: sums `CELL` over tokens, (4, surprise bin).
         sizes: token counts by sign (negative first) and size of d, (2, bins).
-        row_sizes: row counts by sign and size of each of `ROW_STATISTICS`, (3, 2, bins).
+        row_count: number of rows with a valid token.
         ids: sums of each token id; empty if the log has no ids.
         rows: bounded table of rows.
         missing: tokens of the response mask without both log-probs.
     """
 
-    cells: Floats = field(default_factory=_empty_cells)
-    lengths: Floats = field(default_factory=lambda: np.zeros((len(LENGTH), LENGTH_BINS)))
-    sizes: Floats = field(default_factory=_empty_sizes)
-    row_sizes: Floats = field(default_factory=_empty_row_sizes)
+    cells: Floats = field(default_factory=lambda: np.zeros((len(CELL), SURPRISE_BINS)))
+    sizes: Floats = field(default_factory=lambda: np.zeros((2, SIZE_OCTAVES * FINE)))
+    row_count: int = 0
     ids: TokenSums = field(default_factory=TokenSums.empty)
     rows: RowTable = field(default_factory=RowTable)
     missing: int = 0
@@ -105,11 +134,14 @@ class MismatchProfile:
         table[:, :-1] = ratios.by_row()
         table[:, -1] = -1 if ratios.prompts is None else ratios.prompts
         measured = table[:, 0] > 0
+
+        # Invalid tokens have d = 0, so subtract them from that bin.
+        sizes = _size_histogram(ratios.d, FINE)
+        sizes[1, 0] -= len(ratios.d) - ratios.count
         return cls(
             cells=_cells_of(ratios),
-            lengths=_by_length(table[measured]),
-            sizes=_sizes_of(ratios),
-            row_sizes=np.stack([_size_histogram(x, COARSE) for x in _row_statistics(table[measured])]),
+            sizes=sizes,
+            row_count=int(measured.sum()),
             ids=TokenSums.of_ratios(ratios, limit=id_limit),
             rows=RowTable.of(table[measured], ratios.index[measured]),
             missing=ratios.missing,
@@ -119,9 +151,8 @@ class MismatchProfile:
         """Return the profile of both parts of the log; `later` comes second."""
         return MismatchProfile(
             cells=self.cells + later.cells,
-            lengths=self.lengths + later.lengths,
             sizes=self.sizes + later.sizes,
-            row_sizes=self.row_sizes + later.row_sizes,
+            row_count=self.row_count + later.row_count,
             ids=self.ids.merge(later.ids),
             rows=self.rows.merge(later.rows),
             missing=self.missing + later.missing,
@@ -139,17 +170,22 @@ class MismatchProfile:
         """Return this profile with each token weighted by `factor` <= 1 and only the latest rows of the table."""
         first = len(self.rows) - int(factor * len(self.rows))
         rows = replace(self.rows, index=self.rows.index[first:], values=self.rows.values[first:])
-        sums = {name: getattr(self, name) * factor for name in ("cells", "lengths", "sizes", "row_sizes")}
-        return replace(self, **sums, ids=self.ids.scaled(factor), rows=rows, missing=int(factor * self.missing))
+        return MismatchProfile(
+            cells=self.cells * factor,
+            sizes=self.sizes * factor,
+            row_count=int(factor * self.row_count),
+            ids=self.ids.scaled(factor),
+            rows=rows,
+            missing=int(factor * self.missing),
+        )
 
     def without(self, part: MismatchProfile) -> MismatchProfile:
         """Return the profile of the remaining rows; `part` is the profile of some rows of this one."""
         own = self.ids if self.ids.limit == part.ids.limit else self.ids.folded(part.ids.limit)
         return MismatchProfile(
             cells=self.cells - part.cells,
-            lengths=self.lengths - part.lengths,
             sizes=self.sizes - part.sizes,
-            row_sizes=self.row_sizes - part.row_sizes,
+            row_count=self.row_count - part.row_count,
             ids=own.without(part.ids),
             rows=self.rows.without(part.rows),
             missing=self.missing - part.missing,
@@ -159,11 +195,6 @@ class MismatchProfile:
     def tokens(self) -> int:
         """Return the number of valid tokens with both log-probs."""
         return int(self.cells[0].sum())
-
-    @property
-    def row_count(self) -> int:
-        """Return the number of rows with such a token."""
-        return int(self.lengths[0].sum())
 
     @property
     def k3(self) -> float:
@@ -187,30 +218,6 @@ class MismatchProfile:
         """Compute the share of Var(d) explained by the token id."""
         return self.ids.share()
 
-    def by(self, what: str) -> Floats:
-        """Return the sums `CELL` by "surprise" (4, 16) or "position" (4, 18), or `LENGTH` by "length" (6, 18)."""
-        if what == "length":
-            return self.lengths
-        return self.cells.sum({"surprise": 2, "position": 1}[what])
-
-    def quantile(self, q: float, of: str = "d") -> float:
-        """Return a quantile of d over tokens, or of a row statistic over rows, nats; NaN without any.
-
-        It is read from a histogram with a resolution of a part of an octave: 9 % for d and 19 % for rows.
-
-        Args:
-            q: in [0, 1].
-            of: "d", or one of `ROW_STATISTICS`; default "d".
-        """
-        counts, parts = (self.sizes, FINE) if of == "d" else (self.row_sizes[ROW_STATISTICS.index(of)], COARSE)
-        values = size_edges(parts)
-        middle = np.sqrt(values[:-1] * values[1:])
-        order = np.concatenate([-middle[::-1], middle])
-        cumulated = np.concatenate([counts[0, ::-1], counts[1]]).cumsum()
-        if not cumulated[-1]:
-            return np.nan
-        return float(order[np.searchsorted(cumulated, q * cumulated[-1], side="left")])
-
 
 def size_edges(parts: int) -> Floats:
     """Return the rising edges of the bins of |x|: `parts` evenly spaced bins per octave, (32 · parts + 1,)."""
@@ -219,41 +226,24 @@ def size_edges(parts: int) -> Floats:
     return np.append((octaves[:, None] * within).ravel(), 2.0 ** (SIZE_OCTAVES - SIZE_OFFSET))
 
 
-def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the bin of −log μ of each token, same shape."""
-    return np.clip(_exponent(surprise) + SURPRISE_OFFSET, 0, SURPRISE_BINS - 1)
-
-
-def _exponent(values: NDArray[np.generic]) -> NDArray[np.int32]:
-    """Return ⌊log2 x⌋ of positive numbers, from the bits of their float32; −127 for zero and negative numbers."""
-    exponents: NDArray[np.int32] = np.maximum(values, np.float32(0), dtype=np.float32).view(np.int32)
-    exponents >>= 23
-    exponents -= 127
-    return exponents
+def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Return the bin of −log μ of each token, same shape: ⌊log2 x⌋, from the bits of its float32."""
+    bins: NDArray[np.int32] = np.maximum(surprise, np.float32(0), dtype=np.float32).view(np.int32)
+    bins >>= 23
+    bins -= 127 - SURPRISE_OFFSET
+    return np.clip(bins, 0, SURPRISE_BINS - 1, out=bins)
 
 
 def _cells_of(ratios: TokenRatios) -> Floats:
-    """Return the sums `CELL` by surprise and position. Positions include masked tokens, which the models saw too."""
-    bins = SURPRISE_BINS * POSITION_BINS
-    cell = surprise_bins(ratios.surprise).astype(np.int64)
-    cell *= POSITION_BINS
-    position = np.arange(1, int(ratios.lengths.max(initial=0)) + 1)
-    by_position = np.minimum(_exponent(position), POSITION_BINS - 1)
-    cell += np.concatenate([by_position[:0], *(by_position[:length] for length in ratios.lengths.tolist())])
+    """Return the sums `CELL` by surprise."""
+    cell = surprise_bins(ratios.surprise)
 
     # Invalid tokens go to an extra cell, which is dropped.
     if ratios.count < len(cell):
-        np.copyto(cell, bins, where=~ratios.valid)
+        cell = np.where(ratios.valid, cell, SURPRISE_BINS)
     weights = (None, ratios.d, ratios.d * ratios.d, ratios.k3)
-    sums = np.stack([np.bincount(cell, weight, bins + 1)[:bins] for weight in weights])
-    return sums.astype(np.float64).reshape(len(CELL), SURPRISE_BINS, POSITION_BINS)
-
-
-def _sizes_of(ratios: TokenRatios) -> Floats:
-    """Return token counts by sign and size of d. Invalid tokens have d = 0, and are subtracted from that bin."""
-    sizes = _size_histogram(ratios.d, FINE)
-    sizes[1, 0] -= len(ratios.d) - ratios.count
-    return sizes
+    sums = [np.bincount(cell, weight, SURPRISE_BINS + 1)[:SURPRISE_BINS] for weight in weights]
+    return np.stack(sums).astype(np.float64)
 
 
 def _size_histogram(values: Floats, parts: int) -> Floats:
@@ -267,21 +257,6 @@ def _size_histogram(values: Floats, parts: int) -> Floats:
     np.clip(size, 0, bins - 1, out=size)
     size += ((bits >> 31) + 1) * bins  # negative values first
     return np.bincount(size, minlength=2 * bins).reshape(2, bins).astype(np.float64)
-
-
-def _row_statistics(table: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return k3 per token, mean d and standard deviation of d of each row, nats, (r,) each."""
-    count, total, square, k3 = table[:, :4].T
-    mean = total / count
-    return k3 / count, mean, np.sqrt(np.maximum(square / count - mean * mean, 0.0))
-
-
-def _by_length(table: Floats) -> Floats:
-    """Return the sums `LENGTH` of each length bin, (6, 18)."""
-    count, total, square, k3 = table[:, :4].T
-    bins = np.minimum(_exponent(count), LENGTH_BINS - 1)
-    sums = (None, count, total, square, k3, (total / count) ** 2)
-    return np.stack([np.bincount(bins, weight, LENGTH_BINS) for weight in sums])
 
 
 def _ratio(numerator: float, denominator: float) -> float:

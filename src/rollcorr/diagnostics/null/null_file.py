@@ -20,15 +20,14 @@ from numpy.typing import NDArray
 
 from rollcorr.config.checks import in_one_line
 from rollcorr.config.documents import load_json, open_input
-from rollcorr.diagnostics.null.mismatch_profile import CELL, LENGTH, ROW_STATISTICS, MismatchProfile
+from rollcorr.diagnostics.null.mismatch_profile import CELL, FIELDS, MismatchProfile, RowTable
 from rollcorr.diagnostics.null.origin import Origin
-from rollcorr.diagnostics.null.row_table import FIELDS, RowTable
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenShare, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
-FORMAT, VERSION = "rollcorr-null", 1
+FORMAT, VERSION = "rollcorr-null", 2
 PICTURE_FORMAT = "rollcorr-picture-null"
 LARGEST_FILE = 1 << 26
 """Largest size of a null file, bytes; this release writes 2 MB at most."""
@@ -77,7 +76,7 @@ class MismatchNull:
         share: share of Var(d) explained by the token id, from exact ids; a file contains sums of
             ids folded to 1,024.
         origin: engines, versions, models and sampling settings of the measurement.
-        sides: the two compared log-probs, as in `rollcorr null --sides`; default "run"; None if not recorded.
+        sides: the two compared log-probs, as in `rollcorr null --sides`; default "run".
         sample: d of the valid tokens of some rows, nats, (tokens,) each; at most 131,072 values per measurement.
         engine_precision: precision of the engine's weights as declared by the user, for example "int4"; default "".
         unvetted: reason why equal weights could not be verified; "" if the log-probs were judged.
@@ -90,7 +89,7 @@ class MismatchNull:
     profile: MismatchProfile
     share: TokenShare
     origin: Origin = field(default_factory=Origin)
-    sides: Sides | None = "run"
+    sides: Sides = "run"
     sample: tuple[NDArray[np.float64], ...] = ()
     engine_precision: str = ""
     unvetted: str = ""
@@ -204,8 +203,6 @@ class MismatchNull:
             for what, word in (("engine", "engine"), ("sampling", "sampling settings"))
             if not (getattr(self.origin, what) and getattr(origin, what))
         ]
-        if self.sides is None:
-            unknown.append("two sides")
         if unknown:
             remarks.append(f"whether {self.name} has the {' and the '.join(unknown)} of this log is not recorded")
         return tuple(remarks)
@@ -227,21 +224,11 @@ class MismatchNull:
             "doubted": self.doubted,
             "measured": [part._asdict() for part in self.measured],
             "counts": {"rows": profile.row_count, "tokens": profile.tokens, "missing": profile.missing},
-            "summary": {
-                "k3": profile.k3,
-                "mean": profile.mean,
-                "std": profile.std,
-                "quantiles": {f"{q:g}": profile.quantile(q) for q in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)},
-                "rows": {
-                    name: {f"{q:g}": profile.quantile(q, name) for q in (0.05, 0.5, 0.95)} for name in ROW_STATISTICS
-                },
-            },
+            "summary": {"k3": profile.k3, "mean": profile.mean, "std": profile.std},
             "token_id": {**self.share._asdict(), "largest": profile.ids.largest},
             "profile": {
                 "cells": dict(zip(CELL, profile.cells.tolist(), strict=True)),
-                "lengths": dict(zip(LENGTH, profile.lengths.tolist(), strict=True)),
                 "sizes": profile.sizes.tolist(),
-                "row_sizes": dict(zip(ROW_STATISTICS, profile.row_sizes.tolist(), strict=True)),
                 "ids": profile.ids.folded().sums.tolist(),
                 "rows": {
                     "stride": profile.rows.stride,
@@ -251,7 +238,10 @@ class MismatchNull:
             },
             "sample": [_rounded(row) for row in self.sample],
         }
-        return json.dumps(_without_nan(document), allow_nan=False)
+
+        # Numbers that are not finite become null.
+        finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
+        return json.dumps(finite, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the null with an atomic write."""
@@ -295,9 +285,8 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
     rows = stored["rows"]
     profile = MismatchProfile(
         cells=_array([stored["cells"][key] for key in CELL], empty.cells.shape),
-        lengths=_array([stored["lengths"][key] for key in LENGTH], empty.lengths.shape),
         sizes=_array(stored["sizes"], empty.sizes.shape),
-        row_sizes=_array([stored["row_sizes"][key] for key in ROW_STATISTICS], empty.row_sizes.shape),
+        row_count=int(document["counts"]["rows"]),
         ids=TokenSums(_array(stored["ids"], (3, None)), int(token_id["largest"]), STEP_IDS),
         rows=RowTable(
             int(rows["stride"]),
@@ -312,23 +301,19 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
     texts = {f.name: tuple(map(str, origin[f.name])) for f in fields(Origin) if f.name != "sampling"}
     settings = tuple(json.dumps(entry, sort_keys=True) for entry in origin["sampling"])
     kind: Kind = "engine" if document["kind"] == "engine" else "log"
-
-    # A log compares the sides of a run. Earlier releases did not record the sides of an engine's null.
-    sides: Sides | None = document.get("sides", None if kind == "engine" else "run")
-    if sides is not None and sides not in _SIDES_IN_WORDS:
+    sides: Sides = document["sides"]
+    if sides not in _SIDES_IN_WORDS:
         raise ValueError(f"sides {sides!r} is none of {', '.join(_SIDES_IN_WORDS)}")
     return MismatchNull(
         name=name,
         kind=kind,
         profile=profile,
-        share=TokenShare(*(_number(token_id[key]) for key in TokenShare._fields)),
+        share=TokenShare._make(np.nan if token_id[key] is None else token_id[key] for key in TokenShare._fields),
         origin=Origin(**texts, sampling=settings),
         sides=sides,
         sample=tuple(_array(row, (None,)) for row in document["sample"]),
-        measured=tuple(NullPart(**part) for part in document.get("measured", ())),
-        # Earlier releases did not record these fields; whether ids repeat is still computed.
-        **{name: str(document.get(name, "")) for name in ("engine_precision", "doubted")},
-        unvetted=str(document.get("unvetted", unvetted_by_ids(profile))),
+        measured=tuple(NullPart(**part) for part in document["measured"]),
+        **{name: str(document[name]) for name in ("engine_precision", "unvetted", "doubted")},
     )
 
 
@@ -363,20 +348,6 @@ def _array(values: Any, shape: tuple[int | None, ...]) -> NDArray[np.float64]:  
     return array
 
 
-def _number(value: float | None) -> Any:  # noqa: ANN401 (int where it was one)
-    return np.nan if value is None else value
-
-
 def _rounded(values: NDArray[np.float64]) -> list[float]:
     """Return the numbers rounded to six digits, the precision of d."""
     return [float(f"{value:.6g}") for value in values.tolist()]
-
-
-def _without_nan(value: Any) -> Any:  # noqa: ANN401 (plain values)
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return value

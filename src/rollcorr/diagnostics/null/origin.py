@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from rollcorr.rollout_log import RolloutBatch
 
 MOST_KINDS = 16
 """Largest number of stored values per field; a log with more has no single origin."""
-COLUMNS = {"engine": "engine", "engine_version": "engine_version", "model": "model"}
+COLUMNS = ("engine", "engine_version", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +31,22 @@ class Origin:
     @classmethod
     def of(cls, batch: RolloutBatch) -> Origin:
         """Return the origin that a batch records."""
-        found = {name: _distinct_values(batch, name) for name in COLUMNS}
+        columns = {name: batch.records.column(name) for name in COLUMNS if batch.has(name)}
+        found = {name: set(column.unique().to_pylist()) - {None} for name, column in columns.items()}
         settings: set[str] = set()
         if batch.has("sampling"):
-            settings = {settings_text(row) for row in batch.objects("sampling") if row}
+            # Unset values are omitted.
+            rows = (
+                {name: x for name, x in sorted(row.items()) if x is not None}
+                for row in batch.objects("sampling")
+                if row
+            )
+            settings = set(map(json.dumps, rows))
         return cls(**{name: _limited(values) for name, values in found.items()}, sampling=_limited(settings))
 
     def merge(self, other: Origin) -> Origin:
         """Return the union of both origins."""
         return Origin(**{f.name: _limited({*getattr(self, f.name), *getattr(other, f.name)}) for f in fields(Origin)})
-
-
-def settings_text(settings: Mapping[str, object]) -> str:
-    """Return sampling settings as JSON with sorted names; unset values are omitted."""
-    return json.dumps({name: value for name, value in sorted(settings.items()) if value is not None})
-
-
-def _distinct_values(batch: RolloutBatch, column: str) -> set[str]:
-    if not batch.has(column):
-        return set()
-    return {value for value in batch.records.column(column).unique().to_pylist() if value is not None}
 
 
 def _limited(values: set[str]) -> tuple[str, ...]:

@@ -34,10 +34,6 @@ Z = 4.0
 """Standard errors from which a difference is significant."""
 
 
-def _empty_cells() -> Floats:
-    return np.zeros((2, 2, SURPRISE_BINS))
-
-
 @dataclass(frozen=True, eq=False)
 class RoutingSums:
     """Token counts and Σ k3 by probability, for tokens with equal and with different routing; the default is empty.
@@ -48,7 +44,7 @@ class RoutingSums:
         differing: Σ over all tokens of the share of layers that differ.
     """
 
-    cells: Floats = field(default_factory=_empty_cells)
+    cells: Floats = field(default_factory=lambda: np.zeros((2, 2, SURPRISE_BINS)))
     by_row: Floats = field(default_factory=lambda: np.zeros(3))
     differing: float = 0.0
 
@@ -77,38 +73,22 @@ class RoutingSums:
         return RoutingSums(self.cells + later.cells, self.by_row + later.by_row, self.differing + later.differing)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutingExcess:
-    """Excess of the tokens with different routing.
+def routing_excess(sums: RoutingSums) -> dict[str, float]:
+    """Compute the excess of tokens with different routing.
 
-    Attributes:
-        tokens: number of tokens with different routing.
-        token_share: their share of all tokens with known routing.
-        layers: mean share of the layers that differ, over all tokens.
-        k3: their mean k3, nats per token.
-        ratio: their k3 over k3 of equal routing at the same probability.
-        z: log(ratio) in standard errors; rows count as independent, and `SYSTEMATIC` is included.
-        share: share of all k3 beyond equal routing.
+    Returns:
+        Empty with few tokens of either routing. Else "tokens" with different routing, their "token_share" of the tokens
+        with known routing, and mean "k3" in nats; "routing_ratio" of k3 to k3 of equal routing at the same probability,
+        with "z", its logarithm in standard errors (rows count as independent, and `SYSTEMATIC` is included);
+        "k3_share" of all k3 beyond equal routing; "layer_share", the mean share of the layers that differ.
     """
-
-    tokens: int
-    token_share: float
-    layers: float
-    k3: float
-    ratio: float
-    z: float
-    share: float
-
-
-def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
-    """Compute the excess of tokens with different routing; None with few tokens of either routing."""
     (same_count, same_k3), (count, k3) = sums.cells
     tokens, total = float(count.sum()), float(k3.sum())
     if tokens < FEW_ROUTED or same_count.sum() < FEW_TOKENS or total <= 0:
-        return None
+        return {}
     expected = float((count * pooled_mean(same_count, same_k3)).sum())
     if expected <= 0:
-        return None
+        return {}
 
     # Standard error of a ratio of sums over rows.
     mean = total / tokens
@@ -116,15 +96,15 @@ def routing_excess(sums: RoutingSums) -> RoutingExcess | None:
     residual = max(k3_square - 2 * mean * product + mean**2 * tokens_square, 0.0)
     error = math.sqrt(residual / total**2 + SYSTEMATIC**2)
     everything = tokens + float(same_count.sum())
-    return RoutingExcess(
-        tokens=int(tokens),
-        token_share=tokens / everything,
-        layers=sums.differing / everything,
-        k3=total / tokens,
-        ratio=total / expected,
-        z=math.log(total / expected) / error,
-        share=(total - expected) / (total + float(same_k3.sum())),
-    )
+    return {
+        "tokens": tokens,
+        "k3": total / tokens,
+        "routing_ratio": total / expected,
+        "z": math.log(total / expected) / error,
+        "k3_share": (total - expected) / (total + float(same_k3.sum())),
+        "token_share": tokens / everything,
+        "layer_share": sums.differing / everything,
+    }
 
 
 def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bool) -> tuple[Finding, ...]:
@@ -140,43 +120,32 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
         differ more without explaining it; otherwise empty.
     """
     found = routing_excess(sums)
-    if found is None or found.ratio < TIMES or found.z < Z:
+    if not found or found["routing_ratio"] < TIMES or found["z"] < Z:
         return ()
+    tokens, k3 = int(found.pop("tokens")), found.pop("k3")
+    ratio, z, share = found["routing_ratio"], found["z"], found["k3_share"]
     reason = (
-        f"{found.token_share:.1%} of the tokens were routed to other experts by the trainer. Their k3 is "
-        f"{format_number(found.ratio)} times that of the other tokens at the same probability, and {found.share:.0%} "
-        "of all k3 is due to that"
+        f"{found['token_share']:.1%} of the tokens were routed to other experts by the trainer. Their k3 is "
+        f"{format_number(ratio)} times that of the other tokens at the same probability, and {share:.0%} of all k3 is "
+        "due to that"
     )
-    carries, ordinary = found.share >= CARRIES, True
+    is_cause = share >= CARRIES and (null is None or in_excess)
     if null is not None:
-        same = _ratio_to_null(sums.cells[0], null)
-        ordinary = same < NOTICEABLE
+        count, total = sums.cells[0]
+        expected = float((count * k3_by_surprise(null.profile)).sum())
+        same = float(total.sum()) / expected if expected > 0 else math.inf
+        is_cause &= same < NOTICEABLE
         reason += f". Where the routing is the same, k3 is {format_number(same)} times what {null.name} predicts"
-    is_cause = carries and ordinary and (null is None or in_excess)
-    sure = found.z**2 / (1 + found.z**2)
     finding = replace(
         fault("moe_routing_differs").finding,
         metric="k3_kl",
-        value=found.k3,
-        limit=f"below {TIMES:g} times {format_number(found.k3 / found.ratio)}, that of the other tokens",
+        value=k3,
+        limit=f"below {TIMES:g} times {format_number(k3 / ratio)}, that of the other tokens",
         reason=reason,
-        confidence=sure * (0.95 if null is not None else 0.8),
-        tokens=found.tokens,
-        evidence={
-            "routing_ratio": found.ratio,
-            "z": found.z,
-            "k3_share": found.share,
-            "token_share": found.token_share,
-            "layer_share": found.layers,
-        },
+        confidence=z**2 / (1 + z**2) * (0.95 if null is not None else 0.8),
+        tokens=tokens,
+        evidence=found,
     )
     if is_cause:
         return (finding,)
     return (replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note"),)
-
-
-def _ratio_to_null(cells: Floats, null: MismatchNull) -> float:
-    """Return k3 of some tokens over the null's k3 at the same probabilities; cells (2, 16)."""
-    count, k3 = cells
-    expected = float((count * k3_by_surprise(null.profile)).sum())
-    return float(k3.sum()) / expected if expected > 0 else math.inf

@@ -84,25 +84,27 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
     )
 
 
-def null_beside(run: str | os.PathLike[str]) -> MismatchNull | None:
-    """Return the null in a run directory, named by its path; None if the file is missing, a link, or of pictures.
+def any_null_beside(run: str | os.PathLike[str]) -> MismatchNull | PictureNull | None:
+    """Return the null in a run directory, named by its path; None if the file is missing or a link.
 
     Raises:
         BadInputError: the file cannot be read as a null, or its null compares one side with itself.
     """
     file = RunDirectory(Path(run)).null
-    if file.is_symlink() or not file.is_file() or read_picture_null(file):
+    if file.is_symlink() or not file.is_file():
         return None
+    pictures = read_picture_null(file)
+    if pictures is not None:
+        return replace(pictures, name=str(file))
     null = replace(read_null(file), name=str(file))
     null.check_sides()
     return null
 
 
-def picture_null_beside(run: str | os.PathLike[str]) -> PictureNull | None:
-    """Return the null of pictures in a run directory; None if the file is missing, a link, or not of pictures."""
-    file = RunDirectory(Path(run)).null
-    null = None if file.is_symlink() else read_picture_null(file)
-    return null and replace(null, name=str(file))
+def null_beside(run: str | os.PathLike[str]) -> MismatchNull | None:
+    """Return the null of tokens in a run directory; None and Raises as in `any_null_beside`."""
+    null = any_null_beside(run)
+    return null if isinstance(null, MismatchNull) else None
 
 
 def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
@@ -110,9 +112,8 @@ def noise_beside(run: str | os.PathLike[str]) -> Noise | None:
 
     A null of pictures has no noise of a token: it judges rows, not metrics.
     """
-    pictures = picture_null_beside(run)
-    if pictures is not None:
+    null = any_null_beside(run)
+    if isinstance(null, PictureNull):
         unusable = "judges only logged pictures (log.rollouts)"
-        return Noise(sigma=math.nan, k3=math.nan, source=pictures.name, unusable=unusable)
-    null = null_beside(run)
+        return Noise(sigma=math.nan, k3=math.nan, source=null.name, unusable=unusable)
     return None if null is None else noise_of(null)

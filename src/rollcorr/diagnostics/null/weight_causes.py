@@ -55,8 +55,9 @@ MIXED = (0.1, 0.9)
 VARIES = 0.4
 """The same share and two errors, below which one side is random: up to 0.22 with dropout, and 0.69 or more if both
 sides are functions and the weights move."""
-SURELY_EQUAL = 2000
-"""Number of such tokens from which d is known to be a fixed function, whatever the other tests show."""
+EQUAL, SURELY_EQUAL = 500, 2000
+"""Number of such tokens from which d is known to be a fixed function; and the number for which this outweighs the other
+tests of weights."""
 LOST, EFFECTIVE = 0.96, 0.1
 """Mean of π / μ below which one side lacks probability mass; other weights and dropout keep it. And the effective share
 of the tokens below which few tokens dominate the mean, so that the mass may lie in ids that were hardly sampled."""
@@ -122,13 +123,13 @@ class _Excess:
     @property
     def is_function(self) -> bool:
         """Return whether d is surely a fixed function of prompt and response from the first step on."""
-        sure = self.same.tokens >= SURELY_EQUAL and self.same.share >= MIXED[1]
+        sure = self.same.tokens >= EQUAL and self.same.share >= MIXED[1]
         return sure and self.known and self.tokens.first_step >= STARTED
 
     @property
     def fixed(self) -> bool:
-        """Return whether it is such a function in most rows."""
-        return self.is_function and self.spared <= MOST_ROWS
+        """Return whether it is such a function in most rows, by many tokens."""
+        return self.is_function and self.same.tokens >= SURELY_EQUAL and self.spared <= MOST_ROWS
 
     @property
     def repeated(self) -> bool:
@@ -215,13 +216,36 @@ def name_causes(
     seen = _Excess(tokens=tokens, times=times, evidence=evidence, repeats=excess.repeats, case=case, found=found)
     if math.isfinite(seen.tokens.first_step):
         evidence["ratio_of_first_step"] = seen.tokens.first_step
+    return _named(seen) or _in_parts(seen) or _unknown(seen)
+
+
+def _named(seen: _Excess) -> list[Finding]:
+    """Return the causes of the first test that names one; empty if none does."""
     for test in _TESTS:
         # If the likelier of two causes is refuted, the other one does not follow: run the next test.
         named = test(seen)
-        stand = [finding for finding in named if refutation(finding.code, case) is None]
+        stand = [finding for finding in named if refutation(finding.code, seen.case) is None]
         if named and stand[:1] == named[:1]:
             return stand
-    return _unknown(seen)
+    return []
+
+
+def _in_parts(seen: _Excess) -> list[Finding]:
+    """Name the last token if it carries most of the excess, remove it, and judge the other tokens again.
+
+    Returns:
+        The causes of both parts; empty unless both are named.
+    """
+    for place in seen.found:
+        own = _last_token(replace(seen, found=[replace(place, rest=1.0)]))
+        rest = seen.tokens.chosen(~place.tokens)
+        if not own or rest.ratio < LARGE_EXCESS:
+            continue
+        evidence = {**seen.evidence, "ratio": rest.ratio, "k3": float(rest.k3.mean())}
+        times = f"without {place}, k3 is {format_number(rest.ratio)} times the null's"
+        others = _named(replace(seen, tokens=rest, times=times, evidence=evidence, found=places(rest)))
+        return [*own, *others] if others else []
+    return []
 
 
 def _last_token(seen: _Excess) -> list[Finding]:

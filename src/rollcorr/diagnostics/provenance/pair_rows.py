@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,18 +153,7 @@ class RepairedPairs:
     findings: list[Finding] = field(default_factory=list)
 
 
-class Extent(TypedDict):
-    """Number of rows and tokens that a cause affects, as fields of `Finding`."""
-
-    rows: int
-    tokens: int
-    row_share: float
-    first_row: int | None
-    first_step: int | None
-    steps: int | None
-
-
-def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> Extent:
+def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> dict[str, Any]:
     """Count the rows and tokens that show a cause.
 
     Args:
@@ -173,19 +162,19 @@ def extent(pairs: PairRows, rows: Tensor, tokens: Tensor) -> Extent:
         tokens: tokens that show the cause, (N,) bool.
 
     Returns:
-        The counts, the share of the rows with at least one kept token, the index of the first row in `pairs`, and the
-        steps if known.
+        Fields of a `Finding`: the counts, the share of the rows with at least one kept token, the index of the first
+        row in `pairs`, and the steps if known.
     """
     which = rows.nonzero().squeeze(-1)
     steps = which.new_zeros(0) if pairs.step is None else pairs.step[which].unique()
-    return Extent(
-        rows=len(which),
-        tokens=int(tokens.sum()),
-        row_share=len(which) / max(int(pairs.judged.sum()), 1),
-        first_row=int(which[0]) if len(which) else None,
-        first_step=int(steps[0]) if len(steps) else None,
-        steps=len(steps) or None,
-    )
+    return {
+        "rows": len(which),
+        "tokens": int(tokens.sum()),
+        "row_share": len(which) / max(int(pairs.judged.sum()), 1),
+        "first_row": int(which[0]) if len(which) else None,
+        "first_step": int(steps[0]) if len(steps) else None,
+        "steps": len(steps) or None,
+    }
 
 
 def doubt(log_prob: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class SampleRow(NamedTuple):
         response_ids: ids of the response, (c,); defaults to `None`: not recorded.
         step: training step; defaults to `None`: not recorded.
         prompt: ids of the prompt, (p,); defaults to `None`: not recorded.
+        versions: version of the weights behind each token, (c,); defaults to `None`: not recorded.
         context: context of each token; defaults to `None` until `located` computes it.
     """
 
@@ -73,6 +74,7 @@ class SampleRow(NamedTuple):
     response_ids: Tensor | None = None
     step: int | None = None
     prompt: Tensor | None = None
+    versions: Tensor | None = None
     context: Context | None = None
 
     @property
@@ -99,10 +101,7 @@ class SampleRow(NamedTuple):
 
     def copied(self) -> SampleRow:
         """Return a copy of the row's tensors, so that the sample does not keep the full batch in memory."""
-        ids = None if self.response_ids is None else self.response_ids.clone()
-        return self._replace(
-            train=self.train.clone(), rollout=self.rollout.clone(), mask=self.mask.clone(), response_ids=ids
-        )
+        return SampleRow._make(value.clone() if isinstance(value, Tensor) else value for value in self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +134,7 @@ class PairSample:
         steps: Tensor | None = None,
         prompts: Sequence[Tensor] | None = None,
         wanted: Tensor | None = None,
+        versions: Tensor | None = None,
     ) -> PairSample:
         """Sample a packed batch.
 
@@ -149,20 +149,20 @@ class PairSample:
             steps: training step of each sequence, (B,); optional.
             prompts: ids of each prompt, B tensors of (p,); optional.
             wanted: true on the sequences to sample from, (B,) bool; defaults to all.
+            versions: version of the weights behind each token, (N,); optional.
         """
         sizes = lengths.tolist()
         columns = [x.split(sizes) for x in (train, rollout, mask)]
         ids = [None] * len(sizes) if response_ids is None else response_ids.split(sizes)
         step_of = [None] * len(sizes) if steps is None else steps.tolist()
-        parts = (SampleRow(*row) for row in zip(*columns, ids, step_of, strict=True))
+        prompt_of = [None] * len(sizes) if prompts is None else prompts
+        version_of = [None] * len(sizes) if versions is None else versions.split(sizes)
+        parts = (SampleRow(*row) for row in zip(*columns, ids, step_of, prompt_of, version_of, strict=True))
         some = range(len(sizes)) if wanted is None else wanted.nonzero().squeeze(-1).tolist()
         those = {first + i for i in some if (first + i) % stride == 0}
         rows = {i: row for i, row in enumerate(parts, start=first) if i in those and bool(row.mask.any())}
         thin = _thinned(stride, rows)
-        rows = {i: row.copied() for i, row in thin.rows.items()}
-        if prompts is not None:
-            rows = {i: row._replace(prompt=prompts[i - first].clone()) for i, row in rows.items()}
-        return replace(thin, rows=rows)
+        return replace(thin, rows={i: row.copied() for i, row in thin.rows.items()})
 
     def merge(self, other: PairSample) -> PairSample:
         """Return the sample of both parts of the log together."""
@@ -176,7 +176,8 @@ class PairSample:
 
         Returns:
             The findings; `first_row` is an index in the log, counted over all of its files. Repetitive responses keep
-            only findings that other weights cannot cause.
+            only findings that other weights cannot cause: there an update moves the few log-probs in the same way as a
+            temperature does, and every response is uncertain only at its beginning.
         """
         order = sorted(self.rows)
         rows = [self.rows[index] for index in order]
@@ -198,22 +199,15 @@ class PairSample:
             return found
         count = torch.bincount(token_ids[mask.bool()].clamp(min=0)).double()
         different = float(count.sum() ** 2 / count.square().sum().clamp(min=1))
-        return found if different >= FEW_IDS else _drop_ambiguous(found)
+        if different >= FEW_IDS:
+            return found
+        sure = [f for f in of_log if _is_sure(f) or (fault(f.code).kind != "settings" and f.code != "processed")]
+        return replace(found, findings=tuple(sure))
 
     @property
     def few(self) -> bool:
         """Return whether the sample is within its limit of tokens, or has at most one row."""
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
-
-
-def _drop_ambiguous(found: Provenance) -> Provenance:
-    """Drop findings about settings that other weights can cause in responses that repeat few tokens.
-
-    There an update of the weights moves the few log-probs in the same way as a temperature does, and every response is
-    uncertain only at its beginning.
-    """
-    kept = [f for f in found.findings if _is_sure(f) or (fault(f.code).kind != "settings" and f.code != "processed")]
-    return replace(found, findings=tuple(kept))
 
 
 def _is_sure(finding: Finding) -> bool:

@@ -53,33 +53,21 @@ def find_storage(pairs: PairRows) -> list[Finding]:
                 continue
             taken |= rows
             tokens = pairs.of_rows(rows) & valid
-            findings.append(_storage_finding(pairs, side, name, step, rows, tokens, single, difference))
+
+            # The standard deviation of rounding is spacing/√12, with the spacing at the value's power of two.
+            power = 2.0 ** single[tokens].double().abs().log2().floor()
+            rounding = (power * 2 * step).square().mean() / 12
+            measured = difference[tokens].square().mean()
+            explained = min(float(rounding / measured.clamp(min=1e-30)), 1.0)
+            evidence = {
+                "rounding_std": float(rounding.sqrt()),
+                "difference_std": float(measured.sqrt()),
+                "explained_share": explained,
+            }
+            reason = (
+                f"the {side}'s log-probs are {name} values: rounding alone makes a difference of "
+                f"{format_number(evidence['rounding_std'])} nats, {explained:.0%} of the variance"
+            )
+            found = provenance_finding("storage", reason, 1.0, evidence)
+            findings.append(replace(found, severity="note", **extent(pairs, rows, tokens)))
     return findings
-
-
-def _storage_finding(
-    pairs: PairRows,
-    side: str,
-    name: str,
-    step: float,
-    rows: Tensor,
-    tokens: Tensor,
-    values: Tensor,
-    difference: Tensor,
-) -> Finding:
-    """Return the note; the rounding's standard deviation is spacing/√12, the spacing at the value's power of two."""
-    power = 2.0 ** values[tokens].double().abs().log2().floor()
-    rounding = (power * 2 * step).square().mean() / 12
-    measured = difference[tokens].square().mean()
-    explained = min(float(rounding / measured.clamp(min=1e-30)), 1.0)
-    evidence = {
-        "rounding_std": float(rounding.sqrt()),
-        "difference_std": float(measured.sqrt()),
-        "explained_share": explained,
-    }
-    reason = (
-        f"the {side}'s log-probs are {name} values: rounding alone makes a difference of "
-        f"{format_number(evidence['rounding_std'])} nats, {explained:.0%} of the variance"
-    )
-    finding = provenance_finding("storage", reason, 1.0, evidence)
-    return replace(finding, severity="note", **extent(pairs, rows, tokens))
