@@ -19,7 +19,7 @@ def trace_files():
     return module
 
 
-@pytest.mark.parametrize("call", ["correct", "torch", "summary", "step"])
+@pytest.mark.parametrize("call", ["correct", "torch", "summary", "step", "check"])
 def test_a_call_stays_within_its_limits(trace_files, call):
     if call == "correct" and not implementations()["cpu"][0]:
         pytest.skip("the compiled kernel was not built")

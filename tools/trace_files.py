@@ -10,6 +10,7 @@ caches:
     torch      the same with impl="torch"
     summary    the text of that correction's summary
     step       one step of `GrpoTrainer` on the tiny policy
+    check      `check_logs` on a healthy log of twelve steps
 
 A function is a code object of the package: lambdas and comprehensions count, imports do not. The depth is how many of
 them are open at once. The script prints the figures and the files of each call, and exits with code 1 if one is above
@@ -18,8 +19,11 @@ its limit. Without the compiled library it leaves `correct` out.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +42,7 @@ LIMITS = {
     "torch": {"functions": 110},
     "summary": {"calls": 200},
     "step": {"files": 41},
+    "check": {"files": 68},
 }
 
 
@@ -118,11 +123,31 @@ def step_call() -> Callable[[], object]:
     return lambda: trainer.step(next(steps))
 
 
+def check_call() -> Callable[[], object]:
+    """Return a check of a log with ids and steps, whose first steps are its null."""
+    from rollcorr.diagnostics import check_logs
+    from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
+
+    generator = torch.Generator().manual_seed(0)
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    log = Path(folder) / "log.parquet"
+    with RolloutLogWriter(log) as writer:
+        for step in range(1, 13):
+            rollout = -torch.rand(16, 40, generator=generator)
+            train = rollout + 0.01 * torch.randn(16, 40, generator=generator)
+            ids = torch.randint(500, (16, 40), generator=generator)
+            columns = {"response_ids": ids, "rollout_log_prob": rollout, "old_log_prob": train, "step": step}
+            writer.write(RolloutBatch.from_padded(torch.ones(16, 40), **columns))
+    return lambda: check_logs([log])
+
+
 CALLS = {
     "correct": correct_call,
     "torch": lambda: correct_call("torch"),
     "summary": summary_call,
     "step": step_call,
+    "check": check_call,
 }
 
 

@@ -47,6 +47,14 @@ def test_the_last_token_alone(tmp_path, null):
     assert (first(result), result.causes[0].where) == ("last_token_differs", {"from_end": [[0, 0]]})
 
 
+def test_the_rest_is_judged_without_the_last_token(tmp_path, null):
+    """The last token carries most of the excess, and the other tokens have other weights."""
+    two = changed(rollouts(weights=0.1), lambda ids, x: np.append(x[:-1], x[-1] - 3))
+    result = checked(tmp_path, null, two)
+    assert [cause.code for cause in result.causes] == ["last_token_differs", "weights_differ"]
+    assert result.causes[1].reason.startswith("without distance to the last token 0")
+
+
 def test_some_rows_beside_ordinary_ones(tmp_path, null):
     rows, others = rollouts(rows=64), rollouts(rows=64, weights=0.3)
     mixed = [other if number % 4 == 1 else row for number, (row, other) in enumerate(zip(rows, others, strict=True))]

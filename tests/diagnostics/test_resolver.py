@@ -16,6 +16,7 @@ from rollcorr.diagnostics.faults import FAULTS, fault, refutation
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.health.health_check import evidence_of
 from rollcorr.diagnostics.health.trend import AGE
+from rollcorr.diagnostics.report.console import COLUMNS
 from rollcorr.diagnostics.resolver import resolve_findings, standing
 from rollcorr.rollout_log import RolloutBatch, RolloutLogWriter
 
@@ -90,6 +91,7 @@ def test_every_row_is_complete():
         assert row.kind not in CAUSES or row.score > 0 or row.part == "nothing", row.code
         assert not row.refuted_by or row.kind in CAUSES | {"course"}, row.code
         assert fault(row.code).finding.code == row.code
+        assert len(f"unhealthy: {row.title}") <= COLUMNS, row.code
 
 
 causes = st.lists(

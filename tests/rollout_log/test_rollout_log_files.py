@@ -344,7 +344,7 @@ def test_the_json_form_by_hand(tmp_path):
     with RolloutLogWriter(tmp_path / "log.jsonl") as log:
         log.write(batch)
     assert (tmp_path / "log.jsonl").read_text(encoding="utf-8") == (
-        '{"schema_version": "1.2", "response_mask": [true, false, true, true], '
+        '{"schema_version": "1.3", "response_mask": [true, false, true, true], '
         '"rollout_log_prob": [-0.5, null, -1e999, 1e999], "engine": "NaN ∞"}\n'
     )
     (back,) = read_rollout_log(tmp_path)
@@ -374,7 +374,7 @@ def test_json_of_others_may_have_more_keys_blank_lines_and_flags_as_numbers(tmp_
         ('{"response_ids": [99999999999]}', r"log.jsonl, row 1, column response_ids"),
         ('{"reward": "high"}', r"log.jsonl, row 1, column reward"),
         ('{"sampling": 1}', r"log.jsonl, row 1, column sampling"),
-        ('{"schema_version": "2.0"}', r"log.jsonl, row 1: schema version 2.0 is newer than 1.2.*; upgrade rollcorr"),
+        ('{"schema_version": "2.0"}', r"log.jsonl, row 1: schema version 2.0 is newer than 1.3.*; upgrade rollcorr"),
         ("\udcff", r"log.jsonl, row 1: line 3 is not JSON"),
     ],
 )
@@ -417,7 +417,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path, damage):
 def test_a_newer_major_version_is_refused_and_a_newer_minor_one_is_read(tmp_path):
     table = pa.table({"step": [1]})
     path = tmp_path / "log.parquet"
-    for version, message in (("2.0", "2.0 is newer than 1.2"), ("next", "'next' is not 'major.minor'")):
+    for version, message in (("2.0", "2.0 is newer than 1.3"), ("next", "'next' is not 'major.minor'")):
         pq.write_table(table.replace_schema_metadata({"rollcorr.schema_version": version}), path)
         with pytest.raises(RolloutLogError, match=f"log.parquet: schema version {message}"):
             count_rows(path)

@@ -148,6 +148,7 @@ def check(
             result.health,
             worst_tokens=[token._asdict() for token in result.worst_tokens],
             lags=[row._asdict() for row in result.lags],
+            turns=[row._asdict() for row in result.turns],
             hypotheses=[asdict(finding) for finding in result.hypotheses],
             rows=result.rows,
             files=result.files,
@@ -164,7 +165,12 @@ def check(
         subject = f"{result.rows:,} {what} in {len(result.files)} file{'s' * (len(result.files) != 1)}"
         console = terminal()
         reports.show_health(
-            console, result.health, subject=subject, remarks=result.remarks, worst_tokens=result.worst_tokens
+            console,
+            result.health,
+            subject=subject,
+            remarks=result.remarks,
+            worst_tokens=result.worst_tokens,
+            turns=result.turns,
         )
         if what_if:
             show_what_if(console, result.what_if)

@@ -92,7 +92,7 @@ def _show_verdict(judge: RunningJudge, run: Path) -> None:
     typer.secho(judge.verdict, fg={"healthy": "green", "unhealthy": "red"}.get(judge.verdict, "yellow"), bold=True)
     for sentence in judge.not_judged:
         typer.echo(sentence if "not judged" in sentence else f"not judged: {sentence}")
-    for cause in diagnostics.causes(run)[:1] if judge.alarms else ():
+    for cause in diagnostics.causes(run)[:1]:
         typer.secho(f"first cause: {cause.title}. Fix: {cause.fix}", fg="red")
 
 

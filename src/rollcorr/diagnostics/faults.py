@@ -35,7 +35,7 @@ _ROWS = (
         number="lag",
         limit="0",
         title="log-probs are shifted: each belongs to a neighboring token",
-        fix="log-prob t must be that of token t given the tokens before it; cut off the first or the last one",
+        fix="log-prob t belongs to token t given the tokens before it; cut off the first or the last one",
         confirm="score one row by hand: the first log-prob belongs to the first response token",
     ),
     Fault(
@@ -81,7 +81,7 @@ _ROWS = (
         part="filled",
         score=3,
         title="placeholders in place of the rollout's log-probs",
-        fix="store NaN for a missing log-prob; have the engine return log-probs of the tokens that it samples",
+        fix="store NaN for a missing log-prob; have the engine return log-probs of sampled tokens",
         confirm="look at these values in the engine's answer, before anything fills in missing ones",
     ),
     Fault(
@@ -105,7 +105,7 @@ _ROWS = (
         number="sum_above_1",
         limit="as many as where both score one id",
         title="one side has the log-probs of other ids than the sampled ones",
-        fix="take the log-prob of the sampled id, not the first of the top ones; shift logits by one against labels",
+        fix="gather the log-prob of the sampled id, not of the top one; shift logits by one against labels",
         confirm="gather one row by hand: log_softmax(logits[t - 1])[id[t]]",
     ),
     Fault(
@@ -185,7 +185,7 @@ _ROWS = (
         number="temperature_ratio",
         limit="1",
         title="the two sides divide the logits by different temperatures",
-        fix="divide the trainer's logits by the sampling temperature, and have the engine return processed log-probs",
+        fix="divide the trainer's logits by the sampling temperature; use the engine's processed log-probs",
         confirm="compare the temperature in the engine's request with the one that the trainer divides by",
     ),
     Fault(
@@ -197,8 +197,8 @@ _ROWS = (
         number="kept_mass",
         limit="1",
         title="only one side's log-probs are truncated (top-p, top-k or min-p)",
-        fix="replay the engine's kept sets on the trainer (support 'replayed'), subtract the log of the kept mass, or "
-        "sample with top_p=1, top_k=-1, min_p=0",
+        fix="sample with top_p=1, top_k=-1, min_p=0, or replay the engine's kept sets (support 'replayed'), or "
+        "subtract the log of the kept mass",
         confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: the certain tokens must vanish",
     ),
     Fault(
@@ -212,6 +212,18 @@ _ROWS = (
         title="the sampler's log-probs leave its sampling settings out (raw log-probs)",
         fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
         confirm="look up logprobs_mode of the engine, or give the trainer's logits and the token ids",
+    ),
+    Fault(
+        code="not_the_sampled_distribution",
+        kind="settings",
+        needs="record",
+        part="nothing",
+        score=3,
+        title="tokens were not drawn from the distribution of the logged log-probs",
+        reason="the mean of −log μ over drawn tokens is the mean entropy of μ; raw log-probs leave out the sampler's "
+        "temperature, top-p or penalties",
+        fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
+        confirm="sample with temperature 1, top_p 1 and no penalty: the two means then agree",
     ),
     Fault(
         code="recorded_settings",
@@ -230,7 +242,7 @@ _ROWS = (
         number="times_expected",
         limit="near 1",
         title="the two sides saw other prompts",
-        fix="give both sides the same prompt ids: the same template, one BOS, and left padding that is masked",
+        fix="give both sides the same prompt ids: one template, one BOS, and left padding that is masked",
         confirm="compare the ids that the engine was fed with `prompt_ids`; if they agree, sample without a prefix "
         "cache",
     ),
@@ -315,7 +327,7 @@ _ROWS = (
         score=2,
         title="the mismatch has grown with the age of the weights, now {age} updates",
         reason="the recorded age of the weights that sampled has grown with it, and at one age it does not grow",
-        fix="sync the weights more often, limit the age of the training data, or correct with the recorded log-probs",
+        fix="sync the weights more often, limit the age of the data, or correct with recorded log-probs",
         confirm="limit the age to one version: the mismatch falls to that of the null",
     ),
     Fault(
@@ -360,8 +372,7 @@ _ROWS = (
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
         title="a penalty on ids that were seen before acts on one side only",
-        fix="set repetition, presence and frequency penalties to none in the engine's request; vLLM reads defaults "
-        "from the model's generation_config.json",
+        fix="set the engine's penalties to none; vLLM reads defaults from the model's generation_config.json",
         confirm="sample a few prompts with repetition_penalty=1: the excess vanishes",
     ),
     Fault(
@@ -370,7 +381,7 @@ _ROWS = (
         needs="null",
         score=1,
         title="the last token of the responses carries the mismatch",
-        fix="give both sides the same last token: the same end-of-sequence id, no pad in its place, and none after it",
+        fix="give both sides the same last token: one end-of-sequence id, no pad in its place, none after it",
         confirm="compare the last id and its log-prob on both sides in one row",
     ),
     Fault(
@@ -379,7 +390,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="some rows differ, the others are as in the null: their context, or one replica of the engine",
+        title="some rows differ, the others match the null: their context, or one replica of the engine",
         fix="look at what these rows share: a replica, a worker, a prompt without its system part, padding",
         confirm="score one of these rows alone on both sides; group the rows by engine replica and by worker",
     ),
@@ -389,7 +400,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="more noise than the null's, without a pattern: precision of the KV cache or of kernels, or dropout",
+        title="more noise than the null's, without a pattern: KV-cache or kernel precision, or dropout",
         fix="compare the precision of KV cache, kernels and weights with that of the null's engine",
         confirm="score the same rows twice: equal answers rule dropout out; then sample with a 16-bit KV cache",
     ),

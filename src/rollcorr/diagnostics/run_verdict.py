@@ -69,14 +69,21 @@ def run_health(run: Run, *, diffusion: bool = False, tokens: bool = False) -> He
         null = noise_beside(run.path)
     evidence = evidence_of(run.series, run.config, diffusion=diffusion, null=null)
     evidence = replace(evidence, sampling=run.sampling)
-    checked = _checked(run.path) if tokens else None
-    of_rows = () if checked is None else tuple(f for f in checked.hypotheses if f.severity != "note")
-    if not diffusion or checked is None or not checked.health.diffusion:
-        found = resolve_findings(pairs=of_rows, metrics=measured_findings(evidence), evidence=evidence)
-        return report_of(evidence, found)
-    found = resolve_findings(null=of_rows, metrics=measured_findings(evidence), evidence=evidence)
-    report = report_of(evidence, found, checked.health.judged_against)
-    return replace(report, not_judged=(*checked.health.not_judged, *report.not_judged))
+    checked, measured = _checked(run.path) if tokens else None, measured_findings(evidence)
+    if checked is None:
+        return report_of(evidence, resolve_findings(metrics=measured, evidence=evidence))
+    of_rows = tuple(finding for finding in checked.hypotheses if finding.severity != "note")
+    if diffusion and checked.health.diffusion:
+        found = resolve_findings(null=of_rows, metrics=measured, evidence=evidence)
+        report = report_of(evidence, found, checked.health.judged_against)
+        return replace(report, not_judged=(*checked.health.not_judged, *report.not_judged))
+
+    # If the tokens were compared with the null too, their answer replaces that of the metrics.
+    again = any(finding.code == "measure_null_again" for finding in checked.hypotheses)
+    if checked.null is not None and (checked.causes or again):
+        measured = tuple(finding for finding in measured if finding.code != "above_null")
+    report = report_of(evidence, resolve_findings(pairs=of_rows, metrics=measured, evidence=evidence))
+    return replace(report, not_judged=(*checked.health.not_judged, *report.not_judged)) if again else report
 
 
 def _checked(path: Path) -> CheckResult | None:

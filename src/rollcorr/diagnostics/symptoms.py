@@ -5,8 +5,8 @@ from __future__ import annotations
 from rollcorr.diagnostics.fault_row import Fault, in_excess_at_start
 
 SYNC = (
-    "check the weight sync: every parameter (output head, tied and renamed ones, adapters), its version at the time of "
-    "sampling, a quantization of the sampler, and settings of the model such as RoPE"
+    "check the weight sync: that it runs and covers every parameter (head, tied ones, adapters); then the "
+    "sampler's quantization, and settings of the model such as RoPE"
 )
 CHECKSUM = "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls back to its start"
 _NULL_OR_IDS = "a null (`rollcorr null`) or response_ids in the log"

@@ -21,7 +21,7 @@ from rollcorr.config.checks import unknown_name
 from rollcorr.rollout_log.arrow import pa, pc
 from rollcorr.rollout_log.errors import log_error
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 VERSION_KEY = "rollcorr.schema_version"
 UNITS_KEY = "rollcorr.units"
 
@@ -98,6 +98,7 @@ _COLUMNS = (
         "decoded x̂₀, a column for each step: the sampler's in the upper row, the trainer's in the lower one",
     ),
     Column("mean_distance", "list<float32>", "latent²", "token", "‖m_old − m_rollout‖², in place of exact_kl"),
+    Column("rollout_entropy", "list<float32>", "nats", "token", "entropy of the distribution behind rollout_log_prob"),
 )
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
 OWN_PREFIX = "x_"

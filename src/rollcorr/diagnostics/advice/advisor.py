@@ -154,7 +154,8 @@ def _too_little(metrics: Mapping[str, float]) -> str:
 
 def _faults(result: CheckResult, expected: frozenset[str]) -> tuple[Finding, ...]:
     """Return the findings that must be repaired before any correction, most likely cause first."""
-    causes = [finding for finding in result.causes if is_cause(finding) and finding.code not in expected]
+    found = (one for one in result.causes if is_cause(one) or one.code == "unknown")
+    causes = [finding for finding in found if finding.code not in expected]
     named = expected.union(finding.code for finding in causes)
     others = [
         finding

@@ -19,6 +19,7 @@ from rollcorr.diagnostics.advice.candidates import CandidateRow
 from rollcorr.diagnostics.faults import fault, is_rise
 from rollcorr.diagnostics.health.evidence import Evidence, bare_metrics
 from rollcorr.diagnostics.health.health_check import HealthReport, evidence_of, measured_findings, report_of
+from rollcorr.diagnostics.log_check.draws import judge_draws, tests_draws
 from rollcorr.diagnostics.log_check.log_null import picture_null
 from rollcorr.diagnostics.log_check.log_tally import (
     LogTally,
@@ -33,11 +34,10 @@ from rollcorr.diagnostics.log_check.log_totals import HeavyToken, WhatIf
 from rollcorr.diagnostics.log_check.log_weights import JudgedRows, in_excess, judge_rows
 from rollcorr.diagnostics.log_check.tally import Measurement, Tally
 from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, PictureNull
-from rollcorr.diagnostics.null.picture_clip import clip_advice
-from rollcorr.diagnostics.null.picture_judgment import judge_pictures
+from rollcorr.diagnostics.null.picture_judgment import clip_advice, judge_pictures
 from rollcorr.diagnostics.null.routing import judge_routing
 from rollcorr.diagnostics.null.run_null import any_null_beside
-from rollcorr.diagnostics.null.version_cells import LagRow, judge_versions, lag_rows
+from rollcorr.diagnostics.null.version_cells import LagRow, TurnRow, judge_versions, lag_rows
 from rollcorr.diagnostics.null.weight_judgment import WeightJudgment
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 from rollcorr.diagnostics.resolver import resolve_findings, standing
@@ -106,6 +106,7 @@ class CheckResult:
         candidates: effect of each correction that `advise` chooses from; empty unless requested.
         worst_tokens: the tokens that carry most of k3; empty unless a few tokens do.
         lags: mismatch by the age of the sampler's weights; empty unless steps and versions are recorded.
+        turns: mismatch by turn; empty if no row has several turns.
     """
 
     health: HealthReport
@@ -126,6 +127,7 @@ class CheckResult:
     candidates: tuple[CandidateRow, ...] = ()
     worst_tokens: tuple[HeavyToken, ...] = ()
     lags: tuple[LagRow, ...] = ()
+    turns: tuple[TurnRow, ...] = ()
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook, with the few tokens that carry most of k3."""
@@ -259,7 +261,7 @@ def _result(
     # The verdict is about all rows; steps are only history for rules and panels. Densities of a diffusion sampler have
     # no tokens, so they have separate rules.
     evidence = evidence_of(measured.whole, config, series=measured.history, diffusion=diffusion)
-    evidence = replace(evidence, sampling=bool(tally.origin.sampling))
+    evidence = replace(evidence, sampling=bool(tally.origin.sampling) or tests_draws(tally.draws))
     judged = JudgedRows()
     if read.measurement.denoising:
         judged = JudgedRows(weights=_judge_pictures(tally, null, null_steps))
@@ -288,6 +290,7 @@ def _result(
         candidates=tally.candidates.table(),
         worst_tokens=tally.worst.carriers(float(tally.profile.cells[3].sum()), tally.profile.tokens),
         lags=lag_rows(tally.versions.by_lag()),
+        turns=tally.turns.by_turn(),
     )
 
 
@@ -319,6 +322,7 @@ def _verdict(
     """Return the verdict and all hypotheses; a fault may appear in several sources."""
     tally, weights = read.tally, judged.weights
     found = log_findings(tally, provenance, diffusion=evidence.diffusion, kept=read.measurement.kept)
+    found += judge_draws(tally.draws)
     if read.measurement.denoising:
         evidence = replace(evidence, changes={})  # averages over D and windows hide R of a timestep
     measured = judged.attribute(measured_findings(evidence), with_rises=True)

@@ -235,7 +235,9 @@ class WorstTokens:
     def of(cls, ratios: TokenRatios) -> WorstTokens:
         """Return the worst tokens of a packed batch."""
         k3 = ratios.k3
-        least = 0.0 if len(k3) <= MOST else float(np.partition(k3, -MOST)[-MOST])
+        filled = ratios.lengths > 0
+        largest = np.maximum.reduceat(k3, (ratios.lengths.cumsum() - ratios.lengths)[filled]) if len(k3) else k3
+        least = 0.0 if len(largest) <= MOST else float(np.partition(largest, -MOST)[-MOST])
         token = np.flatnonzero((k3 >= least) & ratios.valid & (k3 > 0))
         token = token[np.argsort(-k3[token], kind="stable")[:MOST]]
         ends = ratios.lengths.cumsum()

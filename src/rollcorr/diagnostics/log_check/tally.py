@@ -25,13 +25,14 @@ from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.advice.candidates import CandidateTotals
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, denoising_statistics, exact_kl
+from rollcorr.diagnostics.log_check.draws import DrawSums, draw_sums
 from rollcorr.diagnostics.log_check.log_totals import PresetTotals, WorstTokens
 from rollcorr.diagnostics.null import MismatchProfile, Origin
 from rollcorr.diagnostics.null.picture_rows import PictureRows
 from rollcorr.diagnostics.null.routing import RoutingSums
-from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums
+from rollcorr.diagnostics.null.token_ratios import TokenRatios, slice_sums, turn_begins
 from rollcorr.diagnostics.null.token_share import FIRST_IDS, STEP_IDS, TokenSums
-from rollcorr.diagnostics.null.version_cells import VersionCells
+from rollcorr.diagnostics.null.version_cells import MOST_TURNS, StepCells, VersionCells
 from rollcorr.diagnostics.provenance.pair_rows import CONTRADICTION
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import RolloutBatch, RolloutLogError, Shard, read_shard
@@ -56,6 +57,7 @@ COLUMNS = (
     "routing_difference",
     "reward",
     "sampling",
+    "rollout_entropy",
     "engine",
     "engine_version",
     "model",
@@ -106,6 +108,8 @@ class Tally:
         first_samples: the same steps → sample of their sequences, to judge them separately.
         origin: recorded engines, models and settings.
         versions: mismatch by step and version of the weights, if both are recorded.
+        turns: mismatch by step and turn.
+        draws: step → sums for the z-test of −log μ against the entropy of μ, if recorded.
         routing: mismatch by difference in expert routing, if recorded.
         presets: effect of each preset, if requested.
         candidates: effect of each correction that `advise` chooses from, if requested.
@@ -125,6 +129,8 @@ class Tally:
     first_samples: Mapping[int, PairSample] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
     versions: VersionCells = field(default_factory=VersionCells)
+    turns: StepCells = field(default_factory=StepCells)
+    draws: Mapping[int | None, DrawSums] = field(default_factory=dict)
     routing: RoutingSums = field(default_factory=RoutingSums)
     presets: PresetTotals = field(default_factory=PresetTotals)
     candidates: CandidateTotals = field(default_factory=CandidateTotals)
@@ -149,6 +155,8 @@ class Tally:
             first_samples={step: samples[step] for step in sorted(samples)[:FIRST_STEPS]},
             origin=self.origin.merge(later.origin),
             versions=self.versions.merge(later.versions),
+            turns=self.turns.merge(later.turns),
+            draws=merge_by_key(self.draws, later.draws, DrawSums.merge),
             routing=self.routing.merge(later.routing),
             presets=self.presets.merge(later.presets),
             candidates=self.candidates.merge(later.candidates),
@@ -267,7 +275,8 @@ class Measurement:
         ids = batch.packed("response_ids") if recorded else None
         steps = batch.values("step") if batch.has("step") else None
         wanted = {} if steps is None else self._wanted_first(steps, beyond)
-        prompts = _prompts(batch)
+        prompts, spans = _prompts(batch), version_spans(batch)
+        versions = None if spans is None else torch.from_numpy(np.repeat(spans[1], spans[2]))
 
         def sampled(stride: int = 1, wanted: Tensor | None = None) -> PairSample:
             return PairSample.of(
@@ -281,6 +290,7 @@ class Measurement:
                 first=first,
                 stride=stride,
                 wanted=wanted,
+                versions=versions,
             )
 
         sample = sampled(stride)
@@ -316,7 +326,9 @@ class Measurement:
             },
             first_samples=first_samples,
             origin=Origin.of(batch),
-            versions=_versions(batch, ratios),
+            versions=_versions(spans, ratios),
+            turns=_turns(batch, ratios),
+            draws=draw_sums(batch, ratios) if batch.has("rollout_entropy") else {},
             routing=routing,
             presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
             candidates=candidates,
@@ -408,9 +420,18 @@ def without_sentinels(log_prob: Tensor) -> Tensor:
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
 
 
-def _versions(batch: RolloutBatch, ratios: TokenRatios) -> VersionCells:
-    """Compute k3 by step and version; empty unless every row records both and its spans cover its tokens."""
-    spans = version_spans(batch)
+def _turns(batch: RolloutBatch, ratios: TokenRatios) -> StepCells:
+    """Compute k3 by step and turn; without steps, the step is 0."""
+    step = batch.values("step").numpy() if batch.has("step") else np.zeros(len(batch), dtype=np.int64)
+    begin = np.flatnonzero(turn_begins(ratios.mask, ratios.lengths))
+    row = np.searchsorted(ratios.lengths.cumsum(), begin, side="right")
+    turn = np.minimum(np.arange(1, len(begin) + 1) - np.searchsorted(row, row), MOST_TURNS)
+    k3, tokens = (np.add.reduceat(x, begin, dtype=np.float64) for x in (ratios.k3, ratios.valid))
+    return StepCells.of(step[row], turn, k3, tokens)
+
+
+def _versions(spans: tuple[Counts, Counts, Counts] | None, ratios: TokenRatios) -> VersionCells:
+    """Compute k3 by step and version; empty without spans."""
     if spans is None:
         return VersionCells()
     step, version, length = spans

@@ -18,7 +18,7 @@ from rollcorr.config import RolloutCorrectionConfig
 from rollcorr.correction.rollout_correction import correct
 from rollcorr.diagnostics.log_check.denoising import DENOISING_COLUMNS, exact_kl, has_exact_kl
 from rollcorr.diagnostics.log_check.tally import version_spans, without_sentinels
-from rollcorr.diagnostics.null.token_ratios import TokenRatios
+from rollcorr.diagnostics.null.token_ratios import TokenRatios, turns_of
 from rollcorr.diagnostics.report.curves import pack
 from rollcorr.rollout_log import RolloutBatch, log_shards, read_shard
 from rollcorr.rollout_log.reader import Paths
@@ -233,7 +233,7 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         "position": np.arange(len(d)) - starts,
         "length": np.repeat(lengths, lengths),
         "probability": np.exp(np.minimum(tokens["mu"], 0)),
-        "turn": _turns(tokens["state"] != MASKED, starts),
+        "turn": turns_of(tokens["state"] != MASKED, lengths) - 1,
         "version lag": None if spans is None else np.repeat(spans[0] - spans[1], spans[2]),
     }
     for name, value in values.items():
@@ -244,12 +244,6 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
         columns = (valid, kl * valid, kept, kl * kept, tokens["weight"] * kept)
         sums = np.stack([np.bincount(bins, column, len(edges)) for column in columns])
         found.breakdowns[name] = found.breakdowns.get(name, 0.0) + sums
-
-
-def _turns(sampled: NDArray[np.bool_], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the turn of each token, from 0: the number of times sampling resumed after masked tokens in its row."""
-    begins = np.concatenate([[0], (sampled[1:] & ~sampled[:-1]) & (starts[1:] == starts[:-1])]).cumsum()
-    return begins - begins[starts]
 
 
 def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | None = None) -> dict[str, Any]:

@@ -25,11 +25,13 @@ NARROW = 0.9
 """Largest share of the noise that a place has."""
 FEWEST = 200
 """Fewest tokens for a search."""
+SHOWN = 5
+"""Largest number of values of a place in a sentence."""
 EXACT = 64
 """Positions below this are separate values; later ones are binned by eighths of an octave."""
 ORDERED = ("from_end", "turn", "prompt_length", "positions", "context_length")
 AXES: Mapping[str, str] = {
-    "from_end": "tokens before the last one",
+    "from_end": "distance to the last token",
     "turn": "turn",
     "prompt_length": "prompt length",
     "positions": "position",
@@ -37,6 +39,7 @@ AXES: Mapping[str, str] = {
     "seen": "id seen before",
     "ids": "token id",
     "step": "step",
+    "version": "version of the weights",
     "probability": "log-prob, in half nats",
     "rows": "row",
 }
@@ -81,10 +84,18 @@ class Place:
         return {self.axis: self.values.tolist() if listed else self.stretches}
 
     def __str__(self) -> str:
-        parts = self.stretches
-        shown = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in parts[:5])
-        more = f" and {len(parts) - 5} more" if len(parts) > 5 else ""
-        return f"{AXES[self.axis]} {shown}{more}: {min(self.share, 1):.0%} of the excess"
+        return f"{place_in_words({self.axis: self.stretches})}: {min(self.share, 1):.0%} of the excess"
+
+
+def place_in_words(where: Mapping[str, list[int] | list[list[int]]]) -> str:
+    """Return each axis of a place with its first values, as in `Finding.where`."""
+    words = []
+    for axis, values in where.items():
+        ends = [(value, value) if isinstance(value, int) else (value[0], value[-1]) for value in values]
+        shown = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ends[:SHOWN])
+        more = f" and {len(ends) - SHOWN} more" if len(ends) > SHOWN else ""
+        words.append(f"{AXES.get(axis, axis)} {shown}{more}")
+    return ", ".join(words)
 
 
 def places(tokens: ExcessTokens) -> list[Place]:

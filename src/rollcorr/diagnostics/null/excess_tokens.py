@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rollcorr.diagnostics.health.evidence import FIRST_STEP
 from rollcorr.diagnostics.null.excess import k3_by_surprise
 from rollcorr.diagnostics.null.mismatch_profile import SURPRISE_BINS, MismatchProfile, surprise_bins
-from rollcorr.diagnostics.null.token_ratios import k3_of
+from rollcorr.diagnostics.null.token_ratios import k3_of, turns_of
 from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
 from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
 
@@ -163,12 +163,6 @@ class ExcessTokens:
         return len(self.k3)
 
 
-def _turns(row: SampleRow, where: Ints) -> Ints:
-    """Return the turn of each token, counted from 1; a gap in the mask ends a turn."""
-    mask = row.mask.numpy().astype(np.bool_)
-    return (mask & ~np.append(False, mask[:-1])).cumsum()[where]
-
-
 def _bigrams(ids: NDArray[np.generic]) -> Ints:
     """Return each bigram, a token and its predecessor, as one number; the first token of a row has predecessor −1."""
     own = ids.astype(np.int64)
@@ -198,6 +192,7 @@ _AXES: dict[str, _Axis] = {
     "repeats": lambda index, row, where: (
         None if row.response_ids is None else _equal_neighbors(row.response_ids.numpy())[where]
     ),
-    "turn": lambda index, row, where: _turns(row, where),
+    "turn": lambda index, row, where: turns_of(row.mask.numpy().astype(np.bool_), np.array([len(row.mask)]))[where],
+    "version": lambda index, row, where: None if row.versions is None else row.versions.numpy()[where],
     "step": lambda index, row, where: None if row.step is None else np.full(len(where), row.step),
 }

@@ -7,6 +7,7 @@ on the prompt, or different precision, which does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,11 @@ FIRST_STEPS = (0, 1)
 LARGE_ERROR = 0.25
 # Limit of the standard deviation of log KL at one step and timestep: rounding has 0.15 at most, guidance 0.32.
 SPREAD = 0.3
+# Common clip ranges, widest first.
+CUSTOMARY = (1e-3, 1e-4, 1e-5)
+# Largest share of steps clipped before the first update, and the quantile of |r − 1| below the advised ε: half of
+# this share remains as a margin.
+MOST_CLIPPED, KEPT = 0.05, 0.975
 MEASURE = (
     "measure a null of pictures (`rollcorr null --config FILE -o null.json`, or `rollcorr null LOG` on steps with "
     "fresh weights)"
@@ -246,3 +252,23 @@ def _steady_excess_finding(course: _Course) -> Iterator[Finding]:
         confidence=0.9 if uneven or course.error < LARGE_ERROR / 2 else 0.7,
         evidence={"velocity_error": course.error, "spread_of_log_kl": course.spread},
     )
+
+
+def clip_advice(rows: PictureRows) -> str:
+    """Return a sentence on PPO's clip range ε in bypass mode; empty without any finite log-ratio.
+
+    Before any update log r = log π − log μ is noise with mean −KL / D and standard deviation √(2 KL) / D. A smaller ε
+    clips gradients that no update has moved.
+    """
+    deviation = np.abs(np.expm1(rows.column("train") - rows.column("rollout")))
+    deviation = deviation[np.isfinite(deviation)]
+    if not len(deviation):
+        return ""
+
+    # Round up to 1, 2 or 5 times a power of 10.
+    needed = max(float(np.quantile(deviation, KEPT)), 1e-12)
+    power = 10.0 ** math.floor(math.log10(needed))
+    advised = next(step * power for step in (1, 2, 5, 10) if step * power >= needed)
+    clip = next((clip for clip in CUSTOMARY if np.mean(deviation > clip) > MOST_CLIPPED), CUSTOMARY[-1])
+    share = f"{np.mean(deviation > clip):.0%} of the steps is clipped before any update"
+    return f"clip_ratio in bypass mode: at ε = {clip:.0e}, {share}; take {advised:.0e} or more".replace("e-0", "e-")

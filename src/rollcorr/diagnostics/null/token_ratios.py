@@ -128,6 +128,21 @@ def k3_of(d: Floats | float) -> Floats:
     return k3
 
 
+def turn_begins(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return the first token of each turn of a packed batch: a gap in the mask ends a turn, (N,)."""
+    begins = mask & ~np.append(False, mask[:-1])
+    first = (lengths.cumsum() - lengths)[lengths > 0]
+    begins[first] = mask[first]
+    return begins
+
+
+def turns_of(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the turn of each token of a packed batch, counted from 1, (N,)."""
+    turn, first = turn_begins(mask, lengths).cumsum(), (lengths.cumsum() - lengths)[lengths > 0]
+    turn -= np.repeat(turn[first] - mask[first], lengths[lengths > 0])
+    return turn
+
+
 def slice_sums(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> Floats:
     """Return sums over consecutive slices of the given lengths, which may be 0: (slices,)."""
     sums = np.zeros(len(lengths))

@@ -1,4 +1,4 @@
-"""k3 by training step and by the version of the weights that sampled: separates old weights from a stuck sampler.
+"""k3 by training step, and by turn or by version of the weights: separates old weights from a stuck sampler.
 
 A log that records `policy_versions` contains the age of the weights behind each token. If k3 grows with that age within
 a step, the weights are as old as recorded. If it grows with the step at a constant recorded age, the versions are
@@ -8,10 +8,10 @@ incorrect: the sampler never loaded new weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, product
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,36 +23,44 @@ from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.numbers import format_number
 
 Cell = tuple[float, float]
+Cells = TypeVar("Cells", bound="StepCells")
 MOST_CELLS = 1 << 14
 """Largest number of pairs of step and version; the lowest steps are kept."""
 BY_LAG = 1.5
 """Ratio of k3 at the highest age to k3 at the lowest, within steps, from which age explains it."""
+MOST_TURNS = 16
+"""Turn that also contains all later turns."""
 CELL_TOKENS = 200
 """Fewest tokens of an age within a step for a comparison."""
 
 
 @dataclass(frozen=True)
-class VersionCells:
-    """Token counts and Σ k3 by (step, version).
+class StepCells:
+    """Token counts and Σ k3 by (step, value), where the value is a turn or a version of the weights.
 
     Attributes:
-        cells: (step, version) → tokens, Σ k3 in nats; default empty.
+        cells: (step, value) → tokens, Σ k3 in nats; default empty.
     """
 
     cells: Mapping[tuple[int, int], Cell] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, step: NDArray[np.int64], version: NDArray[np.int64], k3: NDArray[np.float64], tokens: NDArray[np.float64]
-    ) -> VersionCells:
-        """Compute the cells of rows or spans: step, version, Σ k3 in nats and tokens, (n,) each."""
-        pairs, inverse = np.unique(np.stack([step, version]), axis=1, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        counts, sums = np.bincount(inverse, tokens), np.bincount(inverse, k3)
-        table = zip(pairs.T.tolist(), counts.tolist(), sums.tolist(), strict=True)
-        return cls({(step, version): (count, total) for (step, version), count, total in table if count})
+        cls: type[Cells],
+        step: NDArray[np.int64],
+        value: NDArray[np.int64],
+        k3: NDArray[np.float64],
+        tokens: NDArray[np.float64],
+    ) -> Cells:
+        """Compute the cells of rows or spans: step, value, Σ k3 in nats and tokens, (n,) each."""
+        steps, of_step = np.unique(step, return_inverse=True)
+        values, of_value = np.unique(value, return_inverse=True)
+        cell, size = of_step.reshape(-1) * len(values) + of_value.reshape(-1), len(steps) * len(values)
+        counts, sums = np.bincount(cell, tokens, size), np.bincount(cell, k3, size)
+        table = zip(product(steps.tolist(), values.tolist()), counts.tolist(), sums.tolist(), strict=True)
+        return cls({key: (count, total) for key, count, total in table if count})
 
-    def merge(self, later: VersionCells) -> VersionCells:
+    def merge(self: Cells, later: Cells) -> Cells:
         """Return the cells of both parts."""
         if not later.cells:
             return self
@@ -62,7 +70,17 @@ class VersionCells:
             cells[key] = (before[0] + count, before[1] + total)
         if len(cells) > MOST_CELLS:
             cells = {key: cells[key] for key in sorted(cells)[:MOST_CELLS]}
-        return VersionCells(cells)
+        return type(self)(cells)
+
+    def by_turn(self) -> tuple[TurnRow, ...]:
+        """Return the mismatch of each turn over all steps; empty if no row has several turns."""
+        by_turn = ((turn, cell) for (_, turn), cell in sorted(self.cells.items()))
+        rows = tuple(TurnRow(*row) for row in _rows_by_value(by_turn))
+        return rows if len(rows) > 1 else ()
+
+
+class VersionCells(StepCells):
+    """Token counts and Σ k3 by (step, version of the weights)."""
 
     def by_lag(self) -> dict[int, dict[int, Cell]]:
         """Return step → lag in versions → tokens, Σ k3 in nats; steps and lags are rising.
@@ -105,6 +123,22 @@ class VersionCells:
         return low, high, len(ends)
 
 
+class TurnRow(NamedTuple):
+    """Mismatch of the tokens of one turn.
+
+    Attributes:
+        turn: turn, counted from 1; `MOST_TURNS` contains all later turns.
+        tokens: number of tokens.
+        k3_kl: mean k3, nats per token.
+        error: standard error of `k3_kl` from the spread over steps, nats; NaN for a single step.
+    """
+
+    turn: int
+    tokens: int
+    k3_kl: float
+    error: float
+
+
 class LagRow(NamedTuple):
     """Mismatch of the tokens of one lag.
 
@@ -128,11 +162,17 @@ def mean_lag(lags: Mapping[int, Cell]) -> float:
 
 def lag_rows(steps: Mapping[int, Mapping[int, Cell]]) -> tuple[LagRow, ...]:
     """Return the mismatch by lag over all steps, from `VersionCells.by_lag`."""
+    by_lag = (lag for lags in steps.values() for lag in lags.items())
+    return tuple(LagRow(*row) for row in _rows_by_value(by_lag))
+
+
+def _rows_by_value(cells: Iterable[tuple[int, Cell]]) -> Iterator[tuple[int, int, float, float]]:
+    """Yield each value of the given cells, rising, with its tokens, k3 per token and the standard error, nats."""
     table: dict[int, list[Cell]] = {}
-    for lags in steps.values():
-        for lag, cell in lags.items():
-            table.setdefault(lag, []).append(cell)
-    return tuple(LagRow(lag, *_mean_and_error(np.array(cells))) for lag, cells in sorted(table.items()))
+    for value, cell in cells:
+        table.setdefault(value, []).append(cell)
+    for value, of_value in sorted(table.items()):
+        yield value, *_mean_and_error(np.array(of_value))
 
 
 def _mean_and_error(cells: NDArray[np.float64]) -> tuple[int, float, float]:

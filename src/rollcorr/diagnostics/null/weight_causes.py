@@ -216,13 +216,36 @@ def name_causes(
     seen = _Excess(tokens=tokens, times=times, evidence=evidence, repeats=excess.repeats, case=case, found=found)
     if math.isfinite(seen.tokens.first_step):
         evidence["ratio_of_first_step"] = seen.tokens.first_step
+    return _named(seen) or _in_parts(seen) or _unknown(seen)
+
+
+def _named(seen: _Excess) -> list[Finding]:
+    """Return the causes of the first test that names one; empty if none does."""
     for test in _TESTS:
         # If the likelier of two causes is refuted, the other one does not follow: run the next test.
         named = test(seen)
-        stand = [finding for finding in named if refutation(finding.code, case) is None]
+        stand = [finding for finding in named if refutation(finding.code, seen.case) is None]
         if named and stand[:1] == named[:1]:
             return stand
-    return _unknown(seen)
+    return []
+
+
+def _in_parts(seen: _Excess) -> list[Finding]:
+    """Name the last token if it carries most of the excess, remove it, and judge the other tokens again.
+
+    Returns:
+        The causes of both parts; empty unless both are named.
+    """
+    for place in seen.found:
+        own = _last_token(replace(seen, found=[replace(place, rest=1.0)]))
+        rest = seen.tokens.chosen(~place.tokens)
+        if not own or rest.ratio < LARGE_EXCESS:
+            continue
+        evidence = {**seen.evidence, "ratio": rest.ratio, "k3": float(rest.k3.mean())}
+        times = f"without {place}, k3 is {format_number(rest.ratio)} times the null's"
+        others = _named(replace(seen, tokens=rest, times=times, evidence=evidence, found=places(rest)))
+        return [*own, *others] if others else []
+    return []
 
 
 def _last_token(seen: _Excess) -> list[Finding]:

@@ -64,6 +64,7 @@ class SampleRow(NamedTuple):
         response_ids: ids of the response, (c,); defaults to `None`: not recorded.
         step: training step; defaults to `None`: not recorded.
         prompt: ids of the prompt, (p,); defaults to `None`: not recorded.
+        versions: version of the weights behind each token, (c,); defaults to `None`: not recorded.
         context: context of each token; defaults to `None` until `located` computes it.
     """
 
@@ -73,6 +74,7 @@ class SampleRow(NamedTuple):
     response_ids: Tensor | None = None
     step: int | None = None
     prompt: Tensor | None = None
+    versions: Tensor | None = None
     context: Context | None = None
 
     @property
@@ -132,6 +134,7 @@ class PairSample:
         steps: Tensor | None = None,
         prompts: Sequence[Tensor] | None = None,
         wanted: Tensor | None = None,
+        versions: Tensor | None = None,
     ) -> PairSample:
         """Sample a packed batch.
 
@@ -146,13 +149,15 @@ class PairSample:
             steps: training step of each sequence, (B,); optional.
             prompts: ids of each prompt, B tensors of (p,); optional.
             wanted: true on the sequences to sample from, (B,) bool; defaults to all.
+            versions: version of the weights behind each token, (N,); optional.
         """
         sizes = lengths.tolist()
         columns = [x.split(sizes) for x in (train, rollout, mask)]
         ids = [None] * len(sizes) if response_ids is None else response_ids.split(sizes)
         step_of = [None] * len(sizes) if steps is None else steps.tolist()
         prompt_of = [None] * len(sizes) if prompts is None else prompts
-        parts = (SampleRow(*row) for row in zip(*columns, ids, step_of, prompt_of, strict=True))
+        version_of = [None] * len(sizes) if versions is None else versions.split(sizes)
+        parts = (SampleRow(*row) for row in zip(*columns, ids, step_of, prompt_of, version_of, strict=True))
         some = range(len(sizes)) if wanted is None else wanted.nonzero().squeeze(-1).tolist()
         those = {first + i for i in some if (first + i) % stride == 0}
         rows = {i: row for i, row in enumerate(parts, start=first) if i in those and bool(row.mask.any())}

@@ -38,6 +38,7 @@ def show_health(
     subject: str,
     remarks: Sequence[str] = (),
     worst_tokens: Sequence[HeavyToken] = (),
+    turns: Sequence[tuple[int, int, float, float]] = (),
 ) -> None:
     """Print the verdict with its cause, the fix and the place; then the numbers, and each cause with its evidence."""
     content = verdict_content(health)
@@ -65,6 +66,10 @@ def show_health(
         for gap in step_gaps(measured)
     ]
     tables = (
+        (
+            [(str(turn), f"{tokens:,}", format_number(k3)) for turn, tokens, k3, _ in turns],
+            ("turn", "tokens", "k3, nats per token"),
+        ),
         (numbers, headings),
         (lags, ("k3 by the age of the weights", "nats per token")),
         (gaps, ("gap of a step", "nats per token", "clipped")),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollcorr.config.finding import Finding
+from rollcorr.diagnostics.null.excess_place import place_in_words
 from rollcorr.diagnostics.numbers import format_number, format_range, headlines
 from rollcorr.diagnostics.resolver import Folded, standing
 
@@ -18,8 +19,6 @@ CONSEQUENCES = "from this follows"
 """What stands above the consequences of a finding."""
 EXPECTED = "from noise alone"
 """The heading of the numbers that pure noise would show."""
-FEW_ROWS = 8
-"""Row numbers of a finding that are printed."""
 
 
 class Number(NamedTuple):
@@ -220,10 +219,9 @@ def _lines(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 
 def _concerned(finding: Finding) -> str:
-    rows = [str(row) for row in finding.where.get("rows", [])]
-    listed = [*rows[:FEW_ROWS], *["…"] * (len(rows) > FEW_ROWS)]
     counts = [
-        "" if finding.rows is None else _count(finding.rows, "row") + (f": {', '.join(listed)}" if listed else ""),
+        place_in_words(finding.where),
+        "" if finding.rows is None else _count(finding.rows, "row"),
         "" if finding.tokens is None else _count(finding.tokens, "token"),
         "" if finding.row_share is None else f"{finding.row_share:.1%} of the rows",
     ]
