@@ -34,7 +34,7 @@ CAUSES = {
     "schedule": {"schedule_differs"},
     "precision": {"precision_differs"},
 }
-"""Kind of log → codes that name its cause. Every other kind is healthy."""
+"""Kind of log, without its setting after " @ " → codes that name its cause. Every other kind is healthy."""
 NULLS = {"healthy fp8": "fp8", "healthy guided": "guided", "guidance lost": "guided", "healthy bf16": "bf16"}
 WINDOW = 2
 
@@ -62,7 +62,8 @@ def first_causes(logs: Path = LOGS) -> Iterator[tuple[int, int, str, tuple[str, 
     with np.load(logs) as stored:
         tables = {name: stored[name] for name in stored.files}
     for name, values in tables.items():
-        size, seed, kind = name.split("/")
+        size, seed, setting = name.split("/")
+        kind = setting.partition(" @ ")[0]
         if kind.startswith("null"):
             continue
         dimensions = int(size)
@@ -73,7 +74,7 @@ def first_causes(logs: Path = LOGS) -> Iterator[tuple[int, int, str, tuple[str, 
         found = resolve_findings(null=judged.findings, evidence=Evidence(current={}, diffusion=True))
         warned = any(finding.severity != "note" for finding in found)
         causes = tuple(finding.code for finding in standing(found))
-        yield dimensions, int(seed), kind, causes, "unhealthy" if warned else "healthy"
+        yield dimensions, int(seed), setting, causes, "unhealthy" if warned else "healthy"
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def main() -> None:
         if given.seeds is not None and seed not in given.seeds:
             continue
         total[dimensions, kind] += 1
-        wanted = CAUSES.get(kind)
+        wanted = CAUSES.get(kind.partition(" @ ")[0])
         good = causes[:1] and causes[0] in wanted if wanted else verdict == "healthy"
         right[dimensions, kind] += bool(good)
         if not good:

@@ -8,6 +8,8 @@ sys.path.append(str(Path(__file__).parents[2] / "experiments" / "pictures"))
 
 from score_pictures import CAUSES, LOGS, first_causes
 
+RATES = ("1e-5", "5e-5", "4e-4")
+
 
 def test_nine_of_ten_causes_and_no_false_verdict():
     right, total, healthy = Counter(), Counter(), []
@@ -39,3 +41,15 @@ def test_other_models_have_the_same_causes():
     misses = {kind: total[kind] - right[kind] for kind in CAUSES if total[kind] - right[kind]}
     assert misses == {"guidance": 1, "guidance lost": 2, "schedule": 1}
     assert verdicts == {"healthy": 40}
+
+
+def test_other_sizes_and_learning_rates_have_the_same_causes():
+    """32 pictures in each step, and all learning rates; one picture in 8 with another prompt, of 32 and of 96."""
+    right, total = Counter(), Counter()
+    for _, _, setting, causes, verdict in first_causes(LOGS.with_name("size_logs.npz")):
+        total[setting] += 1
+        wanted = CAUSES.get(setting.partition(" @ ")[0])
+        right[setting] += verdict == "healthy" if wanted is None else causes[0] in wanted
+    faults = ("guidance lost", "prompts @ 4 x 8", "prompts @ 12 x 8", *[f"stale @ {rate}" for rate in RATES])
+    assert total == dict.fromkeys(("healthy bf16", "healthy fp8", *faults), 7)
+    assert right == total

@@ -140,6 +140,14 @@ def test_the_log_shows_what_both_policies_predicted(flow_trainer, tmp_path):
     assert not log.has("predictions")
 
 
+def test_bypass_mode_shows_weights_that_never_arrive(flow_config, console, tmp_path):
+    options = ("algorithm.rollout_correction.bypass_mode=true", "rollout.refresh_every=1000", "log.null=16")
+    train(flow_config(*options, "steps=6", "optim.lr=0.003", f"run_dir={tmp_path / 'run'}"), console=console)
+    null = read_picture_null(tmp_path / "run" / "null.json")
+    result = check_logs([tmp_path / "run" / "rollouts"], null=null)
+    assert [result.causes[0].code, result.health.exit_code] == ["stale_by_lag", 1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_the_advised_clip_spares_the_first_update(flow_config, console, tmp_path, dtype):
     """A run in bypass mode gives the advice; a second one, of another seed, measures what ε clips before any update."""
