@@ -66,7 +66,7 @@ BUDGETS = {
     "core": 1641,
     "correction": 1310,
     "demo": 163,
-    "diagnostics": 8228,
+    "diagnostics": 8216,
     "diffusion": 491,
     "engines": 2303,
     "integrations": 1889,
