@@ -66,9 +66,9 @@ BUDGETS = {
     "core": 1641,
     "correction": 1310,
     "demo": 163,
-    "diagnostics": 8228,
+    "diagnostics": 8216,
     "diffusion": 491,
-    "engines": 2304,
+    "engines": 2303,
     "integrations": 1889,
     "kernels": 3622,
     "layouts": 137,
@@ -76,7 +76,7 @@ BUDGETS = {
     "rollout_log": 2156,
     "run_directory": 751,
     "simulation": 1161,
-    "train": 3662,
+    "train": 3661,
 }
 """Statements (`ast.stmt`) of each package; raise a number only by the budget of a change."""
 

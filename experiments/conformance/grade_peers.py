@@ -103,6 +103,14 @@ PEERS = (
         "swift/rlhf_trainers/grpo_trainer.py",
         "_apply_rollout_importance_sampling",
         "Methods of `GRPOTrainer`, bound to an object that has their three options.",
+        (
+            [-2.0] * 4,
+            [-2.0 - math.log(x) for x in (0.5, 1.5, 3.0, 5.0)],
+            {"ceiling": 2.0},
+            "weights",
+            [0.5, 1.5, 2.0, 2.0],
+        ),
+        "`test_token_truncate_basic` of tests/train/test_vllm_importance_sampling_basic.py, which calls a copy",
     ),
     Peer(
         "SkyRL",
@@ -170,6 +178,8 @@ PEERS = (
         "nemo_rl/algorithms/loss/loss_functions.py",
         "ClippedPGLossFn",
         f"{GRADIENT} The class has `object` as its base.",
+        ([-1.0] * 3, [-0.5, -3.5, -0.8], {"token_band": (0.5, 5.0)}, "weights", [math.exp(-0.5), 0.0, math.exp(-0.2)]),
+        "`test_clipped_pg_loss_icepop_importance_sampling` of tests/unit/algorithms/test_loss_functions.py",
     ),
     Peer(
         "Unsloth",

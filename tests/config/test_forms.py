@@ -59,6 +59,13 @@ FORMS = {
         f"{SECTION}loss_type": "ppo_clip",
         "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
     },
+    "2025-10 alone": {  # the guide's blocks without a section
+        "rollout_is_threshold": 2.0,
+        "rollout_is": True,
+        "rollout_is_level": "sequence",
+        "rollout_is_mode": "mask",
+    },
+    "newest alone": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
     "newest": {f"{SECTION}rollout_rs": "token_k1", f"{SECTION}rollout_rs_threshold": "0.5_2"},
     "with verl's paths": {
         "algorithm.rollout_is_threshold": 2.0,
@@ -86,7 +93,8 @@ NEWEST = {
     "with verl's paths": RolloutCorrectionConfig(rollout_is="token", apply_is=False),
     "preset": RolloutCorrectionConfig.decoupled_k3_rs(),
 }
-NEWEST["2025-10 nested"] = NEWEST["2025-10 flat"]
+NEWEST["2025-10 nested"] = NEWEST["2025-10 alone"] = NEWEST["2025-10 flat"]
+NEWEST["newest alone"] = NEWEST["newest"]
 
 
 ENTRIES = ("train", "convert-config", "check --config", "advise", "Monitor", "TRL", "diffusion")
@@ -154,13 +162,16 @@ def read_by(entry, arguments, log):
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("source", ["file", "overrides", "overrides over a preset"])
+@pytest.mark.parametrize("source", ["file", "lines", "overrides", "overrides over a preset"])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_form_runs_at_every_entry_point(form, source, entry, tmp_path, log):
     path = tmp_path / "run.yaml"
     arguments = overrides_of(form)
     if source == "file":
         path.write_text(dump_yaml(FORMS[form]), encoding="utf-8")
+        arguments = [str(path)]
+    elif source == "lines":
+        path.write_text("# a guide's block\n\n" + "\n".join(text.replace("=", " = ") + " \\" for text in arguments))
         arguments = [str(path)]
     elif source != "overrides":
         path.write_text("algorithm: {rollout_correction: disabled}\n", encoding="utf-8")
@@ -189,6 +200,30 @@ def test_verl_adapter_prints_overrides_that_run(form):
     assert resolve(section) == NEWEST[form]
     if section.get("rollout_is_threshold", 2.0) is not None:  # verl: no threshold, no weights
         assert VerlConfig.read(section).to_config() == NEWEST[form]
+
+
+def test_spaces_and_comments_around_a_value():
+    assert parse_override('rollout_is = "token" # weights') == {"rollout_is": "token"}
+
+
+def test_dotted_threshold_of_a_file_is_a_band():
+    assert load_yaml(f"{SECTION}rollout_rs_threshold: 0.5_2") == {f"{SECTION}rollout_rs_threshold": "0.5_2"}
+
+
+def test_lines_set_an_option_once(tmp_path):
+    path = tmp_path / "block.yaml"
+    path.write_text("rollout_rs = token_k1\nrollout_rs = seq_sum_k1\n")
+    with pytest.raises(ValueError, match="key 'rollout_rs' is written twice"):
+        read_document([str(path)])
+    path.write_text("rollout_is: token\nnote: a = b\n")
+    assert read_document([str(path)]) == {"rollout_is": "token", "note": "a = b"}
+
+
+def test_class_names_the_call_that_reads_older_options():
+    old = {"rollout_is": "sequence", "bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True}
+    with pytest.raises(TypeError, match=r"write rollcorr\.config\.convert\(dict\(…\)\)\.config"):
+        RolloutCorrectionConfig(**old)
+    assert convert(dict(**old)).config == RolloutCorrectionConfig.bypass_pg_is()
 
 
 def test_older_overrides_replace_a_preset(tmp_path):
@@ -266,7 +301,7 @@ def test_flat_options_over_a_block_print_the_override(tmp_path):
     [
         ("actor_rollout_ref.rollout.calculate_log_probs=false", "actor_rollout_ref.rollout.calculate_log_probs=true"),
         ("actor_rollout_ref.rollout.algo.noise_level=1.2", "recipe=flow_grpo"),
-        ("rollout_is_threshold=2.0", "algorithm.rollout_correction.rollout_is_threshold=2.0"),
+        ("rollout_is_treshold=2.0", "algorithm.rollout_correction.rollout_is_threshold=2.0"),
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logits", "raw_logprobs"),
         ("actor_rollout_ref.rollout.temprature=1", "actor_rollout_ref.rollout.temperature"),
     ],

@@ -101,6 +101,7 @@ def test_denoising_steps_show_their_exact_kl(tmp_path):
     found = read_tokens([write(tmp_path / "log.parquet", [row([-1.0, -1.0], [0.1, 0.0], **steps)])], None)
     shown = packed_tokens(found, "log")
     assert shown["diffusion"]
+    assert "probability" not in shown["breakdowns"], "a density is no probability"
     assert unpack(shown["stepKl"]).tolist() == [0.25, 4.0]
     assert unpack(shown["time"]).tolist() == [900, 500]
     np.testing.assert_allclose(unpack(shown["d"]), [1.0, 0.0], atol=1e-3)

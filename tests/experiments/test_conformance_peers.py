@@ -24,6 +24,16 @@ def test_each_entry_grades_all_properties():
         assert set(verdicts) <= {"pass", "fail", "not applicable"}
 
 
+def test_calls_on_the_page_are_those_that_ran():
+    import grade_peers
+
+    recorded = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
+    shown = [(entry["framework"], entry["how"], entry["origin"]) for entry in recorded]
+    assert shown == [(peer.framework, peer.how, peer.origin) for peer in grade_peers.PEERS]
+    source = inspect.getsource(peers)
+    assert [entry["framework"] for entry in recorded if entry["call"] not in source] == []
+
+
 def test_definitions_run_unchanged(tmp_path):
     file = tmp_path / "theirs.py"
     code = "import heavy\n\nLIMIT: float = 2.0\n\n\nclass Theirs(heavy.Base):\n"

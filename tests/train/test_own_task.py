@@ -75,7 +75,7 @@ def test_own_reward_omits_special_tokens(code):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("absent", "cannot be loaded: 'absent'; it must be package.module:name or file.py:name"),
+        ("absent", "mine.py defines no 'absent'; it must be package.module:name or file.py:name"),
         ("number_of_rows", "is int, not a function"),
         ("nothing", "returned no row"),
         ("no_answer", "row 1: expected a dict with the texts `prompt`, `answer`"),

@@ -65,7 +65,10 @@ def names_unknown_options(cls: type[_Options]) -> type[_Options]:
     def checked(self: Any, *values: Any, **options: Any) -> None:  # noqa: ANN401
         for name in options:
             if name not in known:
-                raise TypeError(unknown_name(f"there is no option {name!r} of {cls.__name__}", name, known))
+                raise TypeError(
+                    unknown_name(f"there is no option {name!r} of {cls.__name__}", name, known)
+                    + getattr(cls, "_unknown_hint", "")
+                )
         plain(self, *values, **options)
 
     cls.__init__ = checked  # type: ignore[misc, assignment]

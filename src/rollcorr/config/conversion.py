@@ -139,8 +139,7 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
     section = None
     if conversion.config is not None:
         values = conversion.config.to_dict()
-        public = KEYS["newest"][:7]
-        section = {key: value for key, value in values.items() if key in public or value != DEFAULTS[key]}
+        section = {key: value for key, value in values.items() if key in KEYS["newest"][:7] or value != DEFAULTS[key]}
     if "algorithm" in raw or "actor_rollout_ref" in raw:
         algorithm = {key: value for key, value in (raw.get("algorithm") or {}).items() if not is_option(key)}
         return {**raw, "algorithm": {**algorithm, SECTION: section}}
@@ -249,8 +248,9 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
         raise type(error)(f"{ROLLOUT}: {error}") from error
     for new, value in settings.items():
         key = {"engine": "name", "logprobs": "logprobs_mode"}.get(new, new)
-        became = f"sampling.{new}: {value}"
-        draft.report.append(FieldReport(f"{ROLLOUT}.{key}", old[key], became, "the sampling settings"))
+        draft.report.append(
+            FieldReport(f"{ROLLOUT}.{key}", old[key], f"sampling.{new}: {value}", "the sampling settings")
+        )
     if mode is None and (sampling.temperature, sampling.top_p, sampling.top_k) != (1.0, 1.0, -1):
         draft.notes.append(
             f"{ROLLOUT} does not set logprobs_mode; read as raw (vLLM's default; verl 0.9.1 passes "

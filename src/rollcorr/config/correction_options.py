@@ -111,6 +111,8 @@ class RolloutCorrectionConfig(NamedPresets):
         Criterion(scope='token', kind='k1', lower=0.5, upper=2.0)
     """
 
+    _unknown_hint = ". For options of 2025, write rollcorr.config.convert(dict(…)).config"
+
     rollout_is: Level | None = None
     rollout_is_threshold: Threshold | None = 2.0
     rollout_is_batch_normalize: bool = False
@@ -192,8 +194,7 @@ class RolloutCorrectionConfig(NamedPresets):
         """
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         # Equal configurations may differ in `impl`, so the cache key includes it.
-        replaced: Self = _cached_replace(self, self.impl, tuple(sorted(fields.items())))
-        return replaced
+        return cast("Self", _cached_replace(self, self.impl, tuple(sorted(fields.items()))))
 
     @cached_property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -220,8 +221,8 @@ class RolloutCorrectionConfig(NamedPresets):
     @cached_property
     def weights_reach_loss(self) -> bool:
         """True iff weights multiply the loss. In bypass ppo_clip they would count the behavior ratio twice."""
-        ratio_is_the_weight = self.bypass_mode and self.loss_type == "ppo_clip"
-        return self.rollout_is is not None and self.apply_is and not ratio_is_the_weight
+        is_applied = self.rollout_is is not None and self.apply_is
+        return is_applied and not (self.bypass_mode and self.loss_type == "ppo_clip")
 
     @cached_property
     def weighs_tokens(self) -> bool:

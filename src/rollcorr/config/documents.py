@@ -29,7 +29,7 @@ MAX_DEPTH = 64
 MAX_INTEGER = 1000
 """Maximum length of an integer, characters."""
 
-_THRESHOLD_KEYS = {"rollout_is_threshold", "rollout_rs_threshold"}
+_THRESHOLD_KEYS = ("rollout_is_threshold", "rollout_rs_threshold")
 _STRING_TAG = "tag:yaml.org,2002:str"
 _INTEGER_TAG = "tag:yaml.org,2002:int"
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -143,7 +143,7 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"key {key.value[:60]!r} is written twice", key.start_mark
                 )
             seen.add(key.value)
-            if key.value in _THRESHOLD_KEYS and isinstance(value, yaml.ScalarNode) and "_" in value.value:
+            if key.value.endswith(_THRESHOLD_KEYS) and isinstance(value, yaml.ScalarNode) and "_" in value.value:
                 value.tag = _STRING_TAG
         return super().construct_mapping(node, deep)
 

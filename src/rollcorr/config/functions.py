@@ -23,8 +23,10 @@ def load_function(where: str, *, option: str) -> Callable[..., Any]:
         names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
         found = names[name]
     except (ImportError, OSError, ValueError, KeyError) as error:
-        fix = "it must be package.module:name or file.py:name"
-        raise ValueError(f"{option}={where!r} cannot be loaded: {error}; {fix}") from error
+        cause = f"{place} defines no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"{option}={where!r} cannot be loaded: {cause}; it must be package.module:name or file.py:name"
+        ) from error
     if not callable(found):
         raise ValueError(f"{option}={where!r} is {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]

@@ -85,8 +85,9 @@ class Draft:
     def __init__(self, old: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self.old = old
         values = {**(defaults or {}), **old}
-        numbers = {name: number_or_null(name, values[name]) for name in defaults or () if "threshold" in name}
-        self.values: dict[str, Any] = values | numbers
+        self.values: dict[str, Any] = values | {
+            name: number_or_null(name, values[name]) for name in defaults or () if "threshold" in name
+        }
         self.fields: dict[str, Any] = {}
         self.report: list[FieldReport] = []
         self.notes: list[str] = []

@@ -15,11 +15,25 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rollcorr.config.conversion import expand_dotted, is_option
+from rollcorr.config.conversion import OPTION_NAMES, expand_dotted, is_option
 from rollcorr.config.correction_options import RolloutCorrectionConfig
-from rollcorr.config.documents import load_yaml, read_yaml
+from rollcorr.config.documents import load_yaml, read_yaml_text
 from rollcorr.config.schemas import SECTION, find_schema
 from rollcorr.config.secrets import redact_text
+
+ASSIGNMENT = re.compile(r"^ *(\+?[\w.-]+) *= *(.*?)[ \\]*$", re.MULTILINE)
+
+
+def read_options(path: Path) -> Any:  # noqa: ANN401 (a file may contain any plain value)
+    """Return the document of a YAML file, or of lines `name = value`, as guides print options.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: as `read_yaml_text` and `load_yaml`.
+    """
+    text = read_yaml_text(path)
+    lines = [line for line in text.splitlines() if line.partition("#")[0].strip()]
+    return load_yaml(ASSIGNMENT.sub(r"\1: \2", text) if lines and all(map(ASSIGNMENT.match, lines)) else text)
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -32,7 +46,7 @@ def parse_override(text: str) -> dict[str, Any]:
             no YAML. Secrets are removed from the message.
     """
     name, separator, value = text.partition("=")
-    parts = name.removeprefix("+").split(".")
+    parts = name.strip().removeprefix("+").split(".")
     shown = reprlib.repr(redact_text(text))
     if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
         raise ValueError(f"override {shown} is not of the form dotted.name=value")
@@ -61,7 +75,7 @@ def read_document(arguments: Sequence[str]) -> Any:  # noqa: ANN401 (a file may 
     files = [text for text in arguments if "=" not in text or Path(text).is_file()]
     if len(files) > 1:
         raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
-    layers = [read_yaml(Path(file)) for file in files]
+    layers = [read_options(Path(file)) for file in files]
     layers += [parse_override(text) for text in arguments if text not in files]
     if not all(isinstance(layer, Mapping) for layer in layers) or not layers:
         return layers[0] if layers else {}
@@ -81,11 +95,19 @@ def merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ValueError: no preset has the name in the file, or the overrides of a preset mix generations.
     """
     documents = [expand_dotted(layer) for layer in layers]
+    if any("algorithm" in document or "actor_rollout_ref" in document for document in documents):
+        documents = [under_algorithm(document) for document in documents]
     merged = _with_correction(reduce(_merged, documents, {}), documents)
     sections = [document["algorithm"] for document in documents if isinstance(document.get("algorithm"), Mapping)]
     if sections and isinstance(merged["algorithm"], Mapping):
         merged["algorithm"] = _with_correction(merged["algorithm"], sections)
     return merged
+
+
+def under_algorithm(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with a correction, or options of one, at the top moved into `algorithm`."""
+    places = {name: f"algorithm.{SECTION}.{name}" for name in OPTION_NAMES} | {SECTION: f"algorithm.{SECTION}"}
+    return expand_dotted({places.get(key, key): value for key, value in document.items()})
 
 
 def _merged(below: object, above: object) -> Any:  # noqa: ANN401 (a value or a block)
@@ -114,14 +136,11 @@ def _with_correction(section: Mapping[str, Any], layers: Sequence[Mapping[str, A
     # Options of an older form replace a preset; in the newest form they change it.
     preset = next(iter(whole), None)
     rest = {key: value for key, value in section.items() if key != SECTION and not is_option(key)}
-    if isinstance(preset, str) and (flat or block):
-        newest = find_schema(flat or block or {}, flat=bool(flat)) == "newest"
-        if newest and flat:
+    changes = flat or block
+    if isinstance(preset, str) and changes and find_schema(changes, flat=bool(flat)) == "newest":
+        if flat:
             return {**rest, SECTION: preset, **flat}
-        if newest:
-            block = RolloutCorrectionConfig.preset(preset).to_dict() | (block or {})
-    if flat:
-        return {**rest, **flat} if block is None else {**rest, SECTION: block, **flat}
-    if block is not None:
-        return {**rest, SECTION: block}
-    return {**rest, SECTION: preset} if whole else rest
+        block = RolloutCorrectionConfig.preset(preset).to_dict() | changes
+    if block is not None or (whole and not flat):
+        rest[SECTION] = preset if block is None else block
+    return rest | flat

@@ -310,8 +310,12 @@ def preset_constructor(
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     # An argument's default is the value of the first field that it sets.
     defaults = {argument: preset.values.get(fields[0]) for argument, fields in preset.parameters.items()}
-    arguments = [inspect.Parameter(argument, kind, default=defaults.get(argument)) for argument in taken]
-    signature = inspect.Signature([inspect.Parameter("cls", kind), *arguments])
+    signature = inspect.Signature(
+        [
+            inspect.Parameter("cls", kind),
+            *(inspect.Parameter(argument, kind, default=defaults.get(argument)) for argument in taken),
+        ]
+    )
 
     def constructor(owner: type, *positional: object, **named: object) -> Any:  # noqa: ANN401 (the owner)
         _check_arguments(name, named, taken)

@@ -311,8 +311,11 @@ def _approximate_finding(code: str, reason: str, fix: str) -> Finding:
 def _find_greedy(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[Finding]:
     for side, spec in (("rollout", rollout), ("trainer", trainer)):
         if spec.temperature == 0:
-            reason = f"the {side}'s temperature is 0: one token has probability 1, and no ratio exists"
-            yield _different_finding("greedy", reason, "sample and score at a temperature above 0")
+            yield _different_finding(
+                "greedy",
+                f"the {side}'s temperature is 0: one token has probability 1, and no ratio exists",
+                "sample and score at a temperature above 0",
+            )
             return
 
 
@@ -384,8 +387,9 @@ def _compare_supports(rollout: SamplingSpec, trainer: SamplingSpec) -> Iterator[
             code, reason, f"{replay}; with the kept mass S alone, subtract log S from the log-ratio"
         )
     elif any(getattr(rollout, name) != getattr(trainer, name) for name in _TRUNCATIONS):
-        theirs = ", ".join(_settings_on(trainer, _TRUNCATIONS))
-        reason = f"the rollout was truncated by {named}, the trainer's by {theirs}"
+        reason = (
+            f"the rollout was truncated by {named}, the trainer's by {', '.join(_settings_on(trainer, _TRUNCATIONS))}"
+        )
         yield _different_finding(code, reason, replay)
     else:
         reason = f"{named} recomputed from other logits: tokens at the boundary fall in or out"

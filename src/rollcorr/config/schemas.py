@@ -50,8 +50,9 @@ def find_schema(options: Mapping[str, Any], *, flat: bool) -> Schema:
         groups = [f"{schema}: {', '.join(signs[schema])}" for schema in found]
         if len(found) == 1:
             groups.append(f"later: {', '.join(later)}")
-        text = "; ".join(groups)
-        raise ValueError(f"these options mix generations ({text}); write all of them in one{instead(options)}")
+        raise ValueError(
+            f"these options mix generations ({'; '.join(groups)}); write all of them in one{instead(options)}"
+        )
     if found:
         return found[0]
     # Only the first schema put its options flat into `algorithm`.
@@ -76,15 +77,17 @@ def newest_overrides(options: Mapping[str, Any]) -> str:
             warnings.simplefilter("ignore", InertOptionWarning)
             config, _ = CONVERTERS[schema](part)
         off = off or config is None
-        values = {} if config is None else config.to_dict()
-        fields |= {key: value for key, value in values.items() if value != DEFAULTS[key]}
+        if config is not None:
+            fields |= {key: value for key, value in config.to_dict().items() if value != DEFAULTS[key]}
     return as_overrides(fields) or f"algorithm.{SECTION}={'null' if off else '{}'}"
 
 
 def as_overrides(fields: Mapping[str, Any]) -> str:
     """Return fields of a correction as overrides to type; with Hydra's plus where verl's own class lacks the key."""
-    plus = {key: "" if key in KEYS["newest"][:7] else "+" for key in fields}
-    return " ".join(f"{plus[key]}algorithm.{SECTION}.{key}={shlex.quote(shown(fields[key]))}" for key in fields)
+    return " ".join(
+        f"{'' if key in KEYS['newest'][:7] else '+'}algorithm.{SECTION}.{key}={shlex.quote(shown(value))}"
+        for key, value in fields.items()
+    )
 
 
 def instead(options: Mapping[str, Any]) -> str:

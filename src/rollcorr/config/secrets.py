@@ -345,9 +345,8 @@ def _without_hidden_values(text: str, *, in_option: bool = False) -> str:
     for value in sorted(_hidden_values, key=len, reverse=True):
         if value not in text or (in_option and (len(value) < _MIN_DISTINCT_CHARACTERS or not _hidden_values[value])):
             continue
-        whole_word = len(value) < _MIN_DISTINCT_CHARACTERS
-        pattern = rf"(?<!\w){re.escape(value)}(?!\w)" if whole_word else re.escape(value)
-        text = re.sub(pattern, HIDDEN, text)
+        pattern = re.escape(value)
+        text = re.sub(rf"(?<!\w){pattern}(?!\w)" if len(value) < _MIN_DISTINCT_CHARACTERS else pattern, HIDDEN, text)
     return text
 
 

@@ -72,8 +72,10 @@ def present_from_start(case: Case) -> Refutation | None:
 
     A cause whose rows begin at the step of a sudden rise is not refuted: the rows are evidence for it.
     """
-    change = None if case.evidence is None else case.evidence.rise
-    if case.evidence is None or change is None or change.is_over or change.factor < GROWS:
+    if case.evidence is None or case.evidence.rise is None:
+        return None
+    _, change = case.evidence.rise
+    if change.is_over or change.factor < GROWS:
         return None
 
     # After a sudden rise, stale weights keep diverging; a changed setting stays constant.

@@ -89,8 +89,9 @@ class SglangDiffusionEngine:
             }
             for row, (prompt, window) in enumerate(zip(prompts, windows.tolist(), strict=True))
         ]
-        answers = self._client.post_all("/rollout/generate", bodies)
-        return read_rollouts(answers, windows, settings, version=self.version)
+        return read_rollouts(
+            self._client.post_all("/rollout/generate", bodies), windows, settings, version=self.version
+        )
 
 
 def read_rollouts(

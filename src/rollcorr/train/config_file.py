@@ -12,18 +12,17 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from rollcorr.config.checks import unknown_name
 from rollcorr.config.conversion import OPTION_NAMES, expand_dotted, is_option
-from rollcorr.config.documents import read_yaml
-from rollcorr.config.layers import merge_layers, parse_override
+from rollcorr.config.layers import merge_layers, parse_override, read_options, under_algorithm
 from rollcorr.config.secrets import redact, redact_text
 from rollcorr.run_directory.directory import RunDirectory
 from rollcorr.train.run_config import RunConfig
-from rollcorr.train.verl_paths import VERL_PATHS, translated
+from rollcorr.train.verl_paths import check_paths, translated
 
 CORRECTION_KEY = "algorithm.rollout_correction"
 ENGINE_OPTIONS_KEY = "rollout.engine_options"
@@ -66,18 +65,21 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     from omegaconf.errors import OmegaConfBaseException
 
     known = dict(_known_names(config_class))
-    layers = [_in_own_names(layer, known) for layer in _read_layers(path, overrides)]
-    for layer in layers:
-        _check_names(layer, known)
+    written = [list(option_values(under_algorithm(layer))) for layer in _read_layers(path, overrides)]
+    check_paths(name for options in written for name, _ in options)
+    layers = []
+    for options in written:
+        own = dict(translated(name, value, known) for name, value in options)
+        layers.append(expand_dotted({name: value for name, value in own.items() if name}))
+        _check_names(layers[-1], known)
 
     # Options of 2025-10 lie in `algorithm` itself, which shows their generation, so `resolve` needs their place too.
     given = merge_layers(layers)
     algorithm = given.get("algorithm", {})
     flat = {key: algorithm.pop(key) for key in list(algorithm) if is_option(key)}
-    if flat and "rollout_correction" in algorithm:
-        flat["rollout_correction"] = algorithm["rollout_correction"]
     if flat:
-        algorithm["rollout_correction"] = {"algorithm": flat}
+        section = {key: value for key, value in algorithm.items() if key == "rollout_correction"}
+        algorithm["rollout_correction"] = {"algorithm": flat | section}
 
     # OmegaConf checks types and builds the dataclasses. It would fill in references in the options of an engine.
     engine_options = given.get("rollout", {}).pop("engine_options", {})
@@ -134,13 +136,14 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
             Both may be a stranger's.
     """
     typed = {name for text in overrides for name, _ in _all_values(parse_override(text), "")}
-    running = {name: value for name, value in _all_values(dataclasses.asdict(config), "") if RUNS_CODE.fullmatch(name)}
-    for name, value in running.items():
+    for name, value in _all_values(dataclasses.asdict(config), ""):
+        if not RUNS_CODE.fullmatch(name) or value in (None, False):
+            continue
         file = Path(str(value).rpartition(":")[0] or str(value))
         reason = "" if name in typed else f"comes from {path}: write {name.partition('[')[0]}=… in the command, or"
         if file.resolve().is_relative_to(Path(config.run_dir).resolve()):
             reason = f"lies in the run directory {config.run_dir}:"
-        if reason and value not in (None, False):
+        if reason:
             raise ValueError(f"{name}={redact_text(repr(value))} may run code and {reason} read it and add --trust")
 
 
@@ -157,17 +160,11 @@ def _read_layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) 
     return layers
 
 
-def _in_own_names(layer: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
-    """Return a layer with the paths of verl in this trainer's names."""
-    values = [translated(name, value, known) for name, value in option_values(layer)]
-    return expand_dotted({name: value for name, value in values if name})
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"configuration {str(path)!r} does not exist")
     try:
-        values = read_yaml(path)
+        values = read_options(path)
         if values is None:
             return {}
         if not isinstance(values, dict):
@@ -218,9 +215,8 @@ def _check_names(layer: Mapping[str, Any], known: Mapping[str, type | None]) -> 
         if name not in known:
             section = name.rpartition(".")[0]
             siblings = [other for other in known if other.rpartition(".")[0] == (section if section in known else "")]
-            paths = [path for path in VERL_PATHS if path.startswith(f"{name.partition('.')[0]}.")]
-            elsewhere = {other: repr(other) for other in [*known, *paths]} | flat
-            raise ValueError(unknown_name(f"unknown option {_format_value(name)}", name, siblings, elsewhere))
+            written = {other: repr(other) for other in known} | flat
+            raise ValueError(unknown_name(f"unknown option {_format_value(name)}", name, siblings, written))
         if (known[name] is not None or name == ENGINE_OPTIONS_KEY) and not isinstance(value, Mapping):
             raise ValueError(f"{name} is a block of options, got {_format_value(value)}; set {name}.<option> instead")
 

@@ -5,10 +5,12 @@ The correction's own options are read in every form by `rollcorr.config`; this t
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from rollcorr.config.checks import did_you_mean
 from rollcorr.config.conversion import LOGPROBS_MODES
+from rollcorr.config.secrets import redact_text
 
 
 class VerlPath(NamedTuple):
@@ -68,14 +70,35 @@ VERL_PATHS: dict[str, VerlPath] = {
     **{f"{ACTOR}.{name}": VerlPath(f"algorithm.loss.{name}") for name in LOSS},
     f"{ACTOR}.entropy_coeff": VerlPath("algorithm.loss.entropy_coef"),
     f"{ACTOR}.kl_loss_coef": VerlPath("algorithm.loss.kl_coef"),
-    f"{ACTOR}.optim.lr": VerlPath("optim.lr"),
-    f"{ACTOR}.optim.weight_decay": VerlPath("optim.weight_decay"),
+    **{f"{ACTOR}.optim.{name}": VerlPath(f"optim.{name}") for name in ("lr", "lr_warmup_steps", "weight_decay")},
     f"{ACTOR}.grad_clip": VerlPath("optim.max_grad_norm"),
     f"{ACTOR}.ppo_epochs": VerlPath("optim.ppo_epochs"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": VerlPath("optim.micro_batch_size"),
     "trainer.total_training_steps": VerlPath("steps"),
     "trainer.save_freq": VerlPath("checkpoint.every"),
 }
 """Path → the option that it sets."""
+SECTIONS = (
+    *(f"algorithm.{name}" for name in ("filter_groups.", "gamma", "kl_ctrl.", "lam", "use_kl_in_reward")),
+    *(f"reward.{name}" for name in ("custom_reward_function.", "num_workers", "reward_model.")),
+    *("actor_rollout_ref.", "critic.", "data.", "reward_model.", "trainer."),
+)
+"""First parts of verl's paths, of which none is an option here."""
+
+
+def check_paths(names: Iterable[str]) -> None:
+    """Check that each path of verl sets an option here.
+
+    Raises:
+        ValueError: paths have no counterpart; the message lists all of them, to leave out. For one path, perhaps
+            misspelled, it also suggests the nearest.
+    """
+    unknown = [name for name in names if name.startswith(SECTIONS) and name not in VERL_PATHS]
+    if unknown:
+        hint = did_you_mean(unknown[0], VERL_PATHS) if len(unknown) == 1 else ""
+        if f"{ACTOR}.ppo_mini_batch_size" in unknown:
+            hint = "optim.mini_batch_size counts responses, not prompts. "
+        raise ValueError(f"{hint}verl's paths without a counterpart here: leave out {redact_text(' '.join(unknown))}")
 
 
 def translated(name: str, value: Any, known: Container[str]) -> tuple[str, Any]:  # noqa: ANN401 (any plain value)

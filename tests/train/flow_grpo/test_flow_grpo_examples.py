@@ -66,7 +66,24 @@ def test_the_example_for_a_large_pipeline_is_read():
     assert (config.reward.name, config.model.lora.rank, config.algorithm.actor.bypass_mode) == ("ocr", 32, True)
 
 
-# What rollcorr train reads of verl-omni's run_qwen_image_ocr_lora_rollout_corr.sh; the rest places processes and files.
+# The overrides of verl-omni's run_qwen_image_ocr_lora_rollout_corr.sh (commit a1139ba) that set options here, and the
+# paths of the others, which place processes and files.
+PLACEMENT = (
+    "data.train_files data.val_files data.max_prompt_length actor_rollout_ref.actor.ppo_mini_batch_size "
+    "actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload "
+    "actor_rollout_ref.actor.fsdp_config.model_dtype actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.agent.num_workers "
+    "actor_rollout_ref.rollout.load_format actor_rollout_ref.rollout.layered_summon "
+    "actor_rollout_ref.rollout.pipeline.max_sequence_length actor_rollout_ref.rollout.val_kwargs.algo.noise_level "
+    "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps "
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu reward.num_workers reward.reward_model.enable "
+    "reward.reward_model.model_path reward.reward_model.rollout.name "
+    "reward.reward_model.rollout.tensor_model_parallel_size reward.custom_reward_function.path "
+    "reward.custom_reward_function.name trainer.logger trainer.project_name trainer.experiment_name "
+    "trainer.log_val_generations trainer.val_before_train trainer.n_gpus_per_node trainer.nnodes trainer.test_freq "
+    "trainer.total_epochs"
+)
+ENGINE = "actor_rollout_ref.rollout.name"
 QUICKSTART = (
     "recipe=flow_grpo",
     "data.train_batch_size=32",
@@ -75,6 +92,7 @@ QUICKSTART = (
     "algorithm.rollout_correction.rollout_is_threshold=2.0",
     "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
     "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
+    "actor_rollout_ref.model.algorithm=flow_grpo",
     "actor_rollout_ref.model.path=Qwen/Qwen-Image",
     "actor_rollout_ref.model.lora_rank=64",
     "actor_rollout_ref.model.lora_alpha=128",
@@ -82,6 +100,7 @@ QUICKSTART = (
     "'to_add_out','img_mlp.net.0.proj','img_mlp.net.2','txt_mlp.net.0.proj','txt_mlp.net.2']",
     "actor_rollout_ref.actor.optim.lr=3e-4",
     "actor_rollout_ref.actor.optim.weight_decay=0.0001",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
     "actor_rollout_ref.rollout.n=16",
     "actor_rollout_ref.rollout.pipeline.true_cfg_scale=4.0",
     "actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -105,6 +124,7 @@ def test_quickstart_of_verl_omni_trains_tiny_qwen_image(tmp_path, console):
     for part in ("steps", "checkpoint", "rollout", "algorithm"):
         assert getattr(ours, part) == replace_batch(getattr(theirs, part)), part
     assert (ours.model.path, ours.model.lora) == (theirs.model.path, theirs.model.lora)
+    assert ours.optim.micro_batch_size == theirs.optim.micro_batch_size
     assert (ours.optim.lr, ours.optim.weight_decay) == (theirs.optim.lr, theirs.optim.weight_decay)
 
     tiny_pipelines.save_qwen(tmp_path / "qwen")
@@ -119,6 +139,18 @@ def test_quickstart_of_verl_omni_trains_tiny_qwen_image(tmp_path, console):
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row["actor/rollout_corr/rollout_rs_masked_fraction"] == 0 for row in rows)
     assert all(row["actor/rollout_corr/exact_kl_mean"] > 0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:rollout_is='sequence' does not weight the loss")
+def test_script_of_verl_omni_runs_as_messages_say():
+    """Paste the whole script; leave out what the two messages list."""
+    with pytest.raises(ValueError) as refused:
+        load_config(None, [*QUICKSTART, *(f"{path}=1" for path in PLACEMENT.split()), f"{ENGINE}=vllm_omni"])
+    start, _, listed = str(refused.value).partition(" verl's paths without a counterpart here: leave out ")
+    assert (start, listed) == ("optim.mini_batch_size counts responses, not prompts.", PLACEMENT)
+    with pytest.raises(ValueError, match=rf"{ENGINE} is rollout.engine, which .* does not have; leave it out"):
+        load_config(None, [*QUICKSTART, f"{ENGINE}=vllm_omni"])
+    assert load_config(None, QUICKSTART).optim.micro_batch_size == 16
 
 
 def replace_batch(part):

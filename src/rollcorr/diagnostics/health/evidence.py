@@ -100,15 +100,10 @@ class Evidence:
         return self.current.get("token_count", 1.0) > 0
 
     @property
-    def rise(self) -> Change | None:
-        """Return the latest lasting rise of the mismatch, or `None`."""
-        return None if self.risen is None else self.changes[self.risen]
-
-    @property
-    def risen(self) -> str | None:
-        """Return the metric of that rise, or `None`; the exact KL counts only for diffusion."""
+    def rise(self) -> tuple[str, Change] | None:
+        """Return the latest lasting rise of the mismatch with its metric; the exact KL counts only for diffusion."""
         names = RISES if self.diffusion else RISES[1:]
-        return next((name for name in names if name in self.changes), None)
+        return next(((name, self.changes[name]) for name in names if name in self.changes), None)
 
     @property
     def null_k3(self) -> float:

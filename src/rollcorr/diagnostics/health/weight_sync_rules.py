@@ -111,10 +111,9 @@ def above_null(evidence: Evidence) -> Finding | None:
 
 def lasting_rise(evidence: Evidence) -> Finding | None:
     """Return a finding if the mismatch rose and stayed; onset, shape and the weights' recorded age decide its code."""
-    name = evidence.risen
-    if name is None:
+    if evidence.rise is None:
         return None
-    change = evidence.changes[name]
+    name, change = evidence.rise
     row = fault(_rise_code(change, evidence))
     title, cause, fix, confirm = row.title, row.reason, row.fix, row.confirm
 

@@ -87,7 +87,17 @@ def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers
 
         # Each reader has every n-th shard, so asking the readers in turn keeps log order.
         for number in range(len(shards)):
-            yield _answer(readers[number % workers][0], workers)
+            try:
+                answer = pickle.loads(readers[number % workers][0].recv_bytes())
+            except (EOFError, OSError) as error:
+                raise ChildProcessError(
+                    f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory "
+                    "ran out (use fewer workers), or the script that starts them lacks "
+                    '`if __name__ == "__main__":`'
+                ) from error
+            if isinstance(answer, Exception):
+                raise answer
+            yield answer
     finally:
         for pipe, process in readers:
             pipe.close()
@@ -95,21 +105,6 @@ def read_in_processes(measurement: Measurement, shards: Sequence[Shard], workers
                 process.kill()
                 process.join()
                 process.close()
-
-
-def _answer(pipe: Connection, workers: int) -> Tally:
-    """Return the next tally of a reader; raise the error that it sent."""
-    try:
-        answer = pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError) as error:
-        raise ChildProcessError(
-            f"one of {workers} workers died without an answer. Either it was killed, perhaps because memory ran out "
-            '(use fewer workers), or the script that starts them lacks `if __name__ == "__main__":`'
-        ) from error
-    if isinstance(answer, Exception):
-        raise answer
-    tally: Tally = answer
-    return tally
 
 
 def read_on_ray(measurement: Measurement, shards: Sequence[Shard], *, address: str) -> Generator[Tally, None, None]:

@@ -232,7 +232,7 @@ def _sum_up(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], valid: 
     values: dict[str, NDArray[Any] | None] = {
         "position": np.arange(len(d)) - starts,
         "length": np.repeat(lengths, lengths),
-        "probability": np.exp(np.minimum(tokens["mu"], 0)),
+        "probability": None if found.diffusion else np.exp(np.minimum(tokens["mu"], 0)),  # a density is none
         "turn": turns_of(tokens["state"] != MASKED, lengths) - 1,
         "version lag": None if spans is None else np.repeat(spans[0] - spans[1], spans[2]),
     }

@@ -135,11 +135,18 @@ class MismatchProfile:
         table[:, -1] = -1 if ratios.prompts is None else ratios.prompts
         measured = table[:, 0] > 0
 
+        # Invalid tokens go to an extra cell, which is dropped.
+        cell = surprise_bins(ratios.surprise)
+        if ratios.count < len(cell):
+            cell = np.where(ratios.valid, cell, SURPRISE_BINS)
+        weights = (None, ratios.d, ratios.d * ratios.d, ratios.k3)
+        sums = [np.bincount(cell, weight, SURPRISE_BINS + 1)[:SURPRISE_BINS] for weight in weights]
+
         # Invalid tokens have d = 0, so subtract them from that bin.
         sizes = _size_histogram(ratios.d, FINE)
         sizes[1, 0] -= len(ratios.d) - ratios.count
         return cls(
-            cells=_cells_of(ratios),
+            cells=np.stack(sums).astype(np.float64),
             sizes=sizes,
             row_count=int(measured.sum()),
             ids=TokenSums.of_ratios(ratios, limit=id_limit),
@@ -232,18 +239,6 @@ def surprise_bins(surprise: NDArray[np.float32]) -> NDArray[np.int32]:
     bins >>= 23
     bins -= 127 - SURPRISE_OFFSET
     return np.clip(bins, 0, SURPRISE_BINS - 1, out=bins)
-
-
-def _cells_of(ratios: TokenRatios) -> Floats:
-    """Return the sums `CELL` by surprise."""
-    cell = surprise_bins(ratios.surprise)
-
-    # Invalid tokens go to an extra cell, which is dropped.
-    if ratios.count < len(cell):
-        cell = np.where(ratios.valid, cell, SURPRISE_BINS)
-    weights = (None, ratios.d, ratios.d * ratios.d, ratios.k3)
-    sums = [np.bincount(cell, weight, SURPRISE_BINS + 1)[:SURPRISE_BINS] for weight in weights]
-    return np.stack(sums).astype(np.float64)
 
 
 def _size_histogram(values: Floats, parts: int) -> Floats:

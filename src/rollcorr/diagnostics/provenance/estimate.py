@@ -76,22 +76,18 @@ def estimate_provenance(
         more, pairs = find(pairs)
         found += more
 
+    # A token changed if it was removed, or if its value changed or became NaN on either side.
+    changed = recorded.keep & ~values.keep
+    for old, new in ((recorded.train, values.train), (recorded.rollout, values.rollout)):
+        changed |= (old != new) & ~(old.isnan() & new.isnan())
     groups = find_groups(pairs)
     return Provenance(
         findings=tuple(_ranked([*found, *groups.findings, *_findings_of_rest(pairs, groups), *stored])),
         tokens=int(pairs.valid.sum()),
-        misreported=_changed_tokens(recorded, values),
+        misreported=changed,
         of_settings=groups.certain,
         zeros_left=int(undone.pairs.contradicted_zeros.sum()) if recorded.contradicted_zeros.any() else None,
     )
-
-
-def _changed_tokens(before: PairRows, after: PairRows) -> Tensor:
-    """Return the tokens that were removed, or whose value changed or became NaN on either side, (N,) bool."""
-    changed = before.keep & ~after.keep
-    for old, new in ((before.train, after.train), (before.rollout, after.rollout)):
-        changed |= (old != new) & ~(old.isnan() & new.isnan())
-    return changed
 
 
 def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None, steps: Tensor | None) -> PairRows:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from rollcorr.train.flow_grpo.flow_grpo_config import FlowGrpoConfig
 from rollcorr.train.flow_grpo.flow_grpo_recipe import make_policy, make_prompts
@@ -38,9 +37,6 @@ def configured_pictures(
         ValueError: the engine's schedule differs.
     """
     texts, _ = make_prompts(config)
-    trainer = FlowGrpoTrainer(config, make_policy(config, config.model.path), texts, _no_reward)
+    policy = make_policy(config, config.model.path)
+    trainer = FlowGrpoTrainer(config, policy, texts, lambda _, prompts: torch.zeros(len(prompts), device="cpu"))
     return trainer.null_pictures(pictures, engine=None if make_engine is None else make_engine(trainer))
-
-
-def _no_reward(images: Tensor, texts: Sequence[str]) -> Tensor:
-    return torch.zeros(len(texts), device="cpu")

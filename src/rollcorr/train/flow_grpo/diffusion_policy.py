@@ -188,7 +188,14 @@ def save_policy(policy: DiffusionPolicy, directory: str | os.PathLike[str]) -> N
     directory.mkdir(parents=True, exist_ok=True)
     note = {"path": str(policy.base.resolve())}
     if policy.lora.rank:
-        _save_adapters(policy.transformer, directory / "lora" / ADAPTER_FILE)
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        path = directory / "lora" / ADAPTER_FILE
+        path.parent.mkdir(exist_ok=True)
+        weights = get_peft_model_state_dict(policy.transformer)
+        save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, path)
+
         # The adapters may belong to a transformer that was trained before and differs from the base's.
         note["transformer"] = str(policy.origin.resolve())
     else:
@@ -220,15 +227,6 @@ def _add_adapters(transformer: Any, lora: LoraSettings, directory: Path, seed: i
             raise ValueError(f"model.lora.target_modules={list(lora.target_modules)}: {error}") from error
     if saved.is_file():
         _load_adapters(transformer, saved)
-
-
-def _save_adapters(transformer: nn.Module, path: Path) -> None:
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    weights = get_peft_model_state_dict(transformer)
-    save_file({name: value.detach().cpu().contiguous() for name, value in weights.items()}, path)
 
 
 def _load_adapters(transformer: nn.Module, path: Path) -> None:
@@ -307,8 +305,7 @@ def _network_folder(directory: Path, base: Path, noted: str | None) -> Path:
         if not Path(noted).is_dir():
             raise FileNotFoundError(f"{noted} does not exist, and the adapters of {directory} sit on it; put it back")
         return Path(noted)
-    is_unet = (base / "unet").is_dir()
-    return _part_folder(base, base, "unet" if is_unet else "transformer")
+    return _part_folder(base, base, "unet" if (base / "unet").is_dir() else "transformer")
 
 
 def _part_folder(directory: Path, base: Path, name: str) -> Path:

@@ -52,7 +52,10 @@ def save_grid(images: Tensor, captions: Sequence[str], path: Path) -> None:
     enlarged = [ImageOps.scale(to_pil(image), zoom, Image.Resampling.NEAREST) for image in images]
     tiles = [ImageOps.expand(picture, GAP, "white") for picture in enlarged]
 
-    columns = _grid_columns(len(images))
+    # The largest divisor up to √count that is not much smaller, else √count rounded up.
+    root = math.isqrt(len(images))
+    divisors = (n for n in range(root, max(1, root // 2), -1) if len(images) % n == 0)
+    columns = next(divisors, math.ceil(math.sqrt(len(images))))
     rows = math.ceil(len(images) / columns)
     width, height = tiles[0].size
     lines = max(caption.count("\n") + 1 for caption in captions)
@@ -87,9 +90,3 @@ def strip(pictures: Tensor) -> str:
     file = io.BytesIO()
     whole.save(file, format="JPEG", quality=90, subsampling=0)
     return base64.b64encode(file.getvalue()).decode("ascii")
-
-
-def _grid_columns(count: int) -> int:
-    """Return the largest divisor up to √count that is not much smaller, else √count rounded up."""
-    root = math.isqrt(count)
-    return next((n for n in range(root, max(1, root // 2), -1) if count % n == 0), math.ceil(math.sqrt(count)))

@@ -71,8 +71,7 @@ class WordTable:
             if words:
                 embeds[row, : len(words)] = self.vectors[[self.words[word] for word in words]]
 
-        used = (embeds != 0).any(-1).sum(1, keepdim=True).clamp(min=1)
-        return Condition(embeds, embeds.sum(1) / used)
+        return Condition(embeds, embeds.sum(1) / (embeds != 0).any(-1).sum(1, keepdim=True).clamp(min=1))
 
     @classmethod
     def load(cls, directory: Path, device: str) -> WordTable:

@@ -27,7 +27,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,8 @@ class RolloutModel:
             raise ValueError(f"weight sync incomplete: {', '.join(different[:3])} on one side only")
 
         # Round from the trainer's float32, never from the copy: rounding errors must not accumulate.
-        linear = _linear_weights(model) if self.dtype.startswith("fp8") else set()
+        modules = model.named_modules() if self.dtype.startswith("fp8") else ()
+        linear = {f"{name}.weight" for name, layer in modules if _is_plain_linear(name, layer)}
         for name, value in source.items():
             target[name].copy_(round_to_e4m3(value) if name in linear else value)
         self.weight_version = version
@@ -173,7 +174,7 @@ def _multiply_in_e4m3(module: nn.Module) -> None:
             f"rollout.dtype=fp8_matmul: {device} cannot multiply e4m3 ({error}); use fp8, which emulates its weights"
         ) from error
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name and not any(n % 16 for n in layer.weight.shape):
+        if _is_plain_linear(name, layer) and not any(n % 16 for n in layer.weight.shape):
             layer.forward = partial(linear_e4m3, layer)  # type: ignore[method-assign]
 
 
@@ -194,13 +195,8 @@ def linear_e4m3(layer: nn.Linear, x: Tensor) -> Tensor:
     return (product if layer.bias is None else product + layer.bias).unflatten(0, x.shape[:-1])
 
 
-def _linear_weights(model: nn.Module) -> set[str]:
-    """Return the names of the weights of linear layers without adapters."""
-    return {
-        f"{name}.weight"
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and "lora_" not in name
-    }
+def _is_plain_linear(name: str, layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return isinstance(layer, nn.Linear) and "lora_" not in name
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -112,11 +112,8 @@ class Schedule:
     def _mean_and_std(
         self, prediction: Tensor, sample: Tensor, steps: Tensor, noise_level: float
     ) -> tuple[Tensor, Tensor | None]:
-        sigma, sigma_next = self.at(steps)
-        largest = float(self.sigmas[1])
-        return sde_step_mean(
-            prediction, sample, sigma=sigma, sigma_next=sigma_next, sigma_max=largest, noise_level=noise_level
-        )
+        at = dict(zip(("sigma", "sigma_next"), self.at(steps), strict=True))
+        return sde_step_mean(prediction, sample, **at, sigma_max=float(self.sigmas[1]), noise_level=noise_level)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,8 +153,7 @@ class DdimSchedule(Schedule):
 
     def predicted_clean(self, mean: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
         """Compute x̂₀ as `Schedule` does, as if nothing was clipped: only then is the mean affine."""
-        affine = self if self.clip is None else replace(self, clip=None)
-        return Schedule.predicted_clean(affine, mean, sample, steps)
+        return Schedule.predicted_clean(replace(self, clip=None), mean, sample, steps)
 
     def _clean(self, prediction: Tensor, sample: Tensor, steps: Tensor) -> Tensor:
         """Compute x̂₀ from ε or v."""

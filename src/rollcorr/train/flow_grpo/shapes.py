@@ -113,8 +113,7 @@ def shape_share(images: Tensor, classes: Tensor) -> Tensor:
         (B,) in [0, 1], float32, on the CPU.
     """
     by_shape = _class_distances(images).view(-1, len(COLORS), len(SHAPES)).amin(1)
-    wanted = (classes.cpu() % len(SHAPES))[:, None]
-    return (-by_shape / SHAPE_EVIDENCE).softmax(1).gather(1, wanted).squeeze(1)
+    return (-by_shape / SHAPE_EVIDENCE).softmax(1).gather(1, (classes.cpu() % len(SHAPES))[:, None]).squeeze(1)
 
 
 def recognized(images: Tensor) -> Tensor:

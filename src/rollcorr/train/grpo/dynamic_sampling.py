@@ -69,9 +69,11 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
     A column that a part lacks is left out; policy versions are filled in from the part's `SamplingSpec`.
     """
-    if any(part.policy_versions is not None for part in parts):
-        parts = [part if part.policy_versions is not None else _with_versions(part) for part in parts]
     columns: dict[str, Any] = {name: [getattr(part, name) for part in parts] for name in COLUMNS}
+    versions = columns["policy_versions"]
+    if any(ages is not None for ages in versions):
+        own = [torch.full_like(part.tokens.response_ids, part.sampling.policy_version or 0) for part in parts]
+        columns["policy_versions"] = [own[row] if ages is None else ages for row, ages in enumerate(versions)]
     for name, values in columns.items():
         columns[name] = None if any(v is None for v in values) else join_padded(values)
     tokens = [part.tokens for part in parts]
@@ -113,8 +115,3 @@ def select_rows(rollout: Rollout, rows: Tensor) -> Rollout:
         kept=kept,
         **columns,
     )
-
-
-def _with_versions(rollout: Rollout) -> Rollout:
-    versions = torch.full_like(rollout.tokens.response_ids, rollout.sampling.policy_version or 0)
-    return dataclasses.replace(rollout, policy_versions=versions)
