@@ -25,7 +25,7 @@ OUTSIDE_FILE = Path(__file__).with_name("outside_logs.npz")
 LOOPS_FILE = Path(__file__).with_name("loop_logs.npz")
 ROWS, TOKENS = 192, 2400
 """Most rows and tokens of an outside log that are kept."""
-LOOP_TOKENS = 8000
+LOOP_TOKENS = 12_000
 """About how many tokens of a loop are kept."""
 NULL_ROWS, NULL_TOKENS = 1024, 12_000
 """Most rows and tokens of a null that are kept."""

@@ -52,12 +52,12 @@ def table(*shape: int) -> np.ndarray:
 )
 def test_displaced_context_spares_equal_neighbors(side, effect, found):
     equal = (tokens_of(np.zeros(len(GRID))).places["repeats"] & side) > 0
-    context = context_of(effect * equal + 3 * table(len(GRID)))
+    context = context_of(table(len(GRID)) - effect * ~equal)
     assert ("a token ahead or behind" in context) == found
 
 
 def test_neighbors_explain_by_hand():
-    tokens = tokens_of(np.where((tokens_of(np.zeros(len(GRID))).places["repeats"] & 2) > 0, 0.5, 0.0))
+    tokens = tokens_of(np.where((tokens_of(np.zeros(len(GRID))).places["repeats"] & 2) > 0, 0.0, -0.5))
     assert tokens.of_neighbors() == pytest.approx(1.0, abs=0.06)  # positions of different shares explain the rest
     assert replace(tokens, places={**tokens.places, "repeats": np.zeros_like(IDS)}).of_neighbors() == 0.0
 

@@ -55,7 +55,8 @@ def test_a_cause_of_some_rows_says_with_which_step_and_row_it_begins(tmp_path):
     found = finding_of(result, "shifted")
     assert (found.rows, found.first_step, found.steps) == (12, 9, 4)
     assert (found.file, found.first_row) == (str(second), (9 - 1) * ROWS - half)
-    assert result.provenance.finding("shifted") == result.hypotheses[0] == found
+    assert result.hypotheses[0] == found
+    assert result.provenance.finding("shifted").confidence == found.evidence["score"]
 
     [entry] = [entry for entry in verdict_content(result.health).entries if entry.finding.code == "shifted"]
     assert "first at step 9, 4 steps in all" in entry.numbers
@@ -155,7 +156,7 @@ def test_settings_of_some_rows_explain_a_log_without_steps_too(tmp_path):
 def test_settings_of_some_rows_do_not_explain_what_the_other_rows_show(tmp_path, with_null):
     log = write_rows(tmp_path / "log.parquet", tempered_series(8, 5, weights=0.3))
     result = check_logs([log], null_steps=(1, 5) if with_null else None)
-    assert finding_of(result, "tempered").confidence > 0.99
+    assert finding_of(result, "tempered").evidence["score"] > 0.99
     assert finding_of(result, "weights_differ").follows_from is None, "dropout would be there from step 1"
     assert "-0%" not in finding_of(result, "weights_differ").reason
     assert finding_of(result, "changed_at_step").follows_from == "weights_differ"

@@ -132,8 +132,8 @@ def test_everything_that_is_known_of_a_hypothesis_is_shown():
     assert dict(entry.lines) == {
         "first in": "log.parquet, row 3",
         "concerns": "12 rows, 340 tokens, 25.0% of the rows",
-        "evidence": "correlation at 1 0.75",
-        "confidence": "0.988",
+        "evidence": "correlation at 1 0.75, score 0.9876",
+        "confidence": "0.970",
         "why": "a cut at the wrong place",
         "confirm": "score one row by hand",
         "fix": "cut off the first one",

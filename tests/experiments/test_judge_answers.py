@@ -1,7 +1,6 @@
-"""What the check answers for the judge's outside faults, by the answer key: a small part of each log of seed 0."""
+"""What the check answers for the judge's logs, by the answer key: some rows of outside faults and of loops."""
 
 import collections
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -12,42 +11,64 @@ pytest.importorskip("pyarrow", reason="needs the extra [log]")
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments" / "judge"))
 
-from compact_logs import write_logs
-from judge_key import first_cause, read_key
-from make_logs import Log
+import calibrate
+from judge_key import wilson
+from margins import FITTED, margins
 
-from rollcorr.diagnostics import check_logs, null_of_logs
+from rollcorr.diagnostics.resolver import CONFIDENCE
 
-FALSE = {}
-"""Logs whose first cause is false, and the cause."""
 AGAIN = 1
-"""Logs with 1.5 to 3 times the null's k3 that ask for a new null."""
+"""Outside logs with 1.5 to 3 times the null's k3 that ask for a new null."""
 RIGHT = 29
-"""Logs whose first cause is right, at least; the others are `unknown`."""
+"""Outside logs whose first cause is right, at least; the others are `unknown`."""
+
+OTHERS = {"loops/arithmetic/healthy-0": "not judged", "loops/ngram/template-1": "unknown"}
+"""Loops whose answer is not right."""
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """Name → outcome and first code."""
-    key, found, null = read_key(), {}, None
-    for name, path in write_logs(tmp_path_factory.mktemp("logs")):
-        if null is None:
-            null = null_of_logs([path])
-            continue
-        result = check_logs([path], null=null)
-        findings = [dataclasses.asdict(finding) for finding in result.hypotheses]
-        answer = {"verdict": result.health.verdict, "findings": findings}
-        found[name] = key.judge(Log("outside", name, 0), answer), first_cause(answer).get("code")
-    return found
+def answers():
+    return list(calibrate.every_answer())
 
 
-def test_few_outside_faults_get_a_false_name(answers):
-    assert len(answers) == 44
-    assert {name: code for name, (outcome, code) in answers.items() if outcome == "false"} == FALSE
+def outcomes(answers, kind):
+    return {one.log.path.as_posix(): (one.outcome, one.code) for one in answers if one.log.kind == kind}
+
+
+def test_no_fault_gets_a_false_name(answers):
+    assert [one.log.path.as_posix() for one in answers if one.outcome == "false"] == []
 
 
 def test_most_outside_faults_are_named(answers):
-    outcomes = collections.Counter(outcome for outcome, _ in answers.values())
-    assert outcomes["right"] >= RIGHT
-    assert outcomes["unknown"] + outcomes["right"] + len(FALSE) + AGAIN == 44
-    assert answers["tool_tokens"] == ("not judged", "measure_null_again")
+    found = outcomes(answers, "outside")
+    counts = collections.Counter(outcome for outcome, _ in found.values())
+    assert len(found) == 44
+    assert counts["right"] >= RIGHT
+    assert counts["unknown"] + counts["right"] + AGAIN == 44
+    assert found["outside/tool_tokens-0"] == ("not judged", "measure_null_again")
+
+
+def test_loops_are_named_or_unknown(answers):
+    found = outcomes(answers, "loops")
+    others = {name: outcome for name, (outcome, _) in found.items() if outcome != "right"}
+    assert len(found) >= 60
+    assert others == OTHERS
+
+
+def test_confidence_is_the_share_that_was_right(answers):
+    development = calibrate.development(answers)
+    assert calibrate.table(development) == CONFIDENCE
+    for one in answers:
+        if one.score is not None:
+            assert one.confidence == [share for least, share in CONFIDENCE if one.score >= least][-1]
+    for (_, confidence), (right, count) in zip(CONFIDENCE, calibrate.bins(development), strict=True):
+        low, high = wilson(right, count)
+        assert count < 20 or low <= confidence <= high
+
+
+def test_constants_separate_their_logs(answers):
+    found = margins(calibrate.development(answers))
+    assert {one.constant.name: one.factor for one in found if not one.factor > 1.2} == {}
+    fitted = {one.constant.name: (one.constant.value, one.fitted) for one in found if one.constant.name in FITTED}
+    assert len(fitted) == len(FITTED)
+    assert all(value == fit for value, fit in fitted.values()), fitted

@@ -34,8 +34,9 @@ class Finding:
         first_row: first row that shows it, counted from 0 within the file.
         rows: number of rows that show it.
         tokens: number of tokens that show it.
-        confidence: z² / (1 + z²), with z the evidence in standard errors. By Cantelli's inequality, chance
-            produces this evidence with probability 1 − confidence at most. Tokens count as independent.
+        confidence: of a cause, the share of fault logs with this score whose first cause was right; see
+            experiments/judge. The score is `evidence["score"]`. Of other findings, and before the causes are ranked, it
+            is the score itself: z² / (1 + z²), with z the evidence in standard errors; tokens count as independent.
         evidence: further numbers behind it, by name.
         confirm: a measurement that would confirm it or rule it out.
         row_share: share of the rows that show it; of a mixture of causes, the share of this one.

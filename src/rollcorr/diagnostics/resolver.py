@@ -25,6 +25,9 @@ WEAK = 0.5
 """Default confidence of a cause."""
 MOST_ROWS = 0.5
 """Share of rows from which a cause explains metrics of the entire log."""
+CONFIDENCE = ((0.0, 0.67), (0.8, 0.88), (0.93, 0.97), (0.99, 0.97))
+"""(Smallest score, confidence): the share of fault logs with this score whose first cause was right. Printed by
+experiments/judge/calibrate.py."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,16 @@ def resolve_findings(
     for cause in (*causes, *courses):
         if cause.stands:
             _remove(cause, entries, everything=cause.wide or (rest_is_ordinary and cause.row.part != "nothing"))
-    return tuple(entry.finding for entry in sorted(entries, key=_rank))
+    return tuple(_calibrated(entry.finding) for entry in sorted(entries, key=_rank))
+
+
+def _calibrated(finding: Finding) -> Finding:
+    """Return a cause with its calibrated confidence, and with its score among the evidence."""
+    score = finding.confidence
+    if score is None or not is_cause(finding) or "score" in finding.evidence:
+        return finding
+    confidence = [share for least, share in CONFIDENCE if score >= least][-1]
+    return replace(finding, confidence=confidence, evidence={**finding.evidence, "score": score})
 
 
 def standing(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -186,7 +198,7 @@ def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
         finding.follows_from is not None,
         entry.row.kind == "no finding",
         -share,
-        -(WEAK if finding.confidence is None else finding.confidence),
+        -(WEAK if finding.confidence is None else finding.evidence.get("score", finding.confidence)),
     )
 
 

@@ -23,8 +23,9 @@ Ints = NDArray[np.int64]
 
 STARTED, FEWEST = 2.0, 200
 """Ratio of a step's k3 to the null's from which the mismatch has started, and the fewest tokens of a comparison."""
-CUT = 0.99
-"""Quantile of |d| at which d is clipped, so that outliers do not dominate."""
+CUT, SPARED = 0.99, 0.39
+"""Quantile of |d| at which d is clipped, so that outliers do not dominate. And the ratio of |d| beside an equal token
+to |d| elsewhere, below which such tokens are spared: up to 0.24 where one side is displaced, else 0.63 or more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,12 +143,12 @@ class ExcessTokens:
     def of_neighbors(self) -> float:
         """Compute the share of Var(d) that "equals the previous id", or the next one, explains at one position.
 
-        The larger of both; 0 unless d is higher for such tokens, or if ids are not recorded.
+        The larger of both; 0 unless such tokens are spared and their d is higher, or if ids are not recorded.
         """
-        repeats = self.places.get("repeats")
-        if repeats is None:
-            return 0.0
-        return max(0.0, *(self._share_within(self.places["positions"], (repeats & side) > 0) for side in (1, 2)))
+        repeats, size = self.places.get("repeats", np.zeros(len(self), dtype=np.int64)), np.abs(self.clipped)
+        equal = [(repeats & side) > 0 for side in (1, 2)]
+        spared = [x for x in equal if x.any() and size[x].mean() < SPARED * size[~x].mean()]
+        return max((self._share_within(self.places["positions"], x) for x in spared), default=0.0)
 
     def _share_within(self, kind: Ints, which: NDArray[np.generic]) -> float:
         """Compute the share of Var(d) that `which`, (n,), explains within a kind; negative if it lowers d."""

@@ -27,20 +27,17 @@ CACHE_FADES = 9.0
 the prompt, while a prompt without its BOS token keeps differing. Decides only where prompt lengths do not."""
 SURELY_ABOVE = 2.0
 """Standard errors above `FALLS` from which the prompt itself counts as the same."""
-DISPLACED = 0.022
-"""Share of Var(d) explained by an equal neighbor among tokens at one position, above which one side scores a token with
-its neighbor's probability: 0.035 or more for displaced prompts, up to 0.014 for other weights."""
-OF_PAIRS = 0.7
-"""Largest share explained by bigrams for tests of positions: if bigrams explain everything, nothing is left."""
-HEALS, HEALING_STEPS = 0.45, 6
+DISPLACED = 0.008
+"""Share of Var(d) explained by an equal, spared neighbor among tokens at one position, above which one side scores a
+token with its neighbor's probability: 0.018 or more for displaced prompts, up to 0.003 for other weights."""
+HEALS, MAY_HEAL, HEALING_STEPS = 0.55, 0.6, 6
 """d² of the last third of the steps over the first third, below which the trainer learns the context that it scores in:
-0.24 to 0.34 were measured, and 0.8 or more for other weights, which the same updates keep apart. And the fewest steps
-for this test."""
-MAY_HEAL = 0.6
-"""The same ratio, below which weights are not named either."""
-BY_POSITION = 0.63
-"""Share that the position explains of the variance that bigrams leave open, from which positions are displaced: 0.88
-was measured for a displaced text, and at most 0.45 for other weights."""
+0.2 to 0.37 were measured, and 0.82 or more for other weights, which the same updates keep apart. The same ratio, below
+which weights are not named either; and the fewest steps for this test."""
+BY_POSITION, OF_PAIRS = 0.61, 0.7
+"""Share that the position explains of the variance that bigrams leave open, from which positions are displaced: 0.79
+was measured for a displaced text, and at most 0.47 for other weights. And the largest share of bigrams: if they explain
+everything, nothing is left."""
 ALIKE = 0.2
 """Standard deviation of log prompt length, below which no power is fitted."""
 
@@ -141,15 +138,21 @@ def other_context(tokens: ExcessTokens, context: TokenShare) -> str:
         tokens: an excess that is a fixed function of the tokens from the first step on.
         context: share of Var(d) explained by bigrams.
     """
-    displaced, at_position, healed = tokens.of_neighbors(), tokens.share("pair_at"), healing_ratio(tokens)
-    beyond = (at_position.share - 2 * at_position.error - context.share) / max(1 - context.share, 1e-12)
-    if displaced >= DISPLACED:
+    healed = healing_ratio(tokens)
+    if tokens.of_neighbors() >= DISPLACED:
         return ", and a token beside an equal one is spared: one side is a token ahead or behind"
-    if beyond >= BY_POSITION and context.share < OF_PAIRS:
-        return f", and the last two tokens explain it at their position alone ({at_position.share:.0%} of the variance)"
+    if share_by_position(tokens, context) >= BY_POSITION and context.share < OF_PAIRS:
+        share = tokens.share("pair_at").share
+        return f", and the last two tokens explain it at their position alone ({share:.0%} of the variance)"
     if healed < HEALS:
         return f", and it fell to {healed:.0%} while the trainer learned in the context that it scores"
     return ""
+
+
+def share_by_position(tokens: ExcessTokens, context: TokenShare) -> float:
+    """Return the share that the position explains of the variance that bigrams, `context`, leave open."""
+    at_position = tokens.share("pair_at")
+    return (at_position.share - 2 * at_position.error - context.share) / max(1 - context.share, 1e-12)
 
 
 def healing_ratio(tokens: ExcessTokens) -> float:
