@@ -76,6 +76,13 @@ def test_positions_without_a_name(tmp_path, null):
     assert cause.confirm
 
 
+def test_other_weights_at_twice_the_null(tmp_path, null):
+    """Such an excess passes for one place by chance: the other tokens seem to match the null."""
+    result = checked(tmp_path, null, rollouts(rows=24, seed=9, weights=0.015))
+    assert first(result) == "weights_differ"
+    assert result.causes[0].evidence["ratio"] < 3
+
+
 def test_missing_mass_is_no_dropout(tmp_path, null):
     """The trainer scores a different id for one token in ten: no axis explains d, but the mean of π / μ is 0.9."""
     random = np.random.default_rng(5)

@@ -312,11 +312,12 @@ def _some_rows(seen: _Excess) -> list[Finding]:
 
 
 def _sharp_place(seen: _Excess) -> list[Finding]:
-    """Test whether one place carries all of the excess, without a known cause."""
+    """Test whether one place carries all of a large excess, without a known cause."""
     place = next((p for p in seen.found if p.whole and p.axis not in ("rows", "step", "probability")), None)
-    if place is None or seen.repeats or any(_fades(seen.tokens, p) for p in seen.found if p.whole):
+    if place is None or seen.repeats or seen.tokens.chosen(place.tokens).ratio < LARGE_EXCESS:
         return []
-    return [seen.named("unknown", "", confidence=0.9, place=place)]
+    fades = any(_fades(seen.tokens, p) for p in seen.found if p.whole)
+    return [] if fades else [seen.named("unknown", "", confidence=0.9, place=place)]
 
 
 def _fades(tokens: ExcessTokens, place: Place) -> bool:
