@@ -56,7 +56,7 @@ def install() -> None:
     _carry_to_ray_workers()
 
     # Names of the active functions.
-    parts = [f"{', '.join(_replacements(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
+    parts = [f"{', '.join(_our_functions(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
     parts.append(f"the policy losses {', '.join(losses)}")
     logger.warning(
         "rollcorr %s replaces in %s: %s; bypass mode reaches the actor", __version__, _verl_version(), "; ".join(parts)
