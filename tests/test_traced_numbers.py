@@ -74,7 +74,7 @@ def choosing():
         f"{100 * float(of):.0f} %" for of in (quantized["regret"], stale["regret"], quantized["regret_unseen"])
     )
     yield f"cost {cost} of the possible gain"
-    yield f"{other} on a stale float32 sampler. Limits from the float32 sampler alone would have cost {unseen} on"
+    yield f"{other} on a stale float32 sampler. Limits from only the float32 sampler would have cost {unseen} on"
 
     # Arithmetic: exp(−2 T × KL), and products of 1.1.
     yield f"{math.exp(-2 * 0.35):.1f} at T × KL = 0.35"

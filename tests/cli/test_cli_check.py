@@ -103,7 +103,7 @@ def test_a_log_without_a_null_is_not_judged_and_gives_exit_code_3(log):
     assert result.exit_code == 3
     first, fix, subject = result.stdout.splitlines()[:3]
     assert first == "not judged: there is no null, and there are no earlier steps to compare with"
-    assert fix.startswith("fix: give --null FILE (`rollcorr null` writes one), or --null-steps")
+    assert fix.startswith("fix: give `rollcorr check` --null FILE (`rollcorr null` writes one), or --null-steps")
     assert subject == "32 sequences in 1 file"
     assert "weights not judged" in result.stdout
     assert "note: π is the column old_log_prob" in result.stdout

@@ -23,7 +23,7 @@ from mismatch_pools import (
 from rollcorr import RolloutCorrectionConfig, correct
 from rollcorr.diagnostics import MismatchNull, MismatchProfile, calibrate, noise_table
 from rollcorr.diagnostics.advice import calibration
-from rollcorr.diagnostics.advice.order_statistics import _ranks, quantile_estimate
+from rollcorr.diagnostics.advice.order_statistics import _quantile_ranks, quantile_estimate
 from rollcorr.diagnostics.advice.spliced_rows import RowLevels, UnitRows, halves_of, row_levels, splices
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -193,7 +193,7 @@ def test_alarms_count_prompts_and_not_rows():
 
 def test_the_interval_of_a_quantile_lies_between_two_order_statistics():
     """By hand, for the median of 10 values: P(2 ≤ X ≤ 8) = 1 − 22 / 1024 with X ~ Bin(10, 1/2)."""
-    assert _ranks(10, 0.5) == (2, 9)
+    assert _quantile_ranks(10, 0.5) == (2, 9)
     estimate = quantile_estimate(np.arange(1.0, 11.0), 0.5)
     assert (estimate.value, estimate.low, estimate.high) == (5.5, 2.0, 9.0)
 

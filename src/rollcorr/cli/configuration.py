@@ -30,9 +30,9 @@ def import_log(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
     limit: Annotated[list[str] | None, LIMIT_OPTION] = None,
 ) -> None:
-    """Convert another framework's dumps to a rollout log, with its version and units.
+    """Convert another framework's dumps to the rollout log format.
 
-    Dumps of prime-rl, slime and SkyRL are recognized. Dumps of verl and TRL are recognized, but contain no log-probs.
+    Dumps of NeMo-RL, prime-rl, slime and SkyRL are recognized. Dumps of verl and TRL contain no log-probs.
     Other JSONL and Parquet files need --columns if their column names differ from ours.
 
     No output remains if a source cannot be read to its end.

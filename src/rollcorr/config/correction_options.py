@@ -131,7 +131,7 @@ class RolloutCorrectionConfig(NamedPresets):
     impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
-        # First check each field: choices, switches, numbers. Only `rollout_is` may be `None`.
+        # First check each field: choices, switches, numbers. Of the choices, only `rollout_is` may be `None`.
         for option, choices in _OPTION_TYPES.items():
             check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
         for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):

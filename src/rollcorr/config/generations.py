@@ -305,7 +305,7 @@ def number_or_null(name: str, value: object) -> float | None:
     """Return a number or null; accept the string of a number, since YAML 1.1 reads 1e-4 as a string."""
     if isinstance(value, str):
         try:
-            # Python reads "0.5_2" as 0.52, but here it is a band, and the older generations had no bands.
+            # Python reads "0.5_2" as 0.52, but it is a band: fail, because a number is expected here.
             value = float(value.replace("_", " to "))
         except ValueError:
             raise ValueError(f"{name} must be a number or null; got {value!r}") from None

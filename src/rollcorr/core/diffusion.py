@@ -229,7 +229,7 @@ def power_of(reduction: Reduction, dimensions: int) -> float:
     """Return the power p of the likelihood for a reduction: 1/D for "mean", 1 for "sum", else the number itself.
 
     Raises:
-        ValueError: neither, or a number that is not finite and above 0.
+        ValueError: it is none of these, or not finite, or not above 0.
     """
     if reduction == "mean":
         return 1 / dimensions

@@ -79,7 +79,7 @@ def horizon_log_weights(
         last = mask & (rank == expand(counts - 1, mask, cu_seqlens=cu_seqlens))
         ends = [sequence_sum(log_weight, at, cu_seqlens=cu_seqlens) for at in (mask & (rank == 0), last)]
         parts, own = gather(torch.stack([counts.double(), zeros.double(), *ends]))
-        before, after, zeros = _passed_on(parts, own, decay)
+        before, after, zeros = _sums_of_other_slices(parts, own, decay)
         rest = expand(counts, mask, cu_seqlens=cu_seqlens) - rank
         for steps, passed in ((rank + 1, before), (rest, after)):
             log_weight = log_weight + decay ** steps.double() * expand(passed, mask, cu_seqlens=cu_seqlens)
@@ -138,7 +138,7 @@ def _previous_sums(sums: Tensor, owner: Tensor, decay: float) -> Tensor:
     return torch.cat([sums.new_zeros(1), sums[:-1].where(owner[1:] == owner[:-1], 0.0)])
 
 
-def _passed_on(parts: Tensor, own: int, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def _sums_of_other_slices(parts: Tensor, own: int, decay: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums before and after the own slice, and the number of tokens of probability zero; (B,) each.
 
     Args:

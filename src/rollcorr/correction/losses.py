@@ -310,7 +310,7 @@ class _LossInputs(NamedTuple):
     context_group: ProcessGroup | None
 
 
-class _TokenLoss(NamedTuple):
+class _TokenLossParts(NamedTuple):
     per_token: Tensor
     statistics: Statistics
     loss_mask: Tensor
@@ -320,7 +320,7 @@ class _TokenLoss(NamedTuple):
 
 def _decoupled_loss(
     inputs: _LossInputs, config: RolloutCorrectionConfig | None, loss: LossConfig, correction: Correction | None
-) -> _TokenLoss:
+) -> _TokenLossParts:
     old_log_prob = inputs.policies.old_log_prob
     if old_log_prob is None:
         raise ValueError("decoupled mode needs old_log_prob, the trainer's policy when the batch arrived")
@@ -361,7 +361,7 @@ def _decoupled_loss(
 
     per_token, statistics = _ppo_clip_loss(inputs, log_prob, old_log_prob, loss_mask, loss, weights)
     statistics = statistics if mismatch is None else statistics | mismatch
-    return _TokenLoss(per_token, statistics, loss_mask, weights, correction)
+    return _TokenLossParts(per_token, statistics, loss_mask, weights, correction)
 
 
 def _bypass_loss(
@@ -372,7 +372,7 @@ def _bypass_loss(
     *,
     whole_step: bool,
     counted: bool,
-) -> _TokenLoss:
+) -> _TokenLossParts:
     log_prob, rollout_log_prob = inputs.policies.log_prob, inputs.policies.rollout_log_prob
     if rollout_log_prob is None:
         raise ValueError("bypass mode needs rollout_log_prob, the sampling policy's log-probs of the tokens")
@@ -423,7 +423,7 @@ def _bypass_loss(
     else:
         # The clipped ratio π_θ / μ is the importance weight already. A second weight would count it twice.
         per_token, statistics = _ppo_clip_loss(inputs, log_prob, behavior, correction.loss_mask, loss, None)
-    return _TokenLoss(per_token, statistics, correction.loss_mask, weights, correction)
+    return _TokenLossParts(per_token, statistics, correction.loss_mask, weights, correction)
 
 
 def _ppo_clip_loss(

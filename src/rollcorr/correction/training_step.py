@@ -229,7 +229,7 @@ class TrainingStep(SplitGradients):
         Args:
             model_output: tensors (b, w, …) of b samples and w steps, as in `rollcorr.diffusion.diffusion_loss`.
             data: this micro-batch's slices of the batch, in the same form.
-            schedule: timestep values for the breakdown of bypass mode; optional. Without it there is no breakdown.
+            schedule: timestep values to break down the mismatch by (bypass mode); default: none.
 
         Returns:
             The loss of this micro-batch, 0-d, and its parts. `finish` returns the loss of the step.

@@ -126,7 +126,7 @@ class DiffusionActorConfig:
         Args:
             model_output: tensors (b, w, …), as in `rollcorr.diffusion.diffusion_loss`.
             data: this micro-batch's slices of the batch, likewise.
-            schedule: timestep values for the breakdown of bypass mode; optional, no breakdown by default.
+            schedule: timestep values to break down the mismatch by (bypass mode); default: none.
 
         Returns:
             The loss and its counts, as if this call were the full optimizer step.

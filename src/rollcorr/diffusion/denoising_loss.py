@@ -56,7 +56,7 @@ def diffusion_loss(
             micro-batch and rank; the divisor of the sums. Defaults to the counts of this call, by `rs_denominator`.
         whole_step: states that this call is the full optimizer step. Bypass mode requires it without `total_steps`,
             because kept steps are known only after the last micro-batch; for several, `TrainingStep.diffusion_loss`.
-        schedule: timestep values for the breakdown of bypass mode; optional, no breakdown by default.
+        schedule: timestep values to break down the mismatch by (bypass mode); default: none.
 
     Returns:
         The loss, its parts, the counts of `rs_denominator`, `loss_mask` (b, w) with the steps in the loss, statistics,

@@ -106,7 +106,7 @@ def correct_steps(
     if bound is not None and exact_kl is not None:
         rejects = exceeds(exact_kl, bound) | ~exact_kl.isfinite()
         keep = keep & ~rejects
-        own = own | _recount_rows(correction, keep) | _criterion_rows(exact_kl, correction, rejects, bound)
+        own = own | _recount_rows(correction, keep) | _step_kl_statistics(exact_kl, correction, rejects, bound)
         alone_rows = [name for name in statistics.names["sums"] if name.endswith("_alone")]
         replaced += [*_RECOUNTED_ROWS, *_REJECTED_BY_SEVERAL_ROWS, *alone_rows]
 
@@ -176,7 +176,7 @@ def _recount_rows(correction: Correction, keep: Tensor) -> Statistics:
     return Statistics.of(sums=sums)
 
 
-def _criterion_rows(kl: Tensor, correction: Correction, rejects: Tensor, bound: float) -> Statistics:
+def _step_kl_statistics(kl: Tensor, correction: Correction, rejects: Tensor, bound: float) -> Statistics:
     """Return the rows of step_kl, named like the rows of each criterion."""
     row = f"rs/{STEP_KL}"
     measured = kl.isfinite()

@@ -41,14 +41,14 @@ class BatchAtHand:
             return
         held = {name: value.detach() if isinstance(value, Tensor) else value for name, value in columns.items()}
         most = min(rows, self._room, max(1, MOST_TOKENS * rows // max(mask.numel(), 1)))
-        self._held.append((mask, cu_seqlens, held, _versions(mask, held), most))
+        self._held.append((mask, cu_seqlens, held, _change_counts(mask, held), most))
         self._room -= most
 
     def on_host(self, step: int) -> tuple[list[HostRows], int]:
         """Copy the rows to the host, and return them with their size in bytes."""
         collected = CollectedRollouts(RolloutSample(), 0, writes=True)
         for mask, offsets, columns, versions, most in self._held:
-            if _versions(mask, columns) == versions:
+            if _change_counts(mask, columns) == versions:
                 part = collected.sampled(
                     step, mask, columns, cu_seqlens=offsets, position_ids=None, context_group=None, most=most
                 )
@@ -74,7 +74,7 @@ def first_cause(rows: Sequence[HostRows], null: MismatchNull | None) -> Finding 
     return next(iter(result.causes), None)
 
 
-def _versions(mask: Tensor, columns: Mapping[str, object]) -> list[int]:
+def _change_counts(mask: Tensor, columns: Mapping[str, object]) -> list[int]:
     """Return how often each tensor was changed in place. Inference tensors do not count it."""
     tensors = (mask, *(value for value in columns.values() if isinstance(value, Tensor)))
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -162,7 +162,9 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         2.0,
         "coin, μ = 0.3, untruncated",
         False,
-        lambda: _sweep(_LENGTHS, lambda T: absolute_error(_coin_with_even_goal(0.3, int(T)), "token", None), 1),
+        lambda: _sweep(
+            _LENGTHS, lambda T: absolute_error(_coin_succeeding_half_the_time(0.3, int(T)), "token", None), 1
+        ),
     ),
     OrderCheck(
         "token",
@@ -171,7 +173,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
         "coin, μ = 0.3, C = 1",
         True,
         lambda: _sweep(
-            (64, 128, 256, 512), lambda T: absolute_error(_coin_with_even_goal(0.3, int(T)), "token", 1.0), 1
+            (64, 128, 256, 512), lambda T: absolute_error(_coin_succeeding_half_the_time(0.3, int(T)), "token", 1.0), 1
         ),
     ),
     OrderCheck(
@@ -228,7 +230,7 @@ ORDER_CHECKS: tuple[OrderCheck, ...] = (
 """Every order of the table that is a power. (1 + χ̄²)^T is no power of T: the study "growth" has it."""
 
 
-def _coin_with_even_goal(second: float, length: int) -> PolicyPair:
+def _coin_succeeding_half_the_time(second: float, length: int) -> PolicyPair:
     """Return the coin with a goal that μ reaches half of the time, so that the advantage is ±1/2 at any length."""
     return independent_pair((0.5, 0.5), (1 - second, second), (1, 0), length, goal=math.ceil((1 - second) * length))
 

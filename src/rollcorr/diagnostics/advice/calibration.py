@@ -258,7 +258,7 @@ def _limits_at(
     length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Iterator[CalibratedLimit]:
     """Compute the thresholds of all sequence settings at one length."""
-    estimates = _estimates(length, source, parts, rate, seed, halves)
+    estimates = _quantile_estimator(length, source, parts, rate, seed, halves)
 
     def limit(
         setting: str, option: str, upper: QuantileEstimate | None, lower: QuantileEstimate | None = None
@@ -294,7 +294,7 @@ def _extremes(lowest: Floats, highest: Floats) -> Floats:
     return np.stack([size**2 / 2, np.maximum(k3_of(lowest), k3_of(highest)), -lowest])
 
 
-def _estimates(
+def _quantile_estimator(
     length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Callable[[int, float], QuantileEstimate]:
     """Return a function that estimates a quantile of a column: `SUMS`, then `_extremes`."""

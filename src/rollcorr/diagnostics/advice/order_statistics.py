@@ -32,7 +32,7 @@ def quantile_estimate(values: Floats, q: float) -> QuantileEstimate:
     The value is interpolated at position (n + 1) q: on average, a new value lies below it with probability q.
     """
     ordered = np.sort(values)
-    below, above = _ranks(len(ordered), round(q, 12))
+    below, above = _quantile_ranks(len(ordered), round(q, 12))
     low = float(ordered[below - 1]) if below >= 1 else -math.inf
     high = float(ordered[above - 1]) if above <= len(ordered) else math.inf
     return QuantileEstimate(float(np.quantile(ordered, q, method="weibull")), low, high)
@@ -45,7 +45,7 @@ def interval_of(replicates: Floats) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=1024)
-def _ranks(n: int, q: float) -> tuple[int, int]:
+def _quantile_ranks(n: int, q: float) -> tuple[int, int]:
     """Return the 1-based ranks of the order statistics around the quantile; 0 or n + 1 if unbounded."""
     log_factorial = np.concatenate([[0.0], np.log(np.arange(1, n + 1)).cumsum()])
     k = np.arange(n + 1)

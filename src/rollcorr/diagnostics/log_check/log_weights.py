@@ -265,7 +265,7 @@ def judge_rows(
         if kept is not None:
             zeros_from = _zeros_from(provenance, kept.cause)
             if kept.judgeable:
-                measured = metrics_of_parts(_parts(kept.rows, config), kept.profile, ages)
+                measured = metrics_of_parts(_sums_by_step(kept.rows, config), kept.profile, ages)
                 course = evidence_of(measured.whole, config, series=measured.history)
         used, weights = judge_log_weights(
             tally, null, null_steps, others, ages, course=evidence, course_of_others=course
@@ -292,7 +292,7 @@ def judge_rows(
     return judge(other_rows(tally.sample, provenance))
 
 
-def _parts(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:
+def _sums_by_step(rows: Mapping[int, SampleRow], config: RolloutCorrectionConfig) -> dict[int | None, Part]:
     """Compute the sums of some rows by step."""
     of_step: dict[int | None, list[SampleRow]] = {}
     for row in rows.values():

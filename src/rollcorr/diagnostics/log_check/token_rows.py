@@ -101,14 +101,14 @@ class TokenRows:
         if len(self.rows) <= sequences and sum(len(row.tokens) for row in self.rows) <= tokens:
             return
         by_size = sorted(self.rows, key=lambda row: (-row.kl, row.place))
-        largest = _fitting(by_size, sequences / 2, tokens / 2)
+        largest = _prefix_within(by_size, sequences / 2, tokens / 2)
 
         # A pseudo-random order that depends on the place in the log alone.
         others = sorted(by_size[len(largest) :], key=lambda row: (row.place * 2654435761 + 12345) % (1 << 32))
-        self.rows = sorted(largest + _fitting(others, sequences - len(largest), tokens / 2))
+        self.rows = sorted(largest + _prefix_within(others, sequences - len(largest), tokens / 2))
 
 
-def _fitting(rows: Sequence[TokenRow], sequences: float, tokens: float) -> list[TokenRow]:
+def _prefix_within(rows: Sequence[TokenRow], sequences: float, tokens: float) -> list[TokenRow]:
     """Return the longest prefix of rows within the limits; at least one row if `sequences` ≥ 1."""
     ends = np.cumsum([len(row.tokens) for row in rows]) if rows else np.zeros(0)
     return list(rows[: min(int(sequences), max(1, int(np.searchsorted(ends, tokens, side="right"))))])

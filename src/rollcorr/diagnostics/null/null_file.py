@@ -175,7 +175,7 @@ class MismatchNull:
             Remarks on differences and missing records that do not forbid the comparison.
 
         Raises:
-            NullMismatchError: engine, sampling settings or vocabulary differ, or the sides differ from a run's.
+            NullMismatchError: engine, sampling settings or vocabulary differ, or `check_sides` raises it.
         """
         self.check_sides()
         for what in ("engine", "sampling"):

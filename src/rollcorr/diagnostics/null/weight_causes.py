@@ -289,7 +289,7 @@ def _penalty(seen: _Excess) -> list[Finding]:
     return [replace(seen.named("penalty_on_one_side", reason, confidence=0.95), row_share=1.0)]
 
 
-def _row_split(seen: _Excess) -> Ints | None:
+def _hit_rows(seen: _Excess) -> Ints | None:
     """Return the rows that are hit, if all remaining rows match the null and few lie between; None otherwise."""
     of, ratio = seen.by_row
     if len(ratio) < MIN_ROWS:
@@ -301,7 +301,7 @@ def _row_split(seen: _Excess) -> Ints | None:
 
 def _some_rows(seen: _Excess) -> list[Finding]:
     """Test whether some rows are hit while most rows match the null."""
-    rows = _row_split(seen)
+    rows = _hit_rows(seen)
     elsewhere = any(p.whole and p.axis in ("step", "turn", "positions") for p in seen.found)
     if rows is None or elsewhere:
         return []
@@ -375,7 +375,7 @@ def _stochastic(seen: _Excess) -> list[Finding]:
     return [seen.named("stochastic_trainer", reason, confidence=0.95 if seen.repeated else 0.9)]
 
 
-def _weights(seen: _Excess) -> list[Finding]:
+def _test_model_weights(seen: _Excess) -> list[Finding]:
     """Test whether d is a function of the last tokens, at every position and on both sides of 0."""
     known = seen.known
     grows = refutation("stochastic_trainer", seen.case) is not None
@@ -402,7 +402,7 @@ def _weights(seen: _Excess) -> list[Finding]:
 
 def _noise(seen: _Excess) -> list[Finding]:
     """Test for a small excess at every position, in every row and from the first step on, that no bigram explains."""
-    everywhere = all(place.of_noise > 0.5 for place in seen.found) and _row_split(seen) is None
+    everywhere = all(place.of_noise > 0.5 for place in seen.found) and _hit_rows(seen) is None
     everywhere = everywhere and len(seen.tokens.since_start) == len(seen.tokens) and seen.spared <= MOST_ROWS
     if not everywhere or seen.no_policy or seen.tokens.k3.mean() >= SMALL or seen.context.share >= OF_CONTEXT:
         return []
@@ -428,7 +428,7 @@ _TESTS = (
     _fading,
     _stochastic,
     _other_prompt,
-    _weights,
+    _test_model_weights,
     _noise,
 )
 """Tests of an excess, most direct first."""

@@ -127,8 +127,8 @@ def _without_null(profile: MismatchProfile) -> WeightJudgment:
         return WeightJudgment(findings=(finding,))
 
     sentence = (
-        f"{NOT_JUDGED}: there is no null, and there are no earlier steps to compare with; give --null FILE (`rollcorr "
-        "null` writes one), or --null-steps"
+        f"{NOT_JUDGED}: there is no null, and there are no earlier steps to compare with; "
+        "give `rollcorr check` --null FILE (`rollcorr null` writes one), or --null-steps"
     )
     if not share.tokens:
         sentence += ". Without token ids in the log, less can be told"

@@ -157,7 +157,7 @@ def find_groups(pairs: PairRows) -> Groups:
     """
     groups = Groups(pairs)
     _truncated_rows(groups)
-    _tempered_rows(groups)
+    _judge_tempered_rows(groups)
     return groups
 
 
@@ -179,7 +179,7 @@ def _truncated_rows(groups: Groups) -> None:
         _judge_rows(groups, rows, partial(find_truncation, vocabulary=pairs.vocabulary))
 
 
-def _tempered_rows(groups: Groups) -> None:
+def _judge_tempered_rows(groups: Groups) -> None:
     """Judge rows whose likely tokens nearly all have a higher log-prob on the same side."""
     pairs = groups.pairs
     valid = pairs.valid

@@ -144,7 +144,7 @@ def find_shifts(pairs: PairRows) -> RepairedPairs:
     Returns:
         The pairs with the rollout's values moved back to their tokens, and at most one finding.
     """
-    of_rows = _row_lags(pairs)
+    of_rows = _row_shifts(pairs)
     late_lag, tail = _late_lags(pairs, of_rows)
     late = late_lag != 0
     lag_of = torch.where(late, late_lag, of_rows)
@@ -283,7 +283,7 @@ def _mean_correlation(pairs: PairRows, rollout: Tensor, rows: Tensor, inside: Te
     return float(correlation[rows].mean())
 
 
-def _row_lags(pairs: PairRows) -> Tensor:
+def _row_shifts(pairs: PairRows) -> Tensor:
     """Return the lag at which each row's sides correlate best, (rows,) int; 0 unless a lag is significantly better."""
     valid = pairs.valid
     at_zero = pairs.correlation(pairs.rollout, valid)

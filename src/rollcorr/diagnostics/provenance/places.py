@@ -109,7 +109,7 @@ def _find_slow_fading(pairs: PairRows) -> tuple[list[Finding], PairRows]:
 
 
 def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
-    """Find rows whose first tokens differ more often than other windows of the same length do by chance."""
+    """Find rows whose first tokens differ too much, if later windows do so in far fewer rows."""
     valid = pairs.valid
     lengths = pairs.count(valid)
     place = _ordinal(pairs, valid)

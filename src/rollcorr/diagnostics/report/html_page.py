@@ -79,8 +79,8 @@ def render_page(template: str, page: Mapping[str, Any], **shown: Any) -> str:  #
         "default-src": "'none'",
         "img-src": "data: blob:",
         "connect-src": "'self'" if page.get("live") else "'none'",
-        "style-src": _allowed(style),
-        "script-src": _allowed(script),
+        "style-src": _csp_hash(style),
+        "script-src": _csp_hash(script),
         "base-uri": "'none'",
         "form-action": "'none'",
     }
@@ -111,7 +111,7 @@ def _joined(files: Sequence[str]) -> str:
     return "\n".join((folder / file).read_text(encoding="utf-8") for file in files)
 
 
-def _allowed(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
 
 

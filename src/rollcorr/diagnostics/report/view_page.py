@@ -73,7 +73,7 @@ def tokens_of_runs(
     Raises:
         RolloutLogError: a log cannot be read.
     """
-    logged, tokens = [run for run in runs if 0 < _rollout_bytes(run) <= most_bytes], []
+    logged, tokens = [run for run in runs if 0 < _rollouts_size(run) <= most_bytes], []
     for run in logged:
         found = read_tokens(
             RunDirectory(run.path).rollouts, run.config, text=text, share=1 / len(logged), on_rows=on_rows
@@ -83,7 +83,7 @@ def tokens_of_runs(
 
 
 def logged_tokens(runs: Sequence[Run], *, text: bool) -> dict[str, Any]:
-    """Return what the report shows of the tokens; empty without Arrow, or if the rollouts are unreadable or too large.
+    """Return what the report shows of the tokens; empty without Arrow or if a log is unreadable.
 
     Args:
         runs: from `rollcorr.read_run`.
@@ -95,7 +95,7 @@ def logged_tokens(runs: Sequence[Run], *, text: bool) -> dict[str, Any]:
         return {}
 
 
-def _rollout_bytes(run: Run) -> int:
+def _rollouts_size(run: Run) -> int:
     """Return the size of the rollouts that a run logged. A run may be untrusted, so a link in it is not followed."""
     folder = RunDirectory(run.path).rollouts
     files = list(folder.glob("*"))  # empty if there is no folder

@@ -56,7 +56,7 @@ def install() -> None:
     _carry_to_ray_workers()
 
     # Names of the active functions.
-    parts = [f"{', '.join(_functions_to_replace(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
+    parts = [f"{', '.join(_our_functions(modules[name]))} of {name}" for name in (HELPER, CORE_ALGOS)]
     parts.append(f"the policy losses {', '.join(losses)}")
     logger.warning(
         "rollcorr %s replaces in %s: %s; bypass mode reaches the actor", __version__, _verl_version(), "; ".join(parts)
@@ -86,7 +86,7 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
         replacements[id(need_critic)] = _wrap_need_critic(need_critic)
 
     for module in (modules[HELPER], modules[CORE_ALGOS]):
-        for name, ours in _functions_to_replace(module).items():
+        for name, ours in _our_functions(module).items():
             theirs = vars(module)[name]
             if theirs is ours:
                 continue
@@ -104,7 +104,7 @@ def _replacements(modules: dict[str, ModuleType]) -> dict[int, Callable[..., Any
     return replacements
 
 
-def _functions_to_replace(module: ModuleType) -> dict[str, Callable[..., Any]]:
+def _our_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return our functions that replace functions of verl's module, by name."""
     package = importlib.import_module("rollcorr.integrations.verl")
     functions = {name: getattr(package, name) for name in package.__all__ if name in vars(module)}

@@ -142,7 +142,7 @@ class RaggedProducts:
         order, hidden = entries.ids.argsort(stable=True), hidden.to(gradient.dtype)
         sorted_ids, hidden_rows, gradient = entries.ids[order], entries.hidden_rows[order], gradient[order]
         if not entries.compact:
-            # Without reading which rows occur, every row of the head has a bag, and most bags are empty.
+            # To avoid a sync, every row of the head has a bag; most are empty.
             starts = torch.searchsorted(sorted_ids, torch.arange(len(total) + 1, device=sorted_ids.device))
             for columns in _column_slices(len(total), hidden):
                 total[:, columns].add_(_sum_bags(hidden[:, columns].contiguous(), hidden_rows, starts, gradient))

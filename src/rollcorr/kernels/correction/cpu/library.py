@@ -96,10 +96,10 @@ def load(folder: Path, level: str) -> Library | str:
 
 
 def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> dict[tuple[str, str], range]:
-    """Return the indices of each row in a set of numbers, by kind and name: the batch's rows, then each criterion's.
+    """Return (kind, name) → indices in the flat buffer of statistics: the batch's, then each criterion's.
 
     Args:
-        names: the library's row names. A set has room for `MAX_CRITERIA`.
+        names: the library's row names.
         criteria: the names of the configuration's criteria.
     """
     places: dict[tuple[str, str], range] = {}
@@ -108,7 +108,7 @@ def places_of(names: Mapping[str, Sequence[str]], criteria: Sequence[str]) -> di
         samples = [f"/{name}" for name in names["criterion_sums"]] if kind == "sums" else ["", "/seq"]
         rows = [*names[kind], *(f"rs/{criterion}{sample}" for criterion in criteria for sample in samples)]
         places |= {(kind, name): range(start + i * size, start + (i + 1) * size) for i, name in enumerate(rows)}
-        start += size * (len(names[kind]) + MAX_CRITERIA * len(samples))
+        start += size * (len(names[kind]) + MAX_CRITERIA * len(samples))  # unused criteria keep their space
     return places
 
 

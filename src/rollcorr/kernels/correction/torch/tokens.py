@@ -54,7 +54,7 @@ class TokenPass:
         self.rows = Computed({}, {}, {})
         self._empty_extremes = no_extremes(mask.device)
         self._work = torch.empty(mask.shape, dtype=torch.float64, device=mask.device)
-        self._valid = _compare_as_float(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
+        self._valid = _comparison_as_float(torch.ne, mask.view(torch.uint8), 0)  # a bool's true may be any byte but 0
         self._classify(train.double(), rollout.double())
         self._compare_policies()
         self.weights = self._compute_token_weights(log_weights) if config.weighs_tokens else self._counted
@@ -64,8 +64,8 @@ class TokenPass:
         """Classify the tokens, and sum the columns that are 0 on masked or missing tokens."""
         # log π + |log μ| is finite where both are, −inf for log π = −inf over a finite log μ, and inf or NaN otherwise.
         order = mu.abs().add_(pi)
-        self._compared = _compare_as_float(torch.lt, order, torch.inf).mul_(self._valid)
-        self._measured = _compare_as_float(torch.gt, order, -torch.inf).mul_(self._compared)
+        self._compared = _comparison_as_float(torch.lt, order, torch.inf).mul_(self._valid)
+        self._measured = _comparison_as_float(torch.gt, order, -torch.inf).mul_(self._compared)
         self._is_zero = self._compared - self._measured
         self._counted = self._valid if self._config.nonfinite == "neutral" else self._compared
 
@@ -119,7 +119,7 @@ class TokenPass:
         config, sums, counted = self._config, self.rows.sums, self._counted
         log_weight, zero, judged = self._d, self._is_zero, self._log_ratio
         if log_weights is not None:
-            zero = _compare_as_float(torch.eq, log_weights, -torch.inf).mul_(counted)
+            zero = _comparison_as_float(torch.eq, log_weights, -torch.inf).mul_(counted)
             log_weight = log_weights.nan_to_num(neginf=0.0).mul_(counted)
             judged = torch.sub(log_weight, zero, alpha=FAR)
         sums["saturated_low"] = self._count_where(torch.lt, log_weight, -config.safety_bound)
@@ -151,7 +151,7 @@ class TokenPass:
         if config.rollout_token_veto_threshold is not None:
             low, _ = log_band(config.rollout_token_veto_threshold, None)
             table["catastrophic"] = self._block.sum(
-                _compare_as_float(torch.lt, self._log_ratio, low).mul_(self._counted)
+                _comparison_as_float(torch.lt, self._log_ratio, low).mul_(self._counted)
             )
 
         # Every rejector reads only the response mask, and a token stays if no rejector removes it.
@@ -162,8 +162,8 @@ class TokenPass:
         for taken in rejected.values():
             rejectors.add_(taken)
         kept, once = (
-            _compare_as_float(torch.eq, rejectors, 0.0).mul_(valid),
-            _compare_as_float(torch.eq, rejectors, 1.0),
+            _comparison_as_float(torch.eq, rejectors, 0.0).mul_(valid),
+            _comparison_as_float(torch.eq, rejectors, 1.0),
         )
 
         table["kept"], table["rejected_once"] = self._block.sum(kept), self._block.sum(once)
@@ -182,8 +182,8 @@ class TokenPass:
 
         # A k1 band is on the ratio itself. Probability zero is below it, and beyond the single bound of a divergence.
         judged = self._log_ratio if criterion.kind == "k1" else torch.add(values, zero, alpha=FAR)
-        below = _compare_as_float(torch.lt, judged, low).mul_(self._counted)
-        above = _compare_as_float(torch.gt, judged, high).mul_(self._counted)
+        below = _comparison_as_float(torch.lt, judged, low).mul_(self._counted)
+        above = _comparison_as_float(torch.gt, judged, high).mul_(self._counted)
         self.rows.sums[f"{row}/low"], self.rows.sums[f"{row}/high"] = below.sum(), above.sum()
         return below.add_(above)
 
@@ -208,6 +208,6 @@ class TokenPass:
 Compare = Callable[..., Tensor]
 
 
-def _compare_as_float(compare: Compare, values: Tensor, limit: float) -> Tensor:
+def _comparison_as_float(compare: Compare, values: Tensor, limit: float) -> Tensor:
     """Return 1.0 where the comparison is true, else 0.0."""
     return compare(values, limit, out=torch.empty(values.shape, dtype=torch.float64, device=values.device))

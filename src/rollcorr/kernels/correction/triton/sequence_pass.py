@@ -124,7 +124,7 @@ def _apply_criterion(
 
 @triton.jit
 def _write_token_criterion_rows(rows, cells, there, low, high, WHICH: tl.constexpr, PLAN: tl.constexpr):
-    """Write the rows of a token criterion's own values; return the number of rejected tokens per sequence."""
+    """Write the rows of a token criterion's token values; return the number of rejected tokens per sequence."""
     C: tl.constexpr = PLAN.criteria[WHICH]
     N: tl.constexpr = PLAN.columns["measured"]
     above = column(cells, PLAN.columns[C.kind + "_high"])
@@ -172,14 +172,16 @@ def _apply_rejectors(
         rejectors += (missing > 0).to(tl.int32)
     kept = rejectors == 0
 
-    # `rejected_once` and `taken_again` count tokens with one and with more rejectors of tokens. A rejector of the
+    # `rejected_once` counts tokens with one token-level rejector, `rejected_again` those with more. A rejector of the
     # sequence adds one to every token.
-    taken_again = valid - tokens_kept - rejected_once
-    taken_by_several = tl.where(kept, taken_again, tl.where(rejectors == 1, rejected_once + taken_again, valid))
+    rejected_again = valid - tokens_kept - rejected_once
+    rejected_by_several = tl.where(
+        kept, rejected_again, tl.where(rejectors == 1, rejected_once + rejected_again, valid)
+    )
     put(rows, PLAN.sums["tokens_kept"], tl.where(kept, tokens_kept, 0.0))
     put(rows, PLAN.sums["sequences_kept"], kept & (tokens_kept > 0))
     put(rows, PLAN.sums["sequences_touched"], touching > 0)
-    put(rows, PLAN.sums["rejected_by_several"], taken_by_several)
+    put(rows, PLAN.sums["rejected_by_several"], rejected_by_several)
     put(rows, PLAN.sums["sequences_rejected_by_several"], touching > 1)
     for i in tl.static_range(len(PLAN.criteria)):
         hit = ((touched >> i) & 1) == 1
@@ -229,7 +231,7 @@ def _weigh_sequences(rows, level, counted, has_counted, limits, PLAN: tl.constex
 
 
 @triton.jit
-def _write_token_weight_rows(rows, cells, there, counted, zero, compared, low, high, limits, PLAN: tl.constexpr):
+def _write_token_weight_sums(rows, cells, there, counted, zero, compared, low, high, limits, PLAN: tl.constexpr):
     """Write the rows of token-level weights."""
     bound = limits[PLAN.limits["safety_bound"]]
     N: tl.constexpr = PLAN.columns["counted"]
@@ -349,7 +351,7 @@ def decide_sequences(
         limits, PLAN,
     )  # fmt: skip
     if PLAN.level == "token":
-        _write_token_weight_rows(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
+        _write_token_weight_sums(rows, cells, there, counted, zero, measured + zero, low, high, limits, PLAN)
         N_COUNTED: tl.constexpr = PLAN.columns["counted"]
         raw = product_sum(cells, N_COUNTED, PLAN.columns["raw_mean"])
         total = product_sum(cells, N_COUNTED, PLAN.columns["weight_mean"]) if PLAN.mode != "none" else raw
