@@ -66,6 +66,16 @@ def test_breakdowns_by_hand(tmp_path):
     assert all(counts.sum(axis=1).tolist() == [3, 3] for counts in found.histograms.values())
 
 
+def test_tokens_of_the_newest_weights_have_lag_0(tmp_path):
+    spans = [{"start": 0, "length": 1, "version": 1}, {"start": 1, "length": 3, "version": 0}]
+    found = read_tokens(
+        [write(tmp_path / "log.parquet", [row([-1.0] * 4, [1.0] * 4, step=2, policy_versions=spans)])], None
+    )
+    lags = packed_tokens(found, "log")["breakdowns"]["version lag"]
+    assert lags["edges"] == list(range(15))
+    assert lags["sums"][0][:3] == [1, 3, 0], "step 2 trains the policy of version 1"
+
+
 def test_the_worst_rows_and_a_sample_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(token_rows, "MOST_SEQUENCES", 20)
     rows = [row([-1.0], [3.0 if index in (13, 77) else 0.01], step=1) for index in range(100)]

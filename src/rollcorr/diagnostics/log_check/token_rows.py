@@ -205,8 +205,8 @@ def _keep_rows(found: TokenRows, batch: RolloutBatch, tokens: NDArray[Any], *, t
         kl = float(part["kl"][np.isfinite(part["d"])].sum())
         prompt = prompts[row] or ()
         prompt = prompt if isinstance(prompt, str) else prompt[-PROMPT_IDS:]
-        own = part.copy()  # a view would keep the batch in memory
-        found.rows.append(TokenRow(found.sequences + row, steps[row], kl, rewards[row], prompt, own))
+        # Copy the tokens: a view would keep the batch in memory.
+        found.rows.append(TokenRow(found.sequences + row, steps[row], kl, rewards[row], prompt, part.copy()))
         picture = pictures[row] or ""
         if BASE64.fullmatch(picture):  # a log may be untrusted, and the page embeds this in a URL
             found.pictures[found.sequences + row] = kl, picture
@@ -262,6 +262,9 @@ def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | No
     prompts = [row.prompt for row in found.rows]
     asked = {token for prompt in prompts if not isinstance(prompt, str) for token in prompt}
     texts = {} if decode is None else {int(i): decode(int(i)) for i in sorted(asked.union(ids[ids >= 0].tolist()))}
+
+    # Step s trains the policy of version s − 1, unless a token has version s: then the first bin of lags is not empty.
+    shift = {key: int(key == "version lag" and not sums[0, 0]) for key, sums in found.breakdowns.items()}
     arrays = {key: pack(np.clip(tokens[key], -6e4, 6e4), "f2") for key in ("mu", "d", "weight")}
     if found.diffusion:
         arrays |= {"time": pack(tokens["time"], "f4"), "stepKl": pack(tokens["kl"], "f4")}
@@ -287,7 +290,11 @@ def packed_tokens(found: TokenRows, name: str, decode: Callable[[int], str] | No
         "reward": pack([row.reward for row in found.rows], "f4"),
         "rowKl": pack([row.kl for row in found.rows], "f4"),
         "breakdowns": {
-            key: {"edges": BREAKDOWNS[key].tolist(), "sums": sums.tolist()} for key, sums in found.breakdowns.items()
+            key: {
+                "edges": BREAKDOWNS[key][: len(BREAKDOWNS[key]) - shift[key]].tolist(),
+                "sums": sums[:, shift[key] :].tolist(),
+            }
+            for key, sums in found.breakdowns.items()
         },
         "histograms": {
             key: {"edges": {"weight": WEIGHT_EDGES}.get(key, D_EDGES).tolist(), "counts": counts.tolist()}
