@@ -97,9 +97,8 @@ _hidden_values: dict[str, bool] = {}
 def is_secret_name(name: str) -> bool:
     """Return whether an option, a header or a variable of this name contains a secret."""
     words = _split_words(name)
-    if _SECRET_NAME.search(words):
-        return True
-    return _SECRET_SUFFIX.search(words) is not None and _HARMLESS_SUFFIX.search(words) is None
+    named = _SECRET_SUFFIX.search(words) is not None and _HARMLESS_SUFFIX.search(words) is None
+    return named or _SECRET_NAME.search(words) is not None
 
 
 def redact(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)
