@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
     Attributes:
         place: document:line, of 004 (which is one line) document:section.
-        name: what the document has there.
+        name: the subject.
         call: runs it; None if a lane or nothing here can.
         expected: the result.
         reason: why the item is partial, or cannot run here; empty for a full item.

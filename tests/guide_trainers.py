@@ -80,7 +80,7 @@ TRAINERS = [
     Item("001:564", "verl's test suite of November", lane=LANE),
 ]
 
-# Beyond the documents: what a trainer of pictures also needs.
+# Not in the documents; not counted.
 BEYOND = [
     Item(
         "beyond",

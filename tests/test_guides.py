@@ -6,13 +6,13 @@
     003   Fang & Khazi, "Mismatch Praxis", December 2025: https://www.llmdata.com/blog/mismatch-praxis/
     004   verl-omni, "Rollout Correction for Diffusion Training", May 2026: https://github.com/verl-project/verl-omni
 
-docs/references.md has the sources. A row is one item: what a reader of a document can type, compute or look up there
-(an option with each documented value, default and range; a preset; a metric, its formula and its limits; a formula; a
-row of a table; a block; a worked number; a function or file), or one claim of an experiment. What a document repeats
-counts once. Derivations and history do not count. A place is document:line; of 004, which is one line, its section; of
-experiments in 003, the number that claims.md gives the claim.
+docs/references.md has the sources. A row is one item that a reader of a document can type, compute or look up (an
+option with each documented value, default and range; a preset; a metric, its formula and its limits; a formula; a row
+of a table; a block; a worked number; a function or file), or one claim of an experiment. A repetition in the same
+document does not count, nor do derivations and history. A place is document:line; of 004, which is one line, its
+section; of experiments in 003, the number that claims.md gives the claim.
 
-An item is full if it has no `reason`; of an experiment, if the study has a verdict from a run, whatever that is. Where
+An item is full if it has no `reason`; of an experiment, if the study has a verdict from a run, good or bad. Where
 documents disagree, or disagree with the specification, the reason names the page with our choice.
 """
 
