@@ -296,7 +296,7 @@ def test_position_ids_reveal_slices_out_of_order(own, other, mixed, monkeypatch)
     x, positions = torch.zeros(1, 4), torch.tensor([own])
     found = None
     try:
-        rollout_correction._check_slice_order(Batch(x, x, torch.ones(1, 4)), positions, None)
+        rollout_correction._check_rank_slice_order(Batch(x, x, torch.ones(1, 4)), positions, None)
     except ValueError as error:
         found = str(error)
     assert (found is not None and "in sequence 0 rank 1 begins at position" in found) == mixed
@@ -305,7 +305,7 @@ def test_position_ids_reveal_slices_out_of_order(own, other, mixed, monkeypatch)
 def test_slices_without_positions_are_refused():
     x = torch.zeros(1, 4)
     with pytest.raises(ValueError, match=r"no positions show it; pass detail=Detail\(position_ids"):
-        rollout_correction._check_slice_order(Batch(x, x, torch.ones(1, 4)), None, None)
+        rollout_correction._check_rank_slice_order(Batch(x, x, torch.ones(1, 4)), None, None)
 
 
 def test_an_empty_slice_still_exchanges():

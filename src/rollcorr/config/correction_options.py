@@ -251,17 +251,15 @@ class RolloutCorrectionConfig(NamedPresets):
 
         With the default `nonfinite="reject_token"`, missing log-probs then only leave the metrics.
         """
-        rejects = bool(self.criteria) or self.rollout_token_veto_threshold is not None
-        rejects = rejects or self.nonfinite == "reject_sequence"
+        rejects = self.criteria or self.rollout_token_veto_threshold or self.nonfinite == "reject_sequence"
         return not (self.bypass_mode or self.weights_reach_loss or rejects)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def _set_frozen(self, option: str, value: object) -> None:
-        """Set a field of the frozen dataclass to its checked form during construction."""
-        object.__setattr__(self, option, value)
+    # During construction, a frozen dataclass sets a field to its checked form.
+    _set_frozen = object.__setattr__
 
     def _parse_thresholds(self) -> None:
         """Parse and normalize the threshold fields: numbers become floats, criteria lose duplicates."""

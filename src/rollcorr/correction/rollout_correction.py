@@ -250,7 +250,7 @@ def _run_correction(
     """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
         if config.rollout_is == "horizon" and context_group is not None:
-            _check_slice_order(inputs, detail.position_ids if isinstance(detail, Detail) else None, context_group)
+            _check_rank_slice_order(inputs, detail.position_ids if isinstance(detail, Detail) else None, context_group)
 
         # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
         output = _run_kernel(inputs, config, context_group, out, impl)
@@ -301,7 +301,7 @@ def _with_chosen_horizon(
     return config.with_options(rollout_is_horizon=decay)
 
 
-def _check_slice_order(inputs: Batch, position_ids: Tensor | None, context_group: ProcessGroup) -> None:
+def _check_rank_slice_order(inputs: Batch, position_ids: Tensor | None, context_group: ProcessGroup) -> None:
     """Raise `ValueError` if a slice does not lie behind those of earlier ranks: a wait for the device."""
     if position_ids is None:
         raise ValueError(
