@@ -66,6 +66,7 @@ def sum_sequences(
     others = (tl.load(powers + 1) > 0.0).to(tl.int32)
     reach = tl.where(gaps == 0, 1, others)
 
+    # Forward, over earlier tokens and the chunk's own.
     carry, zeros = tl.load(powers) * 0.0, 0
     for chunk in range(chunks):
         at = start + chunk * CHUNK + place
@@ -86,6 +87,7 @@ def sum_sequences(
         carry += tl.sum(tl.where(to_end, tl.load(powers + (count - ranks)), 0.0) * d)
         zeros = tl.where(through, zeros, 0) + others * tl.sum((zero & to_end).to(tl.int32))
 
+    # Backward, over later chunks: the sums of the first pass stay in memory between the two.
     carry, zeros = tl.load(powers) * 0.0, 0
     for chunk in range(chunks):
         at = start + (chunks - 1 - chunk) * CHUNK + place
