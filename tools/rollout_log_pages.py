@@ -55,7 +55,7 @@ The schema of the [rollout log](../guides/rollout_log.md), version {SCHEMA_VERSI
 
 ## Limits of a file
 
-These are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#files-of-strangers) describes the
+These are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#untrusted-files) describes the
 errors beyond them, and how to raise one.
 
 {table(("limit", "default", "what it bounds"), limits)}
@@ -82,17 +82,16 @@ def dumps_page(generated: str, table: Table) -> str:
 
 {generated}
 
-Read this if you have a dump or a batch of one of these frameworks, or want it to log more. The names were read in the
-source of the version that is stated. "tensor in a step" is what the framework calls the column inside its training
-step. The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`. `rollcorr check NAME`, with the name of a framework,
-prints its lines.
+Read this to use dumps or batches of these frameworks, or to log more. The names come from the source of the stated
+version. "tensor in a step" is what the framework calls the column inside its training step. The same tables are data:
+`rollcorr.rollout_log.FRAMEWORKS`. `rollcorr check NAME` prints a framework's settings and code lines.
 
 ## Batches that `Monitor.correct` accepts
 
 {table(("fields=", "batch", "mask"), batches)}
 
 It takes `old_log_prob`, `rollout_log_prob` and the mask by the names of "tensor in a step" below, and logs
-{", ".join(f"`{column}`" for column in LOGGED)} if the batch is padded and contains them.
+{", ".join(f"`{column}`" for column in LOGGED)} if a tensor batch contains them.
 
 {sections}
 
@@ -119,8 +118,8 @@ def framework_section(framework: Framework, table: Table) -> str:
         lacks = f" Not enough for a check: {dump.lacks}. Instead: {instead}." if dump.lacks else ""
         settings = "".join(f" For `{column}`: {setting}." for column, setting in dump.recorded_with.items())
         remarks.append(f"- {dump.name}: {dump.layout}.{lacks}{settings}")
-    needs = f"{framework.needs[:1].upper()}{framework.needs[1:]}, and add" if framework.needs else "Add"
-    lines = f"{needs} to {framework.place}; then read `{framework.log}`:\n\n```python no-run\n{framework.lines}\n```"
+    needs = f"{framework.needs}, and add" if framework.needs else "add"
+    lines = f"To write `{framework.log}`, {needs} to {framework.place}:\n\n```python no-run\n{framework.lines}\n```"
     parts = (
         table(("dump", "files", "written with", "form"), files) if files else "It writes no dump.",
         table(("column", *(f"in {dump.name}" for dump in dumps), "tensor in a step"), columns),

@@ -330,7 +330,7 @@ is_w, filter_mask, corr_metrics = correction.weights, correction.loss_mask, corr
         "https://github.com/OpenRLHF/OpenRLHF",
         "openrlhf/models/loss.py",
         "`PolicyLoss.forward`, instead of the block `if self.enable_vllm_is_correction and …`",
-        "the option that enables OpenRLHF's own correction, so that the sampler's log-probs are recorded",
+        "`--algo.advantage.is_correction_enable`, so that the sampler's log-probs are recorded",
         f"""\
 from rollcorr import correct
 

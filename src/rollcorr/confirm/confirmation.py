@@ -88,12 +88,13 @@ def confirm(
     column_names: dict[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Confirmation:
-    """Score the rows with the largest mismatch again, under every variant: their first 1,024 tokens.
+    """Score the first 1,024 tokens of the rows with the largest mismatch again, under every variant.
 
-    The gap of two log-probs is e^−|d| − 1 + |d|, with d their difference: k3 of the smaller ratio. A variant removes
-    1 − (gap(side, variant) − 3 noise(variant)) / (gap(side, plain) − 3 noise(plain)) of a side's excess, at most 1.
-    Noise is the gap of the variant in bfloat16 to itself in float32. The variant with the smallest gap is named if it
-    removes at least 0.9.
+    The gap of two log-probs with difference d is e^−|d| − 1 + |d|: k3 of the ratio below 1. The share of a side's
+    excess that a variant removes is min(1, 1 − (gap(side, variant) − 3 noise(variant)) / (gap(side, plain) −
+    3 noise(plain))). Noise is the gap of the variant in bfloat16 to itself in float32; a changed context has the plain
+    noise. The variant with the smallest gap is named if it removes at least 0.9, every side that differs from the model
+    is explained, and not both by the same variant.
 
     Args:
         logs: rollout logs with `prompt_ids`, `response_ids` and both log-probs.
@@ -110,21 +111,22 @@ def confirm(
         The result; after Ctrl-C, of the rows that were scored.
 
     Raises:
-        BadInputError: a column is missing, no row has a sampled token, or an id is outside the vocabulary.
+        BadInputError: fewer than 2 rows, a missing column, no sampled token, or an id outside the vocabulary.
         RolloutLogError: a log cannot be read.
         KeyboardInterrupt: it was interrupted before the first row was scored.
     """
-    # The rows with the largest mismatch show a fault most clearly, also one of some rows only.
+    # The rows with the largest mismatch show a fault most clearly, even a fault in few rows.
     chosen = _worst_rows(logs, rows, steps, train_column, column_names)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for token in {int(token) for row in chosen for token in (*row.prompt, *row.response)}:
         if not 0 <= token < vocabulary:
             raise BadInputError(
-                f"the log has the token id {token}, and the model has the ids 0 to {vocabulary - 1}; give its own "
+                f"the log has the token id {token}, and the model has the ids 0 to {vocabulary - 1}; give the log's "
                 "model, or log the ids of masked tokens too"
             )
     model.eval()
     template = _template_toggle(tokenizer)
+    # side (or NOISE_OF) → variant → gap of each row
     totals: dict[str, dict[str, list[float]]] = {side: {} for side in (*SIDES, NOISE_OF)}
     mismatch: list[float] = []
     complete = True

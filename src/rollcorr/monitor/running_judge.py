@@ -157,7 +157,7 @@ class RunningJudge:
                 keep their prefix.
             config: the configuration of the correction.
         """
-        warnings = _foreign_rows(bare)
+        warnings = _check_correction_rows(bare)
         if "token_count" in bare:
             self.remember(step, bare)
             history, changes = list(self._history), self._watch.changes
@@ -227,7 +227,7 @@ def _own_noise(bare: Mapping[str, float]) -> Noise | None:
     )
 
 
-def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
+def _check_correction_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
     """Return a warning if a loss on a device, where `policy_loss` cannot raise, applied a correction of other rows."""
     share = bare.get(f"{LOSS_PREFIX}{MISMATCH}", 0.0)
     if not share > 0:  # true for NaN as well

@@ -148,7 +148,7 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
 
 
 def _read_layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the options of the file and of each override, checked one by one; the later one wins."""
+    """Return the options of the file, then of each override, each checked. Merged, later layers take precedence."""
     layers = [] if path is None else [_read_yaml(Path(path))]
     for text in overrides:
         layer = parse_override(text)

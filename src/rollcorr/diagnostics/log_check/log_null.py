@@ -266,10 +266,10 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
     # Requested steps must pass the same checks as any null. The default first steps are not claimed to be correct.
     if steps is not None and (two := judge_weights(profile, None).findings):
         return replace(baseline, null=None, remark=f"they are no null: {two[0]}")
-    return _without_certain_rows(baseline, _sample_of_steps(tally))
+    return _exclude_faulty_rows(baseline, _sample_of_steps(tally))
 
 
-def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
+def _exclude_faulty_rows(baseline: Baseline, sample: PairSample) -> Baseline:
     """Return a baseline without the rows of a certain finding; it has no null if not enough rows remain."""
     others = other_rows(sample, sample.estimate())
     if others is None or baseline.null is None:

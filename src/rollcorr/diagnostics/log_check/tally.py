@@ -314,7 +314,7 @@ class Measurement:
             parts=dict(self._parts(batch, train, rollout, mask, ratios)),
             findings=merge_findings(validate_batch(batch)),
             sample=sample,
-            claims=_claims(batch),
+            claims=_check_recorded_settings(batch),
             rows=len(batch),
             profile=profile,
             # Usually a batch contains one step: reuse its profile.
@@ -461,7 +461,7 @@ def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
     return torch.from_numpy(ids.to_numpy(zero_copy_only=False).astype(np.int64)).split(lengths.tolist())
 
 
-def _claims(batch: RolloutBatch) -> dict[str, Finding]:
+def _check_recorded_settings(batch: RolloutBatch) -> dict[str, Finding]:
     """Return reason → finding, for recorded settings whose log-probs differ from the sampled distribution."""
     if not batch.has("sampling"):
         return {}

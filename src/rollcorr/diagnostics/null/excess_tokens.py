@@ -140,13 +140,13 @@ class ExcessTokens:
             kind = kind * SURPRISE_BINS + surprise_bins(-self.rollout.astype(np.float32))
         return abs(self._share_within(kind, self.places["seen"]))
 
-    def of_neighbors(self) -> float:
-        """Compute the share of Var(d) that "equals the previous id", or the next one, explains at one position.
+    def share_of_equal_neighbors(self) -> float:
+        """Compute the share of Var(d), at equal positions, that equality with the previous or next id explains.
 
-        The larger of both; 0 unless such tokens are spared and their d is higher, or if ids are not recorded.
+        The larger of both; 0 unless such tokens are spared (`SPARED`); negative if their d is lower.
         """
         repeats, size = self.places.get("repeats", np.zeros(len(self), dtype=np.int64)), np.abs(self.clipped)
-        equal = [(repeats & side) > 0 for side in (1, 2)]
+        equal = [(repeats & side) > 0 for side in (1, 2)]  # bit 1: equals the previous id, bit 2: the next
         spared = [x for x in equal if x.any() and size[x].mean() < SPARED * size[~x].mean()]
         return max((self._share_within(self.places["positions"], x) for x in spared), default=0.0)
 

@@ -361,9 +361,9 @@ def find_other_requests(pairs: PairRows) -> RepairedPairs:
     # With a different policy's log-probs the trainer's are lower; with a different request's both are equally high.
     tokens = pairs.of_rows(unrelated) & valid
     one_sided = abs(float(distance[tokens].clamp(-3, 3).mean())) / float(distance[tokens].abs().clamp(max=3).mean())
-    fits = _fits_of_rows(pairs, unrelated)
+    fits = _correlate_rows(pairs, unrelated)
     mates = _matching_rows(fits)
-    if len(mates) < FEW_MATES * len(fits.wanted) and _own_fit(fits) > OWN_FIT:
+    if len(mates) < FEW_MATES * len(fits.wanted) and _score_own_match(fits) > OWN_FIT:
         return RepairedPairs(pairs)
     others = (count >= 12) & ~unrelated
     others_agree = bool(others.any()) and float(together[others].median()) >= SAME
@@ -425,7 +425,7 @@ class _Fits(NamedTuple):
     tokens: Tensor
 
 
-def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
+def _correlate_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
     """Correlate the rollout's side of each unrelated row with the trainer's side of every row, by the first tokens."""
     wanted = unrelated.nonzero().squeeze(-1)[:MATE_ROWS]
     valid = pairs.valid & (pairs.position < MATE_TOKENS)
@@ -455,7 +455,7 @@ def _matching_rows(fits: _Fits) -> dict[int, int]:
     return {int(wanted[i]): int(best.indices[i]) for i in sure.nonzero().squeeze(-1).tolist()}
 
 
-def _own_fit(fits: _Fits) -> float:
+def _score_own_match(fits: _Fits) -> float:
     """Compute the standard errors by which these rows match their own trainer's side better than other rows' sides.
 
     With a different request's log-probs the rank of the own side among all rows is uniform, with mean ½ and variance

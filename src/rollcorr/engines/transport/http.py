@@ -304,9 +304,9 @@ class _Connections:
             verify=tls,
             limits=httpx.Limits(max_connections=count),
             follow_redirects=False,
-            trust_env=False,
+            trust_env=False,  # no proxy or .netrc from the environment
         )
-        hide_in_log("httpx")
+        hide_in_log("httpx")  # its log has URLs, which may contain keys
 
     def stream(self, method: str, path: str, body: object, *, timeout: float) -> AbstractContextManager[httpx.Response]:
         """Send a request; read the answer's body inside the `with` block."""
