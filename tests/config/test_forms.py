@@ -227,7 +227,7 @@ def test_lines_set_an_option_once(tmp_path):
         {f"{SECTION}rollout_is_threshold": 3.0, "algorithm": {"rollout_correction": "bypass_pg_is"}},
     ],
 )
-def test_option_beside_preset_prints_overrides_that_run(document):
+def test_option_with_preset_prints_overrides_that_run(document):
     with pytest.raises(ValueError, match=r"'algorithm\.rollout_correction' is written twice") as refused:
         resolve(document)
     typed = shlex.split(str(refused.value).partition("as overrides: ")[2])
@@ -263,6 +263,15 @@ def test_pasted_prose_prints_overrides_that_run(text, expected, tmp_path):
         read_document([str(path)])
     typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
     assert resolve(read_document(typed)) == expected
+
+
+@pytest.mark.parametrize("rest", ["requires bypass_mode = true)", "bypass_mode = true): " + 300 * "x"])
+def test_prose_as_override_prints_overrides_that_run(rest):
+    prose = f'Configuration: loss_type = "reinforce" ({rest}'
+    with pytest.raises(ValueError, match="Write overrides instead") as refused:
+        read_document([prose])
+    typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
+    assert resolve(read_document(typed)) == RolloutCorrectionConfig(loss_type="reinforce", bypass_mode=True)
 
 
 def test_class_names_the_call_that_reads_older_options():

@@ -99,6 +99,8 @@ class RolloutCorrectionConfig(NamedPresets):
             weight 0. Optional; no floor by default.
         rollout_is_horizon: λ of "horizon", 0 to 1: 0 gives token weights, 1 sequence weights; 1/(1 − λ) is the horizon
             in tokens. "auto" chooses λ for each batch, from the batch's size and mismatch.
+        rollout_is_horizon_per_turn: end the products of "horizon" at each gap in the response mask, so that only ratios
+            of the same turn count.
         impl: kernel to use. "auto" selects the fastest one that passed its tests on the device. Configurations that
             differ only in this field are equal.
 
@@ -129,13 +131,14 @@ class RolloutCorrectionConfig(NamedPresets):
     batch_normalize_over: NormalizedUnits = "valid"
     rollout_is_floor: float | None = None
     rollout_is_horizon: float | Literal["auto"] | None = None
+    rollout_is_horizon_per_turn: bool = False
     impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
         # First check each field: choices, switches, numbers. Of the choices, only `rollout_is` may be `None`.
         for option, choices in _OPTION_TYPES.items():
             check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
-        for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
+        for option in ("rollout_is_batch_normalize", "rollout_is_horizon_per_turn", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
 
         self._set_frozen(
@@ -307,10 +310,16 @@ class RolloutCorrectionConfig(NamedPresets):
             (not computed and self.rollout_is_threshold != 2.0, "rollout_is_threshold", without_is),
             (not computed and self.rollout_is_floor is not None, "rollout_is_floor", without_is),
             (not computed and not self.apply_is, "apply_is", without_is),
-            (
-                self.rollout_is != "horizon" and self.rollout_is_horizon is not None,
-                "rollout_is_horizon",
-                "has no effect without rollout_is='horizon'; set that, or leave this out",
+            *(
+                (
+                    self.rollout_is != "horizon" and value not in (None, False),
+                    option,
+                    "has no effect without rollout_is='horizon'; set that, or leave this out",
+                )
+                for option, value in (
+                    ("rollout_is_horizon", self.rollout_is_horizon),
+                    ("rollout_is_horizon_per_turn", self.rollout_is_horizon_per_turn),
+                )
             ),
             (
                 computed and self.apply_is and not applied,

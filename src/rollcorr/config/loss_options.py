@@ -54,8 +54,13 @@ class LossConfig:
         if self.loss_scale_factor is not None:
             check_number("loss_scale_factor", self.loss_scale_factor, above=0)
             if self.loss_agg_mode != "seq-mean-token-sum-norm":
-                reason = (
-                    f"has no effect with loss_agg_mode={self.loss_agg_mode!r}; it divides in "
-                    "'seq-mean-token-sum-norm' only"
+                warn_inert(
+                    self,
+                    [
+                        (
+                            "loss_scale_factor",
+                            f"has no effect with loss_agg_mode={self.loss_agg_mode!r}; it divides in "
+                            "'seq-mean-token-sum-norm' only",
+                        )
+                    ],
                 )
-                warn_inert(self, [("loss_scale_factor", reason)])

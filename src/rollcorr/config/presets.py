@@ -52,12 +52,14 @@ SHORT = "papers and other trainers"
 BAND_LOWER = "rollout_rs_threshold_lower"
 
 _IS_ARGUMENTS = {"threshold": ("rollout_is_threshold",)}
+_HORIZON_ARGUMENTS = {**_IS_ARGUMENTS, "horizon": ("rollout_is_horizon",)}
 _RS_ARGUMENTS = {"rs_threshold": ("rollout_rs_threshold",)}
 _IS_RS_ARGUMENTS = {"is_threshold": ("rollout_is_threshold",), **_RS_ARGUMENTS}
 
 _TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 _SEQ_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 _TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+_HORIZON_IS = {"rollout_is": "horizon", "rollout_is_threshold": 4.0, "rollout_is_horizon": 0.9}
 _GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _BYPASS_PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
@@ -178,6 +180,16 @@ _PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
             "Metrics of the mismatch and of token weights, which are not applied; the default of `correct`.",
             {**_TOKEN_IS, "apply_is": False},
             _IS_ARGUMENTS,
+        ),
+        "decoupled_horizon_is": (
+            "Decoupled PPO; each token weighted by the ratios of near tokens, truncated (experimental).",
+            _HORIZON_IS,
+            _HORIZON_ARGUMENTS,
+        ),
+        "bypass_pg_horizon_is": (
+            "REINFORCE with truncated weights with a horizon against the rollout policy (experimental).",
+            _HORIZON_IS | _BYPASS_PG,
+            _HORIZON_ARGUMENTS,
         ),
     },
     SHORT: {

@@ -314,10 +314,12 @@ def _check_rank_slice_order(inputs: Batch, position_ids: Tensor | None, context_
     firsts, lasts = gather(torch.stack(ends), context_group).unbind(1)
     mixed = -firsts[1:] <= lasts.cummax(0).values[:-1]
     if mixed.any():
+        rank, sequence = mixed.nonzero()[0].tolist()
+        first, last = -firsts[rank + 1, sequence], lasts[: rank + 1, sequence].max()
         raise ValueError(
-            "rollout_is='horizon' needs slices in the order of the ranks, and those of sequence "
-            f"{int(mixed.any(0).nonzero()[0])} overlap (zig-zag?): gather whole sequences "
-            "(rollcorr.layouts.whole_tokens), or choose another level"
+            "rollout_is='horizon' needs slices in the order of the ranks (no zig-zag): in sequence "
+            f"{sequence} rank {rank + 1} begins at position {first:g}, and an earlier rank has {last:g}; it may begin "
+            f"at {last + 1:g}: gather whole sequences (rollcorr.layouts.whole_tokens), or choose another level"
         )
 
 

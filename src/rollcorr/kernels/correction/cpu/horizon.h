@@ -264,9 +264,14 @@ static void spread_weights(Block *block, const Row *data, const Run *run) {
     }
 }
 
-/* A token of probability zero gives its whole sequence weight 0. */
-static void weigh_impossible(const Job *job, const Row *data, const Derived *derived, Rows *rows) {
-    double n = derived->counted;
+/* The valid tokens of a sequence, or of one of its turns. */
+typedef struct {
+    double valid, zero, missing;
+} Counts;
+
+/* Weight 0 for all tokens that one of probability zero reaches. */
+static void weigh_impossible(const Job *job, const Row *data, const Counts *counts, Rows *rows) {
+    double n = job->nonfinite == NEUTRAL ? counts->valid : counts->valid - counts->missing;
     memset(data->weights, 0, (size_t)data->length * sizeof(float));
     add_moments(&rows->moments[MOMENTS_weight_raw], n, 0, 0);
     add_moments(&rows->moments[MOMENTS_weight], n, 0, 0);
@@ -276,28 +281,26 @@ static void weigh_impossible(const Job *job, const Row *data, const Derived *der
     add_extremes(&rows->extremes[EXTREMES_weight], 0, 0);
 }
 
-/* Where the valid tokens of a sequence begin, if they are one run of float32 without a missing one; else −1. */
-static int64_t start_of_run(const Job *job, const Row *data, const Sequence *s, const Derived *derived) {
+/* Where the valid tokens begin, if they are one run of float32 without a missing one; else −1. */
+static int64_t start_of_run(const Job *job, const Row *data, const Counts *counts) {
     const uint8_t *mask = (const uint8_t *)data->mask;
-    if (job->mask_type != MASK_BYTE || job->train_type != FLOAT32 || job->rollout_type != FLOAT32) return -1;
-    if (derived->missing > 0) return -1;
-    int64_t start = 0, run = (int64_t)s->valid;
+    if (job->train_type != FLOAT32 || job->rollout_type != FLOAT32) return -1;
+    if (counts->missing > 0) return -1;
+    int64_t start = 0, run = (int64_t)counts->valid;
     if (run == data->length) return 0;
+    if (job->mask_type != MASK_BYTE) return -1;
     while (start < data->length && mask[start] == 0) start++;
     return start + run <= data->length && leading_run(mask + start, (int)run) == run ? start : -1;
 }
 
-/* The weights of a sequence whose tokens have been measured, and their rows. */
-static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, const Derived *derived, Sequence *s,
-                               Rows *rows) {
+/* The weights of tokens that nothing outside of `data` reaches. */
+static void weigh_together(Block *block, const Row *data, Workspace *space, const Counts *counts, Sequence *s, Rows *rows) {
     const Job *job = block->job;
-    const int32_t *of = job->token_criterion;
-    if (data->length == 0) return;
-    if (s->zero > 0) {
-        weigh_impossible(job, data, derived, rows);
+    if (counts->zero > 0) {
+        weigh_impossible(job, data, counts, rows);
         return;
     }
-    int64_t start = s->valid > 0 ? start_of_run(job, data, s, derived) : 0, end = start + (int64_t)s->valid;
+    int64_t start = counts->valid > 0 ? start_of_run(job, data, counts) : 0, end = start + (int64_t)counts->valid;
     if (start >= 0) {
         float *weights = data->weights + start;
         int64_t next_train = job->offsets ? data->length : job->train_stride;
@@ -313,6 +316,40 @@ static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, 
         for (int64_t t = 0; t < run.tokens; t++) run.weights[t] = run.counted[t] ? run.weights[t] : 0.0f;
         spread_weights(block, data, &run);
     }
+}
+
+/* Weigh each turn as if it were a sequence: a run of valid tokens, between holes of the mask. */
+static void weigh_turns(Block *block, const Row *data, Workspace *space, int is_whole, Sequence *s, Rows *rows) {
+    const Job *job = block->job;
+    for (int64_t start = 0, end; start < data->length; start = end) {
+        end = start + 1;
+        if (!is_valid(data->mask, job->mask_type, start)) {
+            data->weights[start] = 0;
+            continue;
+        }
+        while (end < data->length && is_valid(data->mask, job->mask_type, end)) end++;
+        Counts counts = {.valid = (double)(end - start)};
+        for (int64_t t = start; !is_whole && t < end; t++) {
+            int is_missing = !is_compared(job, data, t);
+            counts.missing += is_missing;
+            counts.zero += !is_missing && bits_of(data->train, job->train_type, t) == 0xff800000u;
+        }
+        Row turn = {data->train + start * width(job->train_type), data->rollout + start * width(job->rollout_type),
+                    data->mask + start * mask_width(job->mask_type), data->weights + start, data->loss_mask + start,
+                    end - start};
+        weigh_together(block, &turn, space, &counts, s, rows);
+    }
+}
+
+/* The weights of a sequence whose tokens have been measured, and their rows. */
+static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, const Derived *derived, Sequence *s,
+                               Rows *rows) {
+    const Job *job = block->job;
+    const int32_t *of = job->token_criterion;
+    Counts counts = {s->valid, s->zero, derived->missing};
+    if (data->length == 0) return;
+    if (job->per_turn) weigh_turns(block, data, space, s->zero == 0 && derived->missing == 0, s, rows);
+    else weigh_together(block, data, space, &counts, s, rows);
     if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) return; /* all that are counted are kept */
     for (int64_t t = 0; t < data->length; t++) s->kept_weight += data->loss_mask[t] ? (double)data->weights[t] : 0;
 }
