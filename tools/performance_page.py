@@ -59,10 +59,10 @@ make docs                                # write this page from it
 {_provenance(result)}
 
 The correction truncates token weights at 2 and rejects sequences by `seq_mean_k3` at 0.01. Every metric is read as a
-number, unless a row states otherwise; verl's function computes 43 metrics of its own. Log-probs are float32, the mask is
-bool. "Padded" responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" batches contain these responses without padding,
-and "dense" responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn in one process,
-{_runs(result["seconds"])} times, so disturbances affect all of them.
+number, unless a row states otherwise; verl's function computes 43 metrics of its own. Log-probs are float32, the mask
+is bool. "Padded" responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" batches contain these responses
+without padding, and "dense" responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn
+in one process, {_runs(result["seconds"])} times, so disturbances affect all of them.
 
 {_second(result)}
 
@@ -102,7 +102,8 @@ torch's profiler does not count compiled C ("not seen"), which reads 9 bytes per
 from these numbers.
 
 *Lower limit.* Every implementation must read 9 bytes per token, and write 5 for weights and a mask. The row "copy"
-also moves 14 bytes, but writes 7, so a correction can be faster. New memory can double the time, so reuse buffers with `out=`.
+also moves 14 bytes, but writes 7, so a correction can be faster. New memory can double the time, so reuse buffers with
+`out=`.
 
 *Compiled C* (`impl="cpu"`, which `"auto"` selects if installation found a C compiler) processes 512 tokens at a time in
 float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if all tokens are
@@ -121,8 +122,8 @@ blocks. A block needs about 140 operations and four exponentials; each operation
 
 The first launch reads the tokens. Each program is one warp, which reads blocks of 512 tokens, and adds its sums in
 float64 every 4,096 tokens. A *regular* block has only valid tokens, with log-ratios within ±2.75 nats. A regular block
-costs 53 to 57 instructions per token on sm_90 (63 in bfloat16 with an int64 mask), and 43 to 60 on sm_100. Any other block costs
-135 to 170. `tests/kernels/triton_compilation.py cuda:90` counts instructions in the machine code.
+costs 53 to 57 instructions per token on sm_90 (63 in bfloat16 with an int64 mask), and 43 to 60 on sm_100. Any other
+block costs 135 to 170. `tests/kernels/triton_compilation.py cuda:90` counts instructions in the machine code.
 
 The second launch decides which sequences are kept. torch would need 104 to 274 launches for these decisions
 (`tests/kernels/test_decision_copies.py`), or 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch merges the
@@ -141,9 +142,9 @@ make gpu-dry         # runs the same script on the CPU
 captured graph. Then it measures. Each stage is a separate process, so a failure does not stop later stages.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
-one criterion (packed 248), and no wait. 8 M tokens need 757 launches, in eight blocks of 1 M. verl 0.9.1 needs 308 launches and
-49 waits. `torch.compile(fullgraph=True)` compiles `correct` and every `policy_loss` into one graph without waits
-(torch 2.6 is too old). On the CPU, inductor's float64 code takes at least ten times as long as eager torch.
+one criterion (packed 248), and no wait. 8 M tokens need 757 launches, in eight blocks of 1 M. verl 0.9.1 needs 308
+launches and 49 waits. `torch.compile(fullgraph=True)` compiles `correct` and every `policy_loss` into one graph without
+waits (torch 2.6 is too old). On the CPU, inductor's float64 code takes at least ten times as long as eager torch.
 
 ## Log-probs without logits
 
@@ -170,7 +171,8 @@ def _without_logits(table: Table) -> str:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
 chunked implementation computes at least four matrix products, which the row "four products" measures. The head's
-gradient needs 134 MB, or 622 MB for the large vocabulary. Rows with "added to a gradient" add it to an existing buffer; only the masked softmax also makes a new one.
+gradient needs 134 MB, or 622 MB for the large vocabulary. Rows with "added to a gradient" add it to an existing
+buffer; only the masked softmax also makes a new one.
 
 {table(("", *header), rows)}
 
