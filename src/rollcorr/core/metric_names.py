@@ -27,8 +27,9 @@ class OlderName(NamedTuple):
 
 _APPLIED = "describes applied weights; in 2025, weights before truncation"
 _CLIPPED = "describes applied weights; in 2025, ratios clipped to [lower, upper]"
-_BY_CRITERION = "for the criterion seq_sum_k1 or seq_mean_k1, today's name contains it in place of token_k1"
-_CRITERION = f"describes −log ρ in nats; in 2025, the ratio; {_BY_CRITERION}"
+_CRITERION = (
+    "describes −log ρ in nats; in 2025, the ratio. For seq_sum_k1 and seq_mean_k1, today's name contains the criterion"
+)
 _SIGN = "train − rollout; in 2025, rollout − train"
 
 _CHANGED_WEIGHTS = {
@@ -86,7 +87,7 @@ OLDER_NAMES: dict[str, OlderName] = {
     **{
         f"rollout_corr/rollout_rs_{name}": OlderName(
             f"rollout_rs_token_k1_{name.removeprefix('ratio_')}",
-            _BY_CRITERION,
+            "for seq_sum_k1 and seq_mean_k1, today's name contains the criterion",
         )
         for name in _BAND_SIDES
     },
