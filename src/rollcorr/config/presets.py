@@ -182,12 +182,12 @@ _PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
             _IS_ARGUMENTS,
         ),
         "decoupled_horizon_is": (
-            "Decoupled PPO; each token weighted by the ratios of near tokens, truncated (experimental).",
+            "Decoupled PPO; each token weighted by the ratios of nearby tokens, truncated (experimental).",
             _HORIZON_IS,
             _HORIZON_ARGUMENTS,
         ),
         "bypass_pg_horizon_is": (
-            "REINFORCE with truncated weights with a horizon against the rollout policy (experimental).",
+            "REINFORCE; each token weighted by the ratios π_θ/μ of nearby tokens, truncated (experimental).",
             _HORIZON_IS | _BYPASS_PG,
             _HORIZON_ARGUMENTS,
         ),

@@ -73,11 +73,12 @@ _METRIC_ADVICE = {
     ),
     "rollout_is_std": (
         "weights of high variance let a few samples decide the gradient",
-        "lower the threshold, move from sequence to token level, or reject the outliers",
+        "lower the threshold, use token weights instead of sequence weights, or reject the outliers",
     ),
     "rollout_is_eff_sample_size": (
         "fewer than a third of the samples determine the update",
-        "lower the threshold, move from sequence to token level, or shorten responses; " + _CLOSER_POLICIES_ADVICE,
+        "lower the threshold, use token weights instead of sequence weights, or shorten responses; "
+        + _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_veto_fraction": (
         "many sequences contain a token that is almost impossible under the trainer's policy",
@@ -85,7 +86,7 @@ _METRIC_ADVICE = {
         "(1e-4 to 1e-6)",
     ),
     "rollout_is_catastrophic_token_fraction": (
-        "impossible tokens are not rare: the two sides do not compute the same distribution",
+        "almost impossible tokens are not rare, so the two sides do not compute the same distribution",
         "check alignment, temperature and truncation of the log-probs",
     ),
     "rollout_is_ratio_fraction_high": (
@@ -93,7 +94,7 @@ _METRIC_ADVICE = {
         "raise the threshold, or " + _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_ratio_fraction_low": (
-        "many weights are almost 0",
+        "many weights are below the lower limit, so their units count little",
         _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_seq_max_deviation": (

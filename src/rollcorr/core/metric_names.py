@@ -28,7 +28,7 @@ class OlderName(NamedTuple):
 _APPLIED = "describes applied weights; in 2025, weights before truncation"
 _CLIPPED = "describes applied weights; in 2025, ratios clipped to [lower, upper]"
 _CRITERION = (
-    "describes −log ρ in nats; in 2025, the ratio. The name contains the criterion: token_k1, seq_sum_k1 or seq_mean_k1"
+    "describes −log ρ in nats; in 2025, the ratio. For seq_sum_k1 and seq_mean_k1, today's name contains the criterion"
 )
 _SIGN = "train − rollout; in 2025, rollout − train"
 
@@ -87,11 +87,13 @@ OLDER_NAMES: dict[str, OlderName] = {
     **{
         f"rollout_corr/rollout_rs_{name}": OlderName(
             f"rollout_rs_token_k1_{name.removeprefix('ratio_')}",
-            "The name contains the criterion: token_k1, seq_sum_k1 or seq_mean_k1",
+            "for seq_sum_k1 and seq_mean_k1, today's name contains the criterion",
         )
         for name in _BAND_SIDES
     },
-    "rollout_corr/rollout_rs_eff_sample_size": OlderName("rollout_is_eff_sample_size", "describes only weights"),
+    "rollout_corr/rollout_rs_eff_sample_size": OlderName(
+        "rollout_is_eff_sample_size", "today reported only for weights"
+    ),
     **{f"mismatch/mismatch_{name}": OlderName(name, text) for name, text in _GAP.items()},
     **{f"rollout_corr/{name}": OlderName(name) for name in ("chi2_token", "chi2_seq", *_GAP)},
 }

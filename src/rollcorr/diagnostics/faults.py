@@ -336,7 +336,7 @@ _ROWS = (
         score=2,
         title="some pictures were scored with another prompt, or other inputs",
         reason="their exact KL is far above that of the other pictures of the same steps",
-        fix="score each picture with the prompt embeddings that sampled it: check the order of prompts, groups and "
+        fix="score each picture with the sampler's prompt embeddings: check the order of prompts, groups and "
         "shards between sampler and trainer",
         confirm="score one of these pictures alone with its own prompt: its KL falls to the other pictures' KL",
     ),
@@ -349,7 +349,7 @@ _ROWS = (
         title="the two sides condition differently: guidance, or the embedding of every prompt",
         reason="the velocities differ by more than any precision makes, or unevenly from prompt to prompt, and from "
         "the first step on",
-        fix="score with the guidance scale, the empty prompt and the prompt embeddings that sampled",
+        fix="score with the sampler's guidance scale, empty prompt and prompt embeddings",
         confirm="score a few pictures with the sampler's guidance: the KL falls to the null's",
     ),
     Fault(
@@ -379,7 +379,7 @@ _ROWS = (
         needs="null",
         score=1,
         title="the last token of the responses carries the mismatch",
-        fix="give both sides the same last token: one end-of-sequence id, no pad in its place, none after it",
+        fix="give both sides the same last token: one end-of-sequence id, without padding in its place or after it",
         confirm="compare the last id and its log-prob on both sides in one row",
     ),
     Fault(

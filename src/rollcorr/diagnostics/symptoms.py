@@ -9,7 +9,7 @@ SYNC = (
     "sampler's quantization, and settings of the model such as RoPE"
 )
 CHECKSUM = (
-    "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls to its first value"
+    "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls to its initial value"
 )
 _NULL_OR_IDS = "compare with a null (`rollcorr null`), or add response_ids to the log"
 
@@ -35,7 +35,7 @@ SYMPTOMS = (
         title="the mismatch has been growing since step {onset}",
         reason="it grows with the steps, as where a sync has stopped, or where the engine gets worse with its age",
         fix="check the weight sync from that step on; then restart the engine, and look at the learning rate",
-        confirm="sync by hand, then restart the engine: the cause is the one whose repair lowers k3 to its first value",
+        confirm="sync by hand, then restart the engine: the action that lowers k3 to its initial value shows the cause",
     ),
     Fault(
         code="surprise_jumped",
