@@ -227,7 +227,7 @@ def test_lines_set_an_option_once(tmp_path):
         {f"{SECTION}rollout_is_threshold": 3.0, "algorithm": {"rollout_correction": "bypass_pg_is"}},
     ],
 )
-def test_option_beside_preset_prints_overrides_that_run(document):
+def test_option_with_preset_prints_overrides_that_run(document):
     with pytest.raises(ValueError, match=r"'algorithm\.rollout_correction' is written twice") as refused:
         resolve(document)
     typed = shlex.split(str(refused.value).partition("as overrides: ")[2])
@@ -263,6 +263,15 @@ def test_pasted_prose_prints_overrides_that_run(text, expected, tmp_path):
         read_document([str(path)])
     typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
     assert resolve(read_document(typed)) == expected
+
+
+@pytest.mark.parametrize("rest", ["requires bypass_mode = true)", "bypass_mode = true): " + 300 * "x"])
+def test_prose_as_override_prints_overrides_that_run(rest):
+    prose = f'Configuration: loss_type = "reinforce" ({rest}'
+    with pytest.raises(ValueError, match="Write overrides instead") as refused:
+        read_document([prose])
+    typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
+    assert resolve(read_document(typed)) == RolloutCorrectionConfig(loss_type="reinforce", bypass_mode=True)
 
 
 def test_class_names_the_call_that_reads_older_options():
@@ -358,6 +367,15 @@ def test_refused_path_prints_what_to_type(override, typed):
     assert typed.partition("=2.0")[0] in str(refused.value)
     if "=" in typed:
         assert load_config(None, [typed] if "recipe" not in typed else [typed, override])
+
+
+def test_two_paths_of_one_option_print_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("actor_rollout_ref.rollout.n: 4\nrollout.group_size: 8\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"'rollout\.group_size' is written twice.*=4 rollout\.group_size=8$"):
+        load_config(path)
+    path.write_text("actor_rollout_ref.rollout.n: 4\nrollout.group_size: 4\n", encoding="utf-8")
+    assert load_config(path).rollout.group_size == 4
 
 
 def test_verl_paths_set_options_of_both_recipes():

@@ -192,6 +192,19 @@ def test_the_judge_looks_at_ten_steps_however_long_the_run_is(monkeypatch):
     assert len({broken for _, broken in looked_at}) == 1
 
 
+def test_the_judge_computes_only_the_medians_asked_for(monkeypatch):
+    """Listing the names of ten steps took an eighth of a step's time."""
+    listed = []
+    monkeypatch.setattr(
+        "rollcorr.monitor.running_judge.RecentMedians.__iter__", lambda own: iter(listed.append(own) or ())
+    )
+    judge = RunningJudge()
+    metrics = bare_metrics(correct(*batch()).metrics()) | {"actor/policy_kl": 0.0, "actor/first/policy_kl": 0.0}
+    for step in range(1, 13):
+        judge.judge(step, metrics, None)
+    assert listed == []
+
+
 steps_of_runs = st.lists(
     st.fixed_dictionaries(
         {

@@ -8,6 +8,7 @@ generation had no option of the preset's name. `rollcorr.config.conversion` read
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,13 @@ def read_options(path: Path) -> Any:  # noqa: ANN401 (a file may contain any pla
     try:
         return load_yaml(ASSIGNMENT.sub(r"\1: \2", text))
     except ValueError as error:
-        # Lines in prose, or alternatives below one another: the first value of each option.
-        typed = {name: value.strip('"') for name, value in reversed(_IN_PROSE.findall(text))}
-        raise ValueError(f"{error}. Write overrides instead: {redact_text(overrides(typed))}") from error
+        raise ValueError(f"{error}{_overrides_in(text)}") from error
+
+
+def _overrides_in(text: str) -> str:
+    """Return the end of an error: the first value of each option in prose, or in alternatives, as overrides."""
+    typed = {name: value.strip('"') for name, value in reversed(_IN_PROSE.findall(text))}
+    return f". Write overrides instead: {redact_text(overrides(typed))}" if typed else ""
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -57,7 +62,7 @@ def parse_override(text: str) -> dict[str, Any]:
     parts = name.strip().removeprefix("+").split(".")
     shown = reprlib.repr(redact_text(text))
     if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ValueError(f"override {shown} is not of the form dotted.name=value")
+        raise ValueError(f"override {shown} is not of the form dotted.name=value{_overrides_in(text)}")
 
     # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
     try:
@@ -66,7 +71,7 @@ def parse_override(text: str) -> dict[str, Any]:
             raise ValueError("it sets more than one option; write one override for each")
         (parsed,) = document.values()
     except ValueError as error:
-        raise ValueError(f"override {shown}: {error}") from error
+        raise ValueError(f"override {shown}: {error}{_overrides_in(text)}") from error
     return nested(name.strip(), parsed)
 
 
@@ -77,8 +82,8 @@ def read_document(arguments: Sequence[str]) -> Any:  # noqa: ANN401 (a file may 
         OSError: the file cannot be read.
         ValueError: there are two files, the file is no YAML, or an override is malformed.
     """
-    # A folder's name may contain "=".
-    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    # A folder's name may contain "=". A text longer than a path is no file, and no error of `os.path.isfile`.
+    files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
     if len(files) > 1:
         raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
     layers = [read_options(Path(file)) for file in files]

@@ -387,15 +387,16 @@ def _resolve_references(value: Any, name: str, *, in_headers: bool = False) -> A
 def _read_environment(variable: str, option: str) -> str:
     value = os.environ.get(variable)
     if value is None:
-        shown = _redact_variable_name(variable, option, [])
-        raise ValueError(f"the environment variable {shown} is not set, and {option} needs it; set it and start again")
+        raise ValueError(
+            f"the environment variable {_redact_variable_name(variable, option, [])} is not set, and {option} needs "
+            "it; set it and start again"
+        )
     return value
 
 
 def advice(places: Sequence[str]) -> str:
     """Return one line of advice about secrets in the options, from `secret_places`."""
-    verb = "holds a secret" if len(places) == 1 else "hold secrets"
     return (
-        f"{', '.join(places)} {verb}: files and messages show {HIDDEN}. Write ${{env:NAME}} instead, or a run cannot "
-        "go on from its config.yaml alone"
+        f"{', '.join(places)} {'holds a secret' if len(places) == 1 else 'hold secrets'}: files and messages show "
+        f"{HIDDEN}. Write ${{env:NAME}} instead, or a run cannot go on from its config.yaml alone"
     )

@@ -24,7 +24,12 @@ MAX_TOKENS = 1024
 # mismatch below which a side is the model's own.
 REMOVED, NOISE, SMALL_PART = 0.9, 3.0, 0.1
 
-NOISE_OF = "rounding"
+NOISE_OF, MARK, EVALUATED, LOOK_FOR = (
+    "rounding",
+    "\x1d",
+    "evaluation mode, one row at a time",
+    "; look for dropout, padding, batch size or kernels of the trainer",
+)
 PREVIOUS, NEXT, FIRST = "previous row's prompt", "next row's prompt", "first row's prompt"
 SIDES = {"sampler": "rollout_log_prob", "trainer": "old_log_prob"}
 
@@ -36,7 +41,8 @@ class SideResult:
     Attributes:
         gaps: mean gap of the side to each variant, nats per token, by the variant's name; smallest first.
         removed: share of the excess over rounding noise that each variant removes, at most 1. Empty if
-            the side agrees with the model.
+            the side agrees with the model. "plain": the share that the model's own scores remove in place of the
+            trainer's, if no other variant explains them.
     """
 
     gaps: dict[str, float]
@@ -156,8 +162,7 @@ def _mean_gap(first: Tensor, second: Tensor, sampled: Tensor) -> float:
 
     It is symmetric, and grows as |d|, so that one token cannot outweigh all others.
     """
-    d = (first - second)[sampled]
-    d = d[~d.isnan()].clamp(-20.0, 20.0)
+    d = (first - second)[sampled & ~(first - second).isnan()].clamp(-20.0, 20.0)
     return float(k3(-d.abs()).mean()) if d.numel() else 0.0
 
 
@@ -190,10 +195,17 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
                 causes.append(f"{side}: {name}")
         sides[side] = SideResult(gaps, removed)
 
+    # The plain scores in place of the trainer's remove what dropout, padding or kernels add.
+    if faulty == ["trainer"] and not causes:
+        sides["trainer"].removed[PLAIN] = share = min(
+            1.0, 1 - (means["sampler"][PLAIN] - NOISE * noise) / (means["trainer"][PLAIN] - NOISE * noise)
+        )
+        causes += [f"trainer: {EVALUATED}"] * (share >= REMOVED)
+
     # What both sides do explains no difference between them.
     shared = {named.partition(": ")[2] for named in causes} if len(causes) == len(SIDES) else set()
-    explains = bool(causes) and len(causes) == len(faulty) and len(shared) != 1
-    cause = ", ".join(causes) if explains else None
+    explains = total > NOISE * noise and len(causes) == len(faulty) and len(shared) != 1
+    cause = (", ".join(causes) or None) if explains else None
     verdict = _sentence(total, noise, cause, causes, faulty)
     if len(shared) == 1 and total > NOISE * noise:
         verdict = f"unknown: both sides use {shared.pop()}, a setting of the run; log `sampling`, and confirm again"
@@ -204,10 +216,8 @@ def _sentence(total: float, noise: float, cause: str | None, causes: list[str], 
     if total <= NOISE * noise:
         return f"no mismatch to explain: {total:.2g} nats per token, and rounding to bfloat16 alone makes {noise:.2g}"
     if cause is not None:
-        return f"confirmed: {cause}"
+        return f"confirmed: {cause}" + ("" if EVALUATED not in cause else LOOK_FOR)
     of_sides = {
-        "trainer": "the trainer's pass is not its model's: the sampler agrees with these weights, and scoring again in "
-        "evaluation mode removes the mismatch; look for dropout, batch size or kernels of the trainer",
         "sampler": "unknown: the trainer agrees with these weights, and no variant explains the sampler: its weights, "
         "their precision or its kernels differ; send it the trainer's weights, and measure again",
         "": "both sides agree with these weights, and differ from each other by noise of several kinds",
@@ -280,26 +290,25 @@ def _row_of(values: dict[str, Any], train: str, neighbors: dict[str, tuple[int, 
     # Raw log-probs are of temperature 1; greedy decoding, 0, has none of its own.
     spec = values.get("sampling") or {}
     tempered = spec.get("temperature") if spec.get("logprobs", "raw") != "raw" else None
-    prompt = tuple(values["prompt_ids"])
-    return LoggedRow(prompt, response, sampled, log_probs, neighbors, temperature=tempered or 1.0)
+    return LoggedRow(tuple(values["prompt_ids"]), response, sampled, log_probs, neighbors, temperature=tempered or 1.0)
 
 
 def _template_toggle(tokenizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:  # noqa: ANN401
     """Return a function that adds the tokenizer's chat template to a prompt, or removes it."""
     if getattr(tokenizer, "chat_template", None) is None:
         return lambda prompt: None
-    mark = "\x1d"
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-    )
-    before, _, after = rendered.partition(mark)
+    before, _, after = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
+    ).partition(MARK)
+    prefix, suffix = (tokenizer(part.strip(), add_special_tokens=False)["input_ids"] for part in (before, after))
 
     def toggled(prompt: tuple[int, ...]) -> tuple[int, ...]:
-        text = tokenizer.decode(list(prompt))
-        if text.startswith(before) and text.endswith(after):
-            text = text[len(before) : len(text) - len(after)]
-        else:
-            text = f"{before}{text}{after}"
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids, end = list(prompt), len(prompt) - len(suffix)
+        if ids[: len(prefix)] == prefix and ids[end:] == suffix:
+            return tuple(tokenizer(tokenizer.decode(ids[len(prefix) : end]).strip())["input_ids"])
+
+        # A template contains its own BOS, if the model has one, in place of that of the plain text.
+        text = tokenizer.decode(ids[ids[:1] == [tokenizer.bos_token_id] :])
+        return tuple(tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
 
     return toggled

@@ -29,7 +29,7 @@ from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.correction.weight_probe import WeightProbe
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
-from rollcorr.diagnostics.health.trend import AGE, NULL_IS_VETTED, NULL_K3, NULL_STD, WATCHED
+from rollcorr.diagnostics.health.trend import AGE, NULL_IS_LARGE, NULL_IS_VETTED, NULL_K3, NULL_STD, WATCHED
 from rollcorr.monitor.batch_at_hand import BatchAtHand, first_cause
 from rollcorr.monitor.field_names import read_fields
 from rollcorr.monitor.lag_split import LagSplit
@@ -504,7 +504,7 @@ class Monitor:
         held.enter_context(run_lock(self.directory.path))
 
         # Keep all metrics of the last steps, and only the metrics that the judge reads of earlier ones.
-        read = (*WATCHED, AGE, *COUNTS, NULL_K3, NULL_STD, NULL_IS_VETTED)
+        read = (*WATCHED, AGE, *COUNTS, NULL_K3, NULL_STD, NULL_IS_VETTED, NULL_IS_LARGE)
         watched = ["step", *(prefix + name for name in read for prefix in ("", PREFIX))]
         earlier: list[dict[str, Any]] = []
         later: list[int] = []
