@@ -33,7 +33,6 @@ from guide_losses import LOG_PI, SAFE
 from rollcorr import LossConfig, correct, health
 from rollcorr import RolloutCorrectionConfig as Config
 from rollcorr.config import SamplingSpec
-from rollcorr.diagnostics.metric_explanation import explain_metric
 from rollcorr.integrations import verl as newest
 from rollcorr.integrations.verl import v2025_11
 from rollcorr.integrations.verl.v2025_10 import compute_rollout_importance_weights
@@ -118,6 +117,16 @@ VERDICTS = {
     "cannot be tested here": (5, 6, 14, 45, 58, 62, 63, 68),
 }
 OPEN_VERDICTS = {"not seen", "undecided", "cannot be tested here"}
+
+
+REJECTED = "rollout_rs_seq_masked_fraction"
+
+
+def pictures_judged(name: str, value: float) -> set[tuple[str, str]]:
+    """Findings, with their limits, of six training steps on pictures with this value of a metric."""
+    config = Config(rollout_is="sequence", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0")
+    report = health([{"token_count": 400.0, name: value}] * 6, config, diffusion=True)
+    return {(finding.code, finding.limit) for finding in report.findings}
 
 
 HEALTH = {  # line → metric, a value beyond its limit
@@ -469,15 +478,23 @@ DETAILS = [
     *[
         Item(
             f"004:{section}",
-            f"limit of {name}",
-            lambda name=name: "healthy" in explain_metric(f"rollout_corr/{name}"),
-            False,
-            "measured and explained without this limit; a null of pictures judges the gap instead",
+            f"{name} of {value}",
+            lambda name=name, value=value: pictures_judged(name, value),
+            {(code, limit)} if code else set(),
+            reason,
         )
-        for section, name in (
-            ("Metrics", "rollout_rs_seq_masked_fraction"),
-            ("Tuning", "log_ppl_abs_diff"),
-            ("Tuning", "rollout_is_max"),
+        for section, name, value, code, limit, reason in (
+            ("Metrics", REJECTED, 0.07, "sustained_rejection", "not above 0.05 for 5 consecutive steps", ""),
+            ("Metrics", REJECTED, 0.12, "sustained_rejection", "not above 0.1 for 5 consecutive steps", ""),
+            ("Tuning", "rollout_is_max", 2.0, "pinned_at_threshold", "below 2 in most of the first 50 steps", ""),
+            (
+                "Tuning",
+                "log_ppl_abs_diff",
+                1.2,
+                "",
+                "",
+                "not judged in pictures, where it grows with the latent: a null is",
+            ),
         )
     ],
 ]

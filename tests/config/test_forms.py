@@ -369,6 +369,15 @@ def test_refused_path_prints_what_to_type(override, typed):
         assert load_config(None, [typed] if "recipe" not in typed else [typed, override])
 
 
+def test_two_paths_of_one_option_print_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("actor_rollout_ref.rollout.n: 4\nrollout.group_size: 8\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"'rollout\.group_size' is written twice.*=4 rollout\.group_size=8$"):
+        load_config(path)
+    path.write_text("actor_rollout_ref.rollout.n: 4\nrollout.group_size: 4\n", encoding="utf-8")
+    assert load_config(path).rollout.group_size == 4
+
+
 def test_verl_paths_set_options_of_both_recipes():
     language = load_config(
         None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -151,13 +151,15 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
     return {"algorithm": {SECTION: section}}
 
 
-def expand_dotted(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document with each dotted key, such as `algorithm.rollout_is`, written out as nested blocks.
+def expand_dotted(document: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a document, or its items, with each dotted key, such as `algorithm.rollout_is`, as nested blocks.
 
     Raises:
         ValueError: an option is written twice, or beside a preset; the message contains overrides to type.
     """
-    return reduce(join_blocks, itertools.starmap(nested, document.items()), {})
+    return reduce(
+        join_blocks, itertools.starmap(nested, document.items() if isinstance(document, Mapping) else document), {}
+    )
 
 
 def join_blocks(first: Any, second: Any, *, path: str = "", later_wins: bool = False) -> Any:  # noqa: ANN401 (any value)

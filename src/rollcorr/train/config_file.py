@@ -59,7 +59,8 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a name is unknown (the nearest one is suggested), a value is invalid, or an override has no `=`.
+        ValueError: a name is unknown (the nearest one is suggested), a value is invalid, two paths of the file set an
+            option differently, or an override has no `=`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -69,8 +70,8 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     check_paths(name for options in written for name, _ in options)
     layers = []
     for options in written:
-        own = dict(translated(name, value, known) for name, value in options)
-        layers.append(expand_dotted({name: value for name, value in own.items() if name}))
+        own = (translated(name, value, known) for name, value in options)
+        layers.append(expand_dotted((name, value) for name, value in own if name))
         _check_names(layers[-1], known)
 
     # Options of 2025-10 lie in `algorithm` itself, which shows their generation, so `resolve` needs their place too.
