@@ -1,6 +1,6 @@
 """Count false alarms of a Monitor by the pace at which a policy becomes sharper.
 
-    python experiments/training_runs/sharpening_pace.py [--seeds 10]
+    python experiments/fresh_nulls/sharpening_pace.py [--seeds 10]
 
 The synthetic policies of `tests/monitor/test_own_null.py`: the trainer's logits grow by a factor over the run, the
 sampler rounds them to bfloat16, and a Monitor gets 8 rows of 40 tokens as a new null after every 10 or 20 steps. All

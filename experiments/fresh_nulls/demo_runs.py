@@ -1,7 +1,7 @@
 """Judge a run of the demo after each step, while its null is measured again.
 
-    python experiments/training_runs/fresh_nulls.py [--seeds 0,1,2,3,4] [--steps 60] [--every 10]
-    python experiments/training_runs/fresh_nulls.py --stop 20 --steps 32
+    python experiments/fresh_nulls/demo_runs.py [--seeds 0,1,2,3,4] [--steps 60] [--every 10]
+    python experiments/fresh_nulls/demo_runs.py --stop 20 --steps 32
 
 Without `--stop` a run passes if its entropy halves and no verdict is "unhealthy". With `--stop N` the engine accepts
 weights after step N and keeps its own; then a run passes if a verdict becomes "unhealthy" within ten
