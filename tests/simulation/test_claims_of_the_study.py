@@ -236,7 +236,7 @@ def test_frequent_clamping_shows_the_share_of_weights():
     cells = [cell("stale_quantized", "seq_tis", seed, saturated_low=[0.0, 0.1, 0.1, 0.1 * seed]) for seed in (0, 1)]
     found = judged(trained_claims.clamping, cells=cells)
     assert found.word == PARTLY
-    assert found.why == "in 5 of 8 steps, with 6.3% of the weights"
+    assert found.why == "in 5 of 8 steps, with 6.2% of the weights"
     assert "2 to 3 of 4 by seed" in found.seen
 
 
