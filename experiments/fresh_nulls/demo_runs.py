@@ -77,7 +77,8 @@ def main() -> int:
             passed = at is not None and 0 < at - arguments.stop <= 10
         failed += not passed
         unhealthy = "never unhealthy" if at is None else f"unhealthy at step {at}: {found[at]}"
-        print(f"seed {seed}: entropy {first:.3f} → {last:.3f} ({last / first:.0%}), {unhealthy}", flush=True)
+        sys.stdout.write(f"seed {seed}: entropy {first:.3f} → {last:.3f} ({last / first:.0%}), {unhealthy}\n")
+        sys.stdout.flush()
     return int(failed > 0)
 
 

@@ -50,13 +50,13 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable()
     torch.set_num_threads(1)
-    print(f"{'steps':>5s} {'null every':>10s} {'entropy left':>12s} {'false alarms':>12s}")
+    sys.stdout.write(f"{'steps':>5s} {'null every':>10s} {'entropy left':>12s} {'false alarms':>12s}\n")
     for steps, every, sharper in PACES:
         alarms = 0
         for seed in range(arguments.seeds):
             with tempfile.TemporaryDirectory() as folder:
                 alarms += bool(run_with_fresh_nulls(folder, seed, steps=steps, every=every, sharper=sharper)[0])
-        print(f"{steps:5d} {every:10d} {entropy_share(sharper):12.0%} {alarms:5d} of {arguments.seeds}", flush=True)
+        sys.stdout.write(f"{steps:5d} {every:10d} {entropy_share(sharper):12.0%} {alarms:5d} of {arguments.seeds}\n")
 
 
 if __name__ == "__main__":
