@@ -215,6 +215,29 @@ def test_weights_equal_a_double_loop(impl, decay, scale, holes, packed):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_any_length_at_any_address(impl):
+    """The compiled kernel cuts vectors where cache lines begin, and fills up the last tile with slots."""
+    lengths = torch.tensor([1, 3, 5, 63, 64, 65, 130, 513, 575, 700, 1027, 1100])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    tokens = int(lengths.sum())
+    generator = torch.Generator().manual_seed(6)
+    rollout = -1 - torch.rand(tokens, generator=generator)
+    # A mean that is not 0 shows slots that are counted as tokens, in the extremes and moments of weights.
+    train = rollout + 0.005 + 0.01 * torch.randn(tokens, generator=generator)
+    d = train.double() - rollout.double()
+    whole = (d.split(lengths.tolist()), torch.ones(1, 1100, dtype=torch.bool))
+    expected = torch.cat([double_loop(own[None], whole[1][:, : len(own)], 0.9)[0].exp() for own in whole[0]])
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.9, "rollout_is_threshold": None}
+    arguments = train, rollout, torch.ones(tokens, dtype=torch.bool)
+    found = correct(*arguments, cu_seqlens=cu_seqlens, **options, impl=impl)
+    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-6, atol=0)
+    metrics = found.metrics(prefix="")
+    wanted = {"mean": expected.mean(), "std": expected.std(correction=0), "min": expected.min(), "max": expected.max()}
+    for name, value in wanted.items():
+        assert metrics[f"rollout_is_{name}"] == pytest.approx(value.item(), rel=1e-6 if name != "std" else 1e-4), name
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("at", [0, 511, 512, 1300, 1699])
 @pytest.mark.parametrize("outlier", [-1.5, 3.0, -900.0])
 def test_outliers_reach_their_neighbors_exactly(impl, at, outlier):

@@ -174,7 +174,7 @@ class RunningJudge:
 
             # Check only metrics with a recent value outside its range: no other median can be outside.
             found_now = judge(evidence, broken=dict.fromkeys(chain.from_iterable(self._broken)))
-            warnings += tuple(finding for finding in found_now if finding.severity == "warning")
+            warnings += tuple(finding for finding in found_now if finding.severity != "note")
         elif not warnings:
             return Changes((), ())
         found = {(finding.code, finding.metric): finding for finding in warnings}

@@ -408,13 +408,9 @@ def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEst
     for size in (lambda x: x * x / 2, k3_of):
         values = size(np.array([one.value for one in bins]))
         chosen = at(counts, values.argsort(), 1 - rate)
-        found.append(QuantileEstimate(*_sorted_by_value(size(np.array(chosen)))))
+        sizes = size(np.array(chosen))  # a decreasing function swaps low and high
+        found.append(QuantileEstimate(float(sizes[0]), float(sizes.min()), float(sizes.max())))
     return found
-
-
-def _sorted_by_value(ends: Floats) -> tuple[float, float, float]:
-    """Return value, low and high of an estimate whose ends a decreasing function swapped."""
-    return float(ends[0]), float(ends.min()), float(ends.max())
 
 
 def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int) -> Iterator[CalibratedAlarm]:

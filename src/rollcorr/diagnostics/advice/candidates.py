@@ -223,8 +223,7 @@ class CandidateTotals:
     def _per_weight(self, name: str) -> Sums:
         """Return the coefficients of a candidate, divided by its mean weight."""
         weight = float(self.sums[name][OF_A_CANDIDATE.index("weight")])
-        per_weight: Sums = self.coefficients[name] * (self.tokens / weight if weight else 0.0)
-        return per_weight
+        return np.asarray(self.coefficients[name] * (self.tokens / weight if weight else 0.0))
 
 
 def squared_size(folds: Sums) -> tuple[float, float]:

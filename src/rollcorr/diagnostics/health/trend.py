@@ -110,8 +110,7 @@ def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
         fitted = np.log(start + rate * growth)
         share = rate * growth / (start + rate * growth)  # d fitted / d ln rate
         rate *= math.exp(min(max(float(share @ (after - fitted) / (share @ share)), -1.0), 1.0))
-    fitted_values: Array = np.log(start + rate * growth)
-    return fitted_values
+    return np.asarray(np.log(start + rate * growth))
 
 
 FEWEST_FIRST_STEPS = 5

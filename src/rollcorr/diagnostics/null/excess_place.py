@@ -105,8 +105,8 @@ def places(tokens: ExcessTokens) -> list[Place]:
     """
     if len(tokens) < FEWEST:
         return []
-    found = [place for axis in AXES for place in _places_on_axis(tokens, axis) if place.share >= MOST]
-    found = [place for place in found if place.of_noise <= NARROW]
+    every = (place for axis in AXES for place in _places_on_axis(tokens, axis))
+    found = [place for place in every if place.share >= MOST and place.of_noise <= NARROW]
     return sorted(found, key=lambda place: (not place.whole, place.of_noise / place.share))
 
 

@@ -99,9 +99,8 @@ class ExcessTokens:
     def first_step(self) -> float:
         """Return `ratio` before any update; NaN if the log starts later or has few tokens in that step."""
         step = self.places.get("step")
-        if step is None or step.min() > FIRST_STEP or (step == step.min()).sum() < FEWEST:
-            return math.nan
-        return self.chosen(step == step.min()).ratio
+        is_first = np.zeros(0, dtype=np.bool_) if step is None or step.min() > FIRST_STEP else step == step.min()
+        return self.chosen(is_first).ratio if is_first.sum() >= FEWEST else math.nan
 
     @property
     def since_start(self) -> ExcessTokens:
@@ -187,6 +186,7 @@ _AXES: dict[str, _Axis] = {
     "prompt_length": lambda index, row, where: None if row.context is None else np.full(len(where), row.context.length),
     "context_length": lambda index, row, where: None if row.context is None else row.context.length + where,
     "pair": lambda index, row, where: None if row.response_ids is None else _bigrams(row.response_ids.numpy())[where],
+    "context": lambda index, row, where: None if row.response_ids is None else row.contexts[where],
     "pair_at": lambda index, row, where: (
         None if row.response_ids is None else _bigrams(row.response_ids.numpy())[where] * 1_000_003 + where
     ),

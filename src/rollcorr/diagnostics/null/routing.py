@@ -146,6 +146,5 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
         tokens=tokens,
         evidence=found,
     )
-    if is_cause:
-        return (finding,)
-    return (replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note"),)
+    note = replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note")
+    return (finding if is_cause else note,)

@@ -7,6 +7,7 @@ tests compare log-probs of the same tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,13 +46,13 @@ FEW_MATES = 0.1
 """Share of the unrelated rows below which the matches found in other rows may be chance."""
 OWN_FIT = 3.0
 """Standard errors by which rows must match their own trainer's side to rule out another request."""
-UNITS = {
-    "log2": "log base 2",
-    "log10": "log base 10",
-    "sign": "the negative of the log-prob",
-    "probability": "the probability itself",
+UNITS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "log base 2": lambda values: values * math.log(2),
+    "log base 10": lambda values: values * math.log(10),
+    "the negative of the log-prob": torch.neg,
+    "the probability itself": lambda values: torch.where(values > 0, values, torch.nan).log(),
 }
-"""Units that are detected, with their names."""
+"""Name of each unit that is detected → its conversion to nats."""
 
 
 def undo_misreported(pairs: PairRows) -> RepairedPairs:
@@ -88,19 +89,18 @@ def find_units(pairs: PairRows) -> RepairedPairs:
     if int(count.sum()) < MIN_PAIRS or small:
         return RepairedPairs(pairs)
     sides = (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout))
-    turned = [(side, unit, _in_nats(unit, own), own, other) for side, own, other in sides for unit in UNITS]
+    turned = [(side, unit, in_nats(own), own, other) for side, own, other in sides for unit, in_nats in UNITS.items()]
     best, which = torch.stack([apart(fixed, other) for _, _, fixed, _, other in turned]).min(0)
 
     findings, repaired = [], pairs
     for index, (side, unit, fixed, own, other) in enumerate(turned):
         rows = suspicious & (which == index) & (best < 0.3 * off)
         tokens = pairs.of_rows(rows) & both
-        if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
-            continue
-        if not _one_factor(pairs, fixed, own, other, rows, tokens):
+        enough = int(tokens.sum()) >= MIN_PAIRS and pairs.enough(rows)
+        if not (enough and _one_factor(pairs, fixed, own, other, rows, tokens)):
             continue
         evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
-        reason = f"the {side}'s values are {UNITS[unit]}, not natural log-probs: that explains all but "
+        reason = f"the {side}'s values are {unit}, not natural log-probs: that explains all but "
         reason += f"{evidence['residual']:.0%} of the difference"
         finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
         findings.append(replace(finding, **extent(pairs, rows, tokens)))
@@ -109,16 +109,6 @@ def find_units(pairs: PairRows) -> RepairedPairs:
         else:
             repaired = replace(repaired, train=torch.where(tokens, fixed, repaired.train))
     return RepairedPairs(repaired, findings)
-
-
-def _in_nats(unit: str, values: Tensor) -> Tensor:
-    if unit == "log2":
-        return values * math.log(2)
-    if unit == "log10":
-        return values * math.log(10)
-    if unit == "sign":
-        return -values
-    return torch.where(values > 0, values, torch.nan).log()
 
 
 def _one_factor(pairs: PairRows, fixed: Tensor, own: Tensor, other: Tensor, rows: Tensor, tokens: Tensor) -> bool:

@@ -138,9 +138,8 @@ def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     heat = _ratio_to_expected(size, expected, early & pairs.of_rows(hot))
     faded = _ratio_to_expected(size, expected, later & pairs.of_rows(hot))
     pooled, pooled_z = mean_and_z((pairs.total((size - expected) * early) / EARLY)[long_rows])
-    if float(size[early & pairs.of_rows(hot)].mean()) < 2.5 * LEAST:
-        return [], pairs
-    if z < 4 or heat < 4 or heat < 1.8 * faded or pooled <= 0 or pooled_z < 2:
+    small = float(size[early & pairs.of_rows(hot)].mean()) < 2.5 * LEAST
+    if small or z < 4 or heat < 4 or heat < 1.8 * faded or pooled <= 0 or pooled_z < 2:
         return [], pairs
     tokens = valid & (place < SETTLED) & pairs.of_rows(hot)
     evidence = {

@@ -20,6 +20,7 @@ typedef struct { /* the valid tokens of one sequence, next to each other */
     float *weights;
     int64_t tokens;
     int64_t next_train, next_rollout; /* tokens to the next sequence, which comes from memory during this one's arithmetic */
+    const uint8_t *next_mask;         /* of the next sequence; NULL: not bytes */
 } Run;
 
 /* Of each slot of a tile: the sum over later tokens, without the own one. */
@@ -179,30 +180,32 @@ static void weigh_wide_run(Block *block, Workspace *space, const Run *run, Seque
     }
 }
 
-/* Sum the tile of a near run that starts here; returns what it and later tokens pass on to earlier ones. A full tile passes
-   on less than 1e-11 of what it gets. */
+/* Sum the tile of a near run that starts here; returns what its tokens pass on to earlier ones. A full tile passes on less
+   than 1e-11 of what it gets from later ones. */
 static double look_ahead(Block *block, Workspace *space, const Run *run, int64_t start, NearTile *tile) {
-    int64_t left = run->tokens - start;
-    int tokens = tokens_of_tile(left);
+    int tokens = tokens_of_tile(run->tokens - start), slots = slots_of_tile(tokens);
     const float *train = run->train + start, *rollout = run->rollout + start;
     const float *ahead[] = {train + run->next_train, rollout + run->next_rollout};
-    tile->is_near = tokens % (LANES * STEP) == 0;
-    if (tile->is_near) sum_near_tile(&space->near, train, rollout, tokens, ahead, tile);
-    double sum = tile->is_near ? sum_of_near_tile(&space->near, tile, tokens)
-                               : sum_wide_tile(block, space->powers, run, start, tokens);
-    if (tokens < BLOCK && tokens < left)
-        sum += pow(space->powers[1], tokens) * sum_wide_tile(block, space->powers, run, start + tokens, left - tokens);
-    return sum;
+    const float *in_blocks[] = {read_tile(train, tokens, slots, block->train_copy),
+                                read_tile(rollout, tokens, slots, block->rollout_copy)};
+    sum_near_tile(&space->near, in_blocks[0], in_blocks[1], slots, ahead, tile);
+    return tile->is_near ? sum_of_near_tile(&space->near, tile, slots)
+                         : sum_wide_tile(block, space->powers, run, start, tokens);
 }
 
 /* Weigh a near tile; returns 0, and adds nothing, where float32 sums are not good enough or a bound may act. */
-static int weigh_if_calm(const Job *job, Workspace *space, const NearTile *tile, int tokens, double before, double after,
+static int weigh_if_calm(Block *block, Workspace *space, const NearTile *tile, int tokens, double before, double after,
                          float *out) {
     double most;
+    int slots = slots_of_tile(tokens);
     Calm calm;
-    if (can_pass_cache(out)) most = weigh_near_tile(&space->near, tile, tokens, before, after, out, &calm, 1);
-    else most = weigh_near_tile(&space->near, tile, tokens, before, after, out, &calm, 0);
-    return most <= (double)NEAR_SUM && add_calm(job, &calm, tokens, &space->calm);
+#define WEIGH(to, way) weigh_near_tile(&space->near, tile, tokens, before, after, to, &calm, way)
+    if (tokens < slots) most = WEIGH((float *)block->k2, SOME_SLOTS);
+    else if (can_pass_cache(out)) most = WEIGH(out, PAST_CACHE_WHOLE);
+    else if (CUTS_VECTORS) most = WEIGH(out, PAST_CACHE_CUT);
+    else most = WEIGH(out, THROUGH_CACHE);
+    if (tokens < slots) memcpy(out, block->k2, (size_t)tokens * sizeof *out);
+    return most <= (double)NEAR_SUM && add_calm(block->job, &calm, tokens, &space->calm);
 }
 
 /* Weigh the tokens of a run with a short horizon and no huge log-ratio: of each tile, the next one has all later tokens
@@ -214,9 +217,10 @@ static void weigh_near_run(Block *block, Workspace *space, const Run *run, Seque
     for (int64_t start = 0; start < run->tokens; swap = tile, tile = next, next = swap) {
         int tokens = tokens_of_tile(run->tokens - start);
         int64_t end = start + tokens;
+        for (int64_t t = start; run->next_mask && t < end; t += 64) __builtin_prefetch(run->next_mask + t, 0, 2);
         double after = end < run->tokens ? look_ahead(block, space, run, end, next) : 0;
-        if (tile->is_near && weigh_if_calm(block->job, space, tile, tokens, before, after, run->weights + start))
-            for (int b = 0; b < tokens / FOUR; b++) before = space->near.block * before + (double)tile->of_block[EARLIER][b];
+        if (tile->is_near && weigh_if_calm(block, space, tile, tokens, before, after, run->weights + start))
+            for (int b = 0; b < slots_of_tile(tokens) / FOUR; b++) before = space->near.block * before + (double)tile->of_block[EARLIER][b];
         else
             before = weigh_wide_tile(block, space, run, start, tokens, before, after, s, rows);
         start = end;
@@ -251,7 +255,7 @@ static Run collect_tokens(Block *block, const Row *data, const Workspace *space)
             space->counted[found++] = (uint8_t)(has_ratio || job->nonfinite == NEUTRAL);
         }
     }
-    return (Run){space->train, space->rollout, space->counted, space->weights, found, 0, 0};
+    return (Run){space->train, space->rollout, space->counted, space->weights, found, 0, 0, 0};
 }
 
 static void spread_weights(Block *block, const Row *data, const Run *run) {
@@ -305,8 +309,9 @@ static void weigh_together(Block *block, const Row *data, Workspace *space, cons
         float *weights = data->weights + start;
         int64_t next_train = job->offsets ? data->length : job->train_stride;
         int64_t next_rollout = job->offsets ? data->length : job->rollout_stride;
+        const uint8_t *next_mask = (const uint8_t *)data->mask + (job->offsets ? data->length : job->mask_stride);
         Run run = {(const float *)data->train + start, (const float *)data->rollout + start, 0, weights, end - start,
-                   next_train, next_rollout};
+                   next_train, next_rollout, job->mask_type == MASK_BYTE ? next_mask : 0};
         memset(data->weights, 0, (size_t)start * sizeof(float));
         weigh_run(block, space, &run, s, rows);
         memset(data->weights + end, 0, (size_t)(data->length - end) * sizeof(float));

@@ -46,11 +46,9 @@ static void set_up(Workspace *space, char *memory, int64_t tokens, double decay)
     set_near_powers(&space->near, decay);
 }
 
-/* Tokens of the next tile of a near run. Only the last one may have less than whole blocks. */
-static int tokens_of_tile(int64_t left) {
-    if (left >= BLOCK) return BLOCK;
-    return (int)(left >= LANES * STEP ? left - left % (LANES * STEP) : left);
-}
+/* Tokens of the next tile, and of the blocks that a near tile needs for them: only the last one is not full. */
+static int tokens_of_tile(int64_t left) { return (int)(left < BLOCK ? left : BLOCK); }
+static int slots_of_tile(int tokens) { return (tokens + FOUR - 1) / FOUR * FOUR; }
 
 /* Tokens of a segment in the tile with so many tokens left: short sequences have short segments. */
 static int steps_of(int64_t left) {
