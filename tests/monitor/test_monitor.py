@@ -67,6 +67,13 @@ def test_a_configuration_for_one_call_names_the_constructor(tmp_path, config):
         assert monitor.step()["rollout_corr/sequence_count"] == 6.0
 
 
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_missing_argument_names_all_three(tmp_path, missing):
+    arguments = [None if place == missing else values for place, values in enumerate(batch())]
+    with Monitor(tmp_path) as monitor, pytest.raises(TypeError, match="takes train_log_prob, rollout_log_prob and"):
+        monitor.correct(*arguments)
+
+
 def test_micro_batches_of_any_layout_are_merged(tmp_path):
     train, rollout, mask = batch()
     with Monitor(tmp_path / "whole", CONFIG) as whole, Monitor(tmp_path / "parts", CONFIG) as parts:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollcorr import Monitor, SamplingSpec
 from rollcorr.correction.weight_probe import WeightProbe
+from rollcorr.monitor.own_null import MOST_STEPS, OwnNull
 from rollcorr.rollout_log import RolloutBatch
 
 HEAD, OTHER = head(), head() + 0.02 * head(seed=9)
@@ -83,6 +84,12 @@ def test_stale_steps_make_no_null(tmp_path):
             metrics = add(monitor, sample(step, HEAD), **{"engine/staleness": 1.0})
             monitor.flush()
     assert "monitor/null_k3" not in metrics
+
+
+def test_no_more_steps_are_kept_than_needed():
+    """The writer thread may be late, so that no null was made yet."""
+    null = OwnNull(None, None, from_first_steps=True)
+    assert [null.wants({}) for _ in range(MOST_STEPS + 1)] == [True] * MOST_STEPS + [False]
 
 
 def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None, every=10):

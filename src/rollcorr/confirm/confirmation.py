@@ -98,8 +98,8 @@ def confirm(
 
     Args:
         logs: rollout logs with `prompt_ids`, `response_ids` and both log-probs.
-        model: a causal language model of `transformers` with the trainer's weights at these steps, in float32. It is
-            set to evaluation mode.
+        model: a causal language model of `transformers` with the trainer's weights before these steps, in float32. It
+            is set to evaluation mode.
         tokenizer: optional; with a chat template, prompts are also scored with and without it.
         rows: number of rows, at least 2.
         steps: first and last step to choose from; defaults to all.
@@ -224,7 +224,7 @@ def _sentence(total: float, noise: float, cause: str | None, causes: list[str], 
     }
     neither = (
         f"unknown: neither side agrees with these weights{' (' + causes[0] + ')' if causes else ''}; give the "
-        "checkpoint of the step, with --steps"
+        "checkpoint before the step, with --steps"
     )
     return of_sides.get(" ".join(faulty), neither)
 

@@ -188,7 +188,7 @@ static double look_ahead(Block *block, Workspace *space, const Run *run, int64_t
     const float *ahead[] = {train + run->next_train, rollout + run->next_rollout};
     const float *in_blocks[] = {read_tile(train, tokens, slots, block->train_copy),
                                 read_tile(rollout, tokens, slots, block->rollout_copy)};
-    sum_near_tile(&space->near, in_blocks[0], in_blocks[1], slots, ahead, tile);
+    sum_near_tile(&space->near, in_blocks[0], in_blocks[1], slots, ahead, space->is_bounded, tile);
     return tile->is_near ? sum_of_near_tile(&space->near, tile, slots)
                          : sum_wide_tile(block, space->powers, run, start, tokens);
 }
@@ -199,7 +199,7 @@ static int weigh_if_calm(Block *block, Workspace *space, const NearTile *tile, i
     double most;
     int slots = slots_of_tile(tokens);
     Calm calm;
-#define WEIGH(to, way) weigh_near_tile(&space->near, tile, tokens, before, after, to, &calm, way)
+#define WEIGH(to, way) weigh_near_tile(&space->near, tile, tokens, before, after, to, space->is_bounded, &calm, way)
     if (tokens < slots) most = WEIGH((float *)block->k2, SOME_SLOTS);
     else if (can_pass_cache(out)) most = WEIGH(out, PAST_CACHE_WHOLE);
     else if (CUTS_VECTORS) most = WEIGH(out, PAST_CACHE_CUT);
@@ -232,6 +232,7 @@ static void weigh_run(Block *block, Workspace *space, const Run *run, Sequence *
     is_near = is_near && s->range.min >= -LARGEST_NEAR && s->range.max <= LARGEST_NEAR;
     if (run->tokens == 0) return;
     space->calm = (CalmTokens){.ends = {-INFINITY, -INFINITY}};
+    space->is_bounded = fmax(-s->range.min, s->range.max) <= 0.99 * (double)NEAR_SUM * (1 - space->powers[1]);
     if (is_near) weigh_near_run(block, space, run, s, rows);
     else weigh_wide_run(block, space, run, s, rows);
     add_calm_rows(&space->calm, s, rows);

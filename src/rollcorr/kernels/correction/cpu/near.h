@@ -92,9 +92,9 @@ INLINE vf pass_on(const NearPowers *near, vf own, const int side) {
     return sum;
 }
 
-/* Sum a tile as if it were alone; `ahead` is the same tile of the next sequence. */
+/* Sum a tile as if it were alone; `ahead` is the same tile of the next sequence. `is_bounded`: no sum can exceed NEAR_SUM. */
 static void sum_near_tile(const NearPowers *powers, const float *train, const float *rollout, int tokens, const float *ahead[2],
-                          NearTile *tile) {
+                          int is_bounded, NearTile *tile) {
     const NearPowers own = *powers, *near = &own; /* in registers: the compiler cannot tell that a tile is no part of it */
     const vf decay = splat(near->token[1]), segment = splat(near->token[4]);
     const int blocks = tokens / FOUR;
@@ -123,7 +123,7 @@ static void sum_near_tile(const NearPowers *powers, const float *train, const fl
             if (j < 3) within[j] += decay * rests[j + 1];
         }
         vf earlier = pass_on(near, sum, EARLIER), later = pass_on(near, rest, LATER);
-        most = farther(farther(most, sum), rest);
+        if (!is_bounded) most = farther(farther(most, sum), rest);
         tile->of_block[EARLIER][b] = permute(segment * earlier + sum, (vi){0} + (LANES - 1))[0];
         tile->of_block[LATER][b] = (segment * later + rest)[0];
         tile->others[EARLIER][b] = earlier;
@@ -173,7 +173,7 @@ enum { THROUGH_CACHE, PAST_CACHE_WHOLE, PAST_CACHE_CUT, SOME_SLOTS };
 /* Weights of a near tile, to memory; `before` and `after` are the sums over earlier and later tokens. Returns the largest
    |sum| that a segment gets. */
 INLINE double weigh_near_tile(const NearPowers *powers, const NearTile *tile, int tokens, double before, double after, float *out,
-                              Calm *sums, const int way) {
+                              int is_bounded, Calm *sums, const int way) {
     const int blocks = (tokens + FOUR - 1) / FOUR;
     float carry[SIDES][BLOCK / FOUR];
     const NearPowers own = *powers, *near = &own;
@@ -198,7 +198,7 @@ INLINE double weigh_near_tile(const NearPowers *powers, const NearTile *tile, in
     for (int b = 0; b < blocks; b++) {
         vf earlier = splat(carry[EARLIER][b]) * near->reached[EARLIER] + tile->others[EARLIER][b];
         vf later = splat(carry[LATER][b]) * near->reached[LATER] + tile->others[LATER][b], weight[4];
-        most = farther(farther(most, earlier), later);
+        if (!is_bounded) most = farther(farther(most, earlier), later);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             vf log_weight = splat(near->token[j + 1]) * earlier + tile->within[4 * b + j];

@@ -16,6 +16,7 @@ typedef struct { /* of a sequence, where no bound acts: Σ (w − 1), Σ (w − 
 typedef struct { /* a thread's memory, with room for the longest sequence */
     NearPowers near;
     CalmTokens calm;
+    int is_bounded; /* Σ λ^|k| of the largest |d| is below NEAR_SUM */
     double powers[BLOCK / LANES + 1]; /* of λ */
     double turned[BLOCK] __attribute__((aligned(64))); /* d of a tile */
     /* Of each segment: Σ λ^(distance to its end) d, then the sum over the tokens before. */
