@@ -377,24 +377,26 @@ def _stochastic(seen: _Excess) -> list[Finding]:
 
 def _test_model_weights(seen: _Excess) -> list[Finding]:
     """Test whether d is a function of the last tokens, at every position and on both sides of 0."""
-    known = seen.known
-    grows = refutation("stochastic_trainer", seen.case) is not None
     mixed = seen.repeated and seen.same.share < MIXED[1]
     one_sided = abs(float((seen.tokens.d > 0).mean()) - 0.5) > ONE_SIDED and seen.context.share < OF_BIGRAMS
     placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
     spared = bool((seen.by_row[1] > HIT).any()) and seen.spared > MOST_ROWS
-    explained = max(share.share - share.error for share in (seen.context, seen.tokens.share("context")))
-    no_function = known and explained < OF_CONTEXT
+
+    # An equal prompt and response explains itself, and counts once.
+    prefix = seen.tokens.places.get("prefix", np.arange(len(seen.tokens)))
+    once = seen.tokens.chosen(np.isin(np.arange(len(prefix)), np.unique(prefix, return_index=True)[1]))
+    explained = max(share.share - share.error for share in (seen.context, once.share("context")))
+    no_function = seen.known and explained < OF_CONTEXT
     looks_otherwise = seen.repeats or mixed or one_sided or placed or spared or no_function
-    heals = seen.fixed and healing_ratio(seen.tokens) < MAY_HEAL
-    if not grows and (seen.no_policy or heals or (looks_otherwise and not seen.fixed)):
+    refuted = healing_ratio(seen.tokens) < MAY_HEAL if seen.fixed else looks_otherwise
+    if refutation("stochastic_trainer", seen.case) is None and (seen.no_policy or refuted):
         return []
     id_share = seen.evidence.get("token_id_share")
     reason = ""
     if id_share is not None:
         of_null = f"the null's: {max(seen.evidence['null_token_id_share'], 0.0):.0%}"
         reason = f", and the token id explains {max(id_share, 0.0):.0%} of the variance ({of_null})"
-    confidence = 0.95 if known else 0.8
+    confidence = 0.95 if seen.known else 0.8
     if seen.repeats:
         reason += "; the responses repeat few tokens, so the cause shows less clearly"
         confidence = 0.5

@@ -107,7 +107,7 @@ def judge_weights(
         reason = f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities"
         limit = f"below {NOTICEABLE:g} times {format_number(excess.expected)}, the null's"
         row = fault("ordinary_noise").finding
-        numbers = _numbers(excess)
+        numbers = _numbers(excess) | {"declared": float(bool(null.engine_precision))}
         findings = [replace(row, metric="k3_kl", value=excess.k3, limit=limit, reason=reason, evidence=numbers)]
 
     # Report no null if the judgment could not use it, for example because it is small.

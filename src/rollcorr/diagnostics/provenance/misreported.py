@@ -406,7 +406,7 @@ class _Fits(NamedTuple):
     Attributes:
         wanted: indices of these rows, (w,) int.
         correlation: Pearson's correlation of `doubt` over the tokens that both rows have, (w, rows); 0 with fewer than
-            12 tokens.
+            12 tokens, and for rows of other steps.
         tokens: number of these tokens, (w, rows).
     """
 
@@ -431,7 +431,10 @@ def _correlate_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
     covariance = (x @ train.T) / n - mean_x * mean_y
     variance = (x.square() @ mask.T / n - mean_x.square()) * (m @ train.square().T / n - mean_y.square())
     correlation = covariance / variance.clamp(min=1e-16).sqrt()
-    correlation[(n < 12) | (variance < 1e-16)] = 0.0
+
+    # In another step, a row of the same tokens has the log-probs of other weights, such as those of a stale sampler.
+    step = torch.zeros(pairs.rows, device="cpu") if pairs.step is None else pairs.step
+    correlation[(n < 12) | (variance < 1e-16) | (step[wanted].unsqueeze(-1) != step)] = 0.0
     return _Fits(wanted, correlation, n)
 
 

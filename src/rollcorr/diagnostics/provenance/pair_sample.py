@@ -94,13 +94,13 @@ class SampleRow(NamedTuple):
 
     @property
     def contexts(self) -> NDArray[np.int64]:
-        """Return a hash of the step and of the last `CONTEXT` ids at each token, (c,) int64; needs recorded ids."""
+        """Return a hash of the last `CONTEXT` ids at each token, (c,) int64; needs recorded ids."""
         recorded = [x.numpy() for x in (self.prompt, self.response_ids) if x is not None]
         ids = np.concatenate([np.full(CONTEXT, -1), *recorded]).astype(np.int64)
         last = np.lib.stride_tricks.sliding_window_view(ids, CONTEXT)[-len(self.train) :]
 
         # Equal hashes of other contexts are rare, and lose one token each.
-        return np.asarray(last @ np.int64(1_000_003) ** np.arange(CONTEXT) + 998_244_353 * (self.step or 0))
+        return np.asarray(last @ np.int64(1_000_003) ** np.arange(CONTEXT))
 
     def located(self) -> SampleRow:
         """Return the row with its tokens' context; the row itself if the ids of prompt or response are missing."""

@@ -210,7 +210,7 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
     # Require the jump at the gap itself: differences that grow steadily along the row have a different cause.
     place, left = _ordinal(pairs, valid), pairs.count(first).long()[pairs.row] - _running(pairs, first)
     near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
-    near_after = later & (_ordinal(pairs, later) < 16)
+    near_after = later & (turn == onset) & (_ordinal(pairs, later) < 16)
     in_hot = pairs.of_rows(hot)
     times = _ratio_to_expected(size, expected, later & in_hot)
     jump = _ratio_to_expected(size, expected, near_after & in_hot) / max(
