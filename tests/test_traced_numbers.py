@@ -66,7 +66,7 @@ def choosing():
     (demo,) = (row for row in evidence if row["source"] == "demo")
     yield f"has a T × KL of {float(demo['t_times_kl']):.0f} nats and an ESS of {float(demo['ess']):.2f}"
     token = [row for row in evidence if (row["sampler"], row["correction"]) == ("stale_quantized", "token_tis")]
-    yield f"is ignored: it was {statistics.mean(float(row['ess']) for row in token):.2f} in these runs"
+    yield f"is ignored: it was {statistics.mean(float(row['ess']) for row in token):.2f} in the 4-bit runs"
 
     quantized, stale = rows(BENCH / "regret.csv")
     assert (quantized["sampler"], stale["sampler"]) == ("stale and quantized", "stale")
@@ -101,7 +101,7 @@ def laboratory():
     ratios = [float(row["log_exact"]) / float(row["log_law"]) for row in rows(LABORATORY / "growth.csv")]
     several = [value for value in ratios if value != 1.0]
     assert all(0.9 < value < 0.92 for value in several)
-    yield "the exponent differs, here by about 10 %"
+    yield "the exponent differs (by about 10 %"
 
     clamp = rows(LABORATORY / "clamp.csv")
     half, tenth = ([float(row["t_max"]) / float(row[f"ess_{name}_at"]) for row in clamp] for name in ("half", "tenth"))

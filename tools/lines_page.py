@@ -19,7 +19,7 @@ def lines_page(generated: str) -> str:
 
 Add the correction to {len(names)} frameworks; Unsloth uses the adapter for TRL.
 
-The lines ran once in each framework's own code, at the commit in the heading. `experiments/conformance/lines.py`
+The code below ran once in each framework, at the commit in the heading. `experiments/conformance/lines.py`
 inserts the lines into the framework's file, runs the framework's function on a batch with known weights and rejected
 tokens, and compares the results. No training has run in these {len(names)}, because their trainers need GPUs or a
 sampling server. In other versions, the place may differ. You can replace the preset by any

@@ -177,7 +177,7 @@ def measure(
                     train_dtype=train_dtype,
                 )
             if of_pictures:
-                _write_pictures(rollouts, config or [], sampler, trainer, pictures=rows, trust=trust)
+                _write_picture_rollouts(rollouts, config or [], sampler, trainer, pictures=rows, trust=trust)
 
             # Null files are there already; everything else is measured.
             merging = bool(logs) and all(path.suffix == ".json" for path in logs)
@@ -243,7 +243,7 @@ def _check_one_source(
             raise BadInputError(message)
 
 
-def _write_pictures(
+def _write_picture_rollouts(
     target: Path, config: list[str], sampler: str | None, trainer: str | None, *, pictures: int, trust: bool
 ) -> None:
     """Sample pictures, score them, and write the rollouts.

@@ -136,7 +136,7 @@ class SamplingSpec:
         presence_penalty: amount subtracted once from a seen token's logit; 0 is off.
         frequency_penalty: amount subtracted from a token's logit for each occurrence; 0 is off.
         logit_bias: amounts added to logits by token id: a mapping, or (as stored) the string "id:bias,id:bias".
-        min_new_tokens: number of tokens before which the end token is masked.
+        min_new_tokens: smallest length of a response; the end token is masked until then.
         logprobs: "raw": at temperature 1 over the full vocabulary, for any settings; "tempered": after penalties, bias
             and temperature, over the full vocabulary; "processed": after these and the truncation, renormalized.
         support: token set of a truncated log-prob. "engine": the set of the sampling engine; "recomputed": a set from

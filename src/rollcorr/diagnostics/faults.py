@@ -142,7 +142,7 @@ _ROWS = (
     Fault(
         code="contradicted_zeros",
         kind="data",
-        needs="metrics",
+        needs="pairs",
         part="filled",
         score=3,
         explained_by=(*_FILLED, "truncated", "zeros"),
@@ -162,7 +162,8 @@ _ROWS = (
         part="nothing",
         title="degenerate: both policies agree to the last bit",
         fix="in bypass mode, compare log_prob (not old_log_prob) with the rollout; else check that the trainer "
-        "recomputes its log-probs, and that the sampler reports its own. If one program does both, correct nothing",
+        "recomputes its log-probs, and that the sampler reports its own. A program that samples and trains needs no "
+        "correction",
     ),
     Fault(
         code="skipped_updates",
@@ -198,7 +199,7 @@ _ROWS = (
         title="only one side's log-probs are truncated (top-p, top-k or min-p)",
         fix="sample with top_p=1, top_k=-1, min_p=0, or replay the engine's kept sets (support 'replayed'), or "
         "subtract the log of the kept mass",
-        confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: tokens of probability 1 must vanish",
+        confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: log-probs of exactly 0 become rare",
     ),
     Fault(
         code="raw",
@@ -360,7 +361,7 @@ _ROWS = (
         refuted_by=(present_from_start, resets_with_sync),
         title="more noise than the null's in every picture: the precision of one side",
         reason="the excess is the same at every step, timestep and picture, from the first step on",
-        fix="compare dtype and quantization of both sides; a null measured with this sampler shows its other faults",
+        fix="compare dtype and quantization of both sides; to find other faults too, measure a null with this sampler",
         confirm="sample a few pictures in the null's precision: the excess vanishes",
     ),
     Fault(
@@ -369,7 +370,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="a penalty on ids that were seen before acts on one side only",
+        title="a repetition, presence or frequency penalty acts on one side only",
         fix="set the engine's penalties to none; vLLM reads defaults from the model's generation_config.json",
         confirm="sample a few prompts with repetition_penalty=1: the excess vanishes",
     ),
@@ -388,7 +389,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="some rows differ, the others match the null: their context, or one replica of the engine",
+        title="some rows exceed the null, the rest match it: another context, or one faulty replica of the engine",
         fix="look at what these rows share: a replica, a worker, a prompt without its system part, padding",
         confirm="score one of these rows alone on both sides; group the rows by engine replica and by worker",
     ),

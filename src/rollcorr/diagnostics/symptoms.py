@@ -133,7 +133,7 @@ SYMPTOMS = (
         code="length_dependence",
         kind="symptom",
         needs="metrics",
-        title="the bound on products depends on length here",
+        title="the bound on sequence ratios depends on length",
         reason="at the mean length the product of ratios is already past the bound: longer responses are "
         "down-weighted or rejected for being long",
         fix="use a criterion on means over tokens (seq_mean_k1, seq_mean_k3), or token weights",

@@ -92,7 +92,7 @@ def expected_at(exact_kl: float) -> dict[str, float]:
 
 
 def range_at(exact_kl: float, steps: float) -> dict[str, tuple[float, float]]:
-    """Compute the 95 % range of the mean of −J, nats, over a number of denoising steps of variance 2 KL each.
+    """Compute the 95 % range of `kl_joint`, the mean of −log(π/μ) over steps of variance 2 KL each, in nats.
 
     Args:
         exact_kl: exact KL per step, nats.

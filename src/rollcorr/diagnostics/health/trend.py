@@ -95,12 +95,12 @@ def _deviations(level: float, after: Array) -> Iterator[tuple[float, Shape]]:
     slope = float(u @ (after - level) / (u @ u))
     yield float(np.square(after - level - slope * u).sum()), "growth"
     for power in POWERS:
-        fitted = _fitted_power(level, after, u**power)
+        fitted = _fit_growth(level, after, u**power)
         if fitted is not None:
             yield float(np.square(after - fitted).sum()), "growth"
 
 
-def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
+def _fit_growth(level: float, after: Array, growth: Array) -> Array | None:
     """Fit ln(a + c g), with c from the median rate and two Gauss–Newton steps; return `None` without growth."""
     start = math.exp(level)
     rate = float(np.median((np.exp(after) - start) / growth))

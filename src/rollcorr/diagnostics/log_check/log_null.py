@@ -271,7 +271,7 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
 
 
 def _exclude_faulty_rows(baseline: Baseline, sample: PairSample) -> Baseline:
-    """Return a baseline without the rows of a certain finding; it has no null if not enough rows remain."""
+    """Return a baseline without the rows of findings with high confidence; it has no null if not enough rows remain."""
     others = other_rows(sample, sample.estimate())
     if others is None or baseline.null is None:
         return baseline

@@ -327,7 +327,7 @@ class Measurement:
             first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(spans, ratios),
-            turns=_turns(batch, ratios),
+            turns=_sum_k3_by_turn(batch, ratios),
             draws=draw_sums(batch, ratios) if batch.has("rollout_entropy") else {},
             routing=routing,
             presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
@@ -420,7 +420,7 @@ def without_sentinels(log_prob: Tensor) -> Tensor:
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
 
 
-def _turns(batch: RolloutBatch, ratios: TokenRatios) -> StepCells:
+def _sum_k3_by_turn(batch: RolloutBatch, ratios: TokenRatios) -> StepCells:
     """Compute k3 by step and turn; without steps, the step is 0."""
     step = batch.values("step").numpy() if batch.has("step") else np.zeros(len(batch), dtype=np.int64)
     begin = np.flatnonzero(turn_begins(ratios.mask, ratios.lengths))

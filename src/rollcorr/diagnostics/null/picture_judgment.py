@@ -178,7 +178,7 @@ def _findings(rows: PictureRows, null: PictureNull | None) -> Iterator[Finding]:
     times, ordinary = float(np.mean(course.ratio)), float(np.median(course.ratio))
 
     # Densities that differ act from the start, so they exclude a rise.
-    rise = _rise(course)
+    rise = _find_rise(course)
     if rise is not None and densities is None:
         yield rise
     if densities is None and course.far.any():
@@ -198,7 +198,7 @@ def _findings(rows: PictureRows, null: PictureNull | None) -> Iterator[Finding]:
         yield from _steady_excess_finding(course)
 
 
-def _rise(course: _Course) -> Finding | None:
+def _find_rise(course: _Course) -> Finding | None:
     """Return the finding that R grew with the age of the weights or since the first step; None if it did not."""
     factor, code = course.growth_with_age, "stale_by_lag"
     if not factor > RISE:

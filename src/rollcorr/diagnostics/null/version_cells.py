@@ -52,7 +52,7 @@ class StepCells:
         k3: NDArray[np.float64],
         tokens: NDArray[np.float64],
     ) -> Cells:
-        """Compute the cells of rows or spans: step, value, Σ k3 in nats and tokens, (n,) each."""
+        """Sum k3 (nats) and tokens by (step, value). Each argument has one number per row or span: (n,)."""
         steps, of_step = np.unique(step, return_inverse=True)
         values, of_value = np.unique(value, return_inverse=True)
         cell, size = of_step.reshape(-1) * len(values) + of_value.reshape(-1), len(steps) * len(values)

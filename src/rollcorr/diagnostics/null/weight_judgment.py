@@ -94,7 +94,7 @@ def judge_weights(
         return _without_null(profile, sample)
 
     excess = compare_with_null(profile, null)
-    if _id_explains_more(excess, share_limit(profile)):
+    if _token_id_explains_excess(excess, share_limit(profile)):
         excess = replace(excess, share=share_of(profile, sample, leave_out=leave_out))
     findings, not_judged = _with_null(profile, null, excess, sample or PairSample(), leave_out, course)
     if not start_is_right:
@@ -209,7 +209,7 @@ def _with_null(
         return [], []
 
     larger = excess.ratio >= NOTICEABLE and excess.z >= Z
-    by_id = _id_explains_more(excess, share_limit(profile))
+    by_id = _token_id_explains_excess(excess, share_limit(profile))
     if not larger and not by_id:
         if excess.z <= -Z and excess.expected > ROUNDING:
             return [], [
@@ -243,7 +243,7 @@ def share_limit(profile: MismatchProfile) -> float:
     return SHARE if profile.ids.largest < WIDE else WIDE_SHARE
 
 
-def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
+def _token_id_explains_excess(excess: Excess, limit: float = SHARE) -> bool:
     """Return whether the token id explains more than in the null, beyond chance.
 
     A mismatch of about the null's size must reach the limit, or exceed the null by more than half of it: a quantized

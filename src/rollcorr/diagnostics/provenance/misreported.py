@@ -138,7 +138,7 @@ def find_shifts(pairs: PairRows) -> RepairedPairs:
     late_lag, tail = _late_lags(pairs, of_rows)
     late = late_lag != 0
     lag_of = torch.where(late, late_lag, of_rows)
-    pooled = _pooled_lag(pairs) if not lag_of.any() else 0
+    pooled = _find_pooled_shift(pairs) if not lag_of.any() else 0
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
     for lag in LAGS:
@@ -309,7 +309,7 @@ def _select_rows(pairs: PairRows, rows: Tensor) -> PairRows:
     )
 
 
-def _pooled_lag(pairs: PairRows) -> int:
+def _find_pooled_shift(pairs: PairRows) -> int:
     """Return the lag of all rows pooled, for logs of short rows; 0 without a clear lag."""
     by_lag = {0: _pooled_correlation(pairs, pairs.rollout)}
     if by_lag[0] >= SAME:

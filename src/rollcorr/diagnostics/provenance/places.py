@@ -39,7 +39,7 @@ TIMES = 3.0
 def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     """Find runs of tokens with a near-zero probability under the trainer: tool, template or padding tokens in the mask.
 
-    A token below p is sampled with probability V p at most, so runs of three at V p ≤ 1e-3 are practically impossible.
+    Tokens below p have a total probability of at most V p, so runs of three at V p ≤ 1e-3 are practically impossible.
 
     Returns:
         At most one finding, and the pairs without these tokens.
@@ -53,7 +53,7 @@ def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     tokens = length >= 3
     count, total = int(tokens.sum()), int(valid.sum())
 
-    # If most tokens are impossible, the trainer is a different model, and the spans are no evidence.
+    # If most tokens, or many outside of runs, are impossible, the trainer is a different model: no evidence.
     if count < 4 or count > 0.5 * total:
         return [], pairs
     rest = valid & ~tokens

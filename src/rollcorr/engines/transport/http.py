@@ -83,7 +83,8 @@ class JsonClient:
             query, such as `?api_key=…`; errors do not.
         timeout: seconds to wait for the next byte. A server may be silent until a response is complete, so allow for
             the longest one.
-        retries: how often a request is sent again after a broken connection, a timeout, or an HTTP 500.
+        retries: how often a request is sent again after a broken connection, a timeout, or an HTTP 5xx other than 502,
+            503 and 504.
         backoff: seconds before the first retry; doubles with each retry, up to 30.
         wait_minutes: how long the server may be away during a call; 0 disables the wait.
         deadline_minutes: time limit of a call, with all its requests and waits.

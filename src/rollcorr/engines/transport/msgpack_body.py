@@ -20,7 +20,7 @@ _SIZED |= {0xDC: (">H", "list"), 0xDD: (">I", "list"), 0xDE: (">H", "map"), 0xDF
 
 
 def parse_msgpack(body: bytearray, problem: str | None, *, limit: int, where: str) -> Any:  # noqa: ANN401
-    """Parse a body from `read_body` as MessagePack; an alternative to `parse_json`.
+    """Parse a body from `read_body` as MessagePack; raise the `problem` that `read_body` found, if any.
 
     Raises:
         EngineAnswerError: the body is incomplete or not MessagePack, is nested too deeply, or contains more lists and
@@ -34,7 +34,7 @@ def parse_msgpack(body: bytearray, problem: str | None, *, limit: int, where: st
                 return value
             problem = f"in MessagePack that ends at byte {reader.place} of {len(body)}"
     except (struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
-        problem = f"in no MessagePack: {error}"
+        problem = f"with invalid MessagePack: {error}"
     except RecursionError:
         problem = "with MessagePack that is nested too deeply"
     raise EngineAnswerError(f"{where} was answered {problem}") from None
