@@ -219,7 +219,7 @@ class PairSample:
             allowed = {finding.code for finding in of_log if _is_sure(finding)}
         elif any(map(_is_of_settings, of_log)):
             sampled = mask.bool().nonzero().squeeze(-1)
-            contexts = np.concatenate([row.contexts for row in rows])[sampled]
+            contexts = np.concatenate([row.contexts + 998_244_353 * (row.step or 0) for row in rows])[sampled]
             one_each = sampled[np.unique(contexts, return_index=True)[1]]
             if len(one_each) * REPEATS < len(sampled):
                 allowed = estimate(torch.zeros_like(mask).index_fill(0, one_each, 1)).codes
