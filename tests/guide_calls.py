@@ -28,13 +28,23 @@ from rollcorr.train.grpo.policy import make_byte_tokenizer
 
 
 class Item(NamedTuple):
-    """One item: its place, its name, the call, the expected result, and why it is partial or cannot run."""
+    """One item.
+
+    Attributes:
+        place: document:line, of 004 (which is one line) document:section.
+        name: the subject.
+        call: runs it; None if a lane or nothing here can.
+        expected: the result.
+        reason: why the item is partial, or cannot run here; empty for a full item.
+        lane: the command that runs it instead of `make test`.
+    """
 
     place: str
     name: str
     call: Callable[[], Any] | None = None
     expected: Any = True
     reason: str = ""
+    lane: str = ""
 
 
 # Two sequences of two tokens, with ratios 2 and 0.5, 4 and 1. log μ is -3 everywhere.
@@ -145,15 +155,15 @@ CURRENT = TRAIN + torch.tensor([[1.1, 1.5], [0.7, 1.0]]).log()
 
 
 def loss_output(
-    config: Config | None, rollout: torch.Tensor = ROLLOUT, **options: Any
+    config: Config | None, rollout: torch.Tensor = ROLLOUT, old: torch.Tensor = TRAIN, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss at π_θ / π_old of 1.1, 1.5, 0.7 and 1 with advantage 1, and π_θ's log-probs."""
     current = CURRENT.clone().requires_grad_()
     bypass = config is not None and config.bypass_mode
-    correction = None if config is None or bypass else correct(TRAIN, rollout, MASK, config)
+    correction = None if config is None or bypass else correct(old, rollout, MASK, config)
     given = PolicyLogProbs(
         log_prob=current,
-        old_log_prob=None if bypass else TRAIN,
+        old_log_prob=None if bypass else old,
         rollout_log_prob=None if config is None else rollout,
     )
     output = policy_loss(

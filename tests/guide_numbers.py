@@ -2,59 +2,117 @@
 
 import math
 
-from guide_calls import LONG, UNEQUAL, Item, kept, longest, measured, october, outlier, padded_weight, weights
+from guide_calls import (
+    LONG,
+    MASK,
+    ROLLOUT,
+    TRAIN,
+    UNEQUAL,
+    Item,
+    kept,
+    longest,
+    measured,
+    october,
+    outlier,
+    padded_weight,
+    weights,
+)
 
 from rollcorr import RolloutCorrectionConfig as Config
-from rollcorr.core.metric_registry import metric
 from rollcorr.diagnostics.metric_explanation import explain_metric
 
-# Names of the guide of October, with their lines: reported by the function, and explained.
+# Metrics of the guide of October, with their lines, and their values for the two sequences in mask mode.
 OCTOBER = {
-    274: "rollout_is_mean",
-    278: "rollout_is_std",
-    282: "rollout_is_min",
-    287: "rollout_is_max",
-    295: "rollout_is_eff_sample_size",
-    303: "rollout_is_veto_fraction",
-    311: "rollout_is_catastrophic_token_fraction",
-    319: "rollout_is_ratio_fraction_high",
-    325: "rollout_is_ratio_fraction_low",
-    333: "rollout_is_seq_mean",
-    336: "rollout_is_seq_std",
-    338: "rollout_is_seq_min",
-    340: "rollout_is_seq_max",
-    342: "rollout_is_seq_max_deviation",
-    346: "rollout_is_seq_fraction_high",
-    348: "rollout_is_seq_fraction_low",
-    352: "rollout_is_masked_fraction",
-    358: "rollout_is_seq_masked_fraction",
-    365: "mismatch_training_ppl",
-    369: "mismatch_rollout_ppl",
-    372: "mismatch_ppl_ratio",
-    377: "mismatch_training_log_ppl",
-    380: "mismatch_rollout_log_ppl",
-    382: "mismatch_log_ppl_diff",
-    387: "mismatch_log_ppl_abs_diff",
-    390: "mismatch_log_ppl_diff_max",
-    393: "mismatch_log_ppl_diff_min",
-    395: "mismatch_kl",
-    401: "mismatch_k3_kl",
+    274: ("rollout_is_mean", 7.5 / 4),
+    278: ("rollout_is_std", math.sqrt(21.25 / 4 - 1.875**2)),
+    282: ("rollout_is_min", 0.5),
+    287: ("rollout_is_max", 4.0),
+    295: ("rollout_is_eff_sample_size", 7.5**2 / (4 * 21.25)),
+    303: ("rollout_is_veto_fraction", 0.0),
+    311: ("rollout_is_catastrophic_token_fraction", 0.0),
+    319: ("rollout_is_ratio_fraction_high", 0.25),
+    325: ("rollout_is_ratio_fraction_low", 0.0),
+    333: ("rollout_is_seq_mean", (1.25 + 2.5) / 2),
+    336: ("rollout_is_seq_std", (2.5 - 1.25) / 2),
+    338: ("rollout_is_seq_min", 1.25),
+    340: ("rollout_is_seq_max", 2.5),
+    342: ("rollout_is_seq_max_deviation", 1.5),
+    346: ("rollout_is_seq_fraction_high", 0.5),
+    348: ("rollout_is_seq_fraction_low", 0.0),
+    352: ("rollout_is_masked_fraction", 0.25),
+    358: ("rollout_is_seq_masked_fraction", 0.5),
+    365: ("mismatch_training_ppl", math.exp(3) * 0.75),
+    369: ("mismatch_rollout_ppl", math.exp(3)),
+    372: ("mismatch_ppl_ratio", 2**-0.5),
+    377: ("mismatch_training_log_ppl", 3 - math.log(2) / 2),
+    380: ("mismatch_rollout_log_ppl", 3.0),
+    382: ("mismatch_log_ppl_diff", math.log(2) / 2),
+    387: ("mismatch_log_ppl_abs_diff", math.log(2) / 2),
+    390: ("mismatch_log_ppl_diff_max", math.log(2)),
+    393: ("mismatch_log_ppl_diff_min", 0.0),
+    395: ("mismatch_kl", -math.log(4) / 4),
+    401: ("mismatch_k3_kl", (7.5 - math.log(4)) / 4 - 1),
+}
+# Limits of these metrics: line → name, key of the explanation, text.
+LIMITS = {
+    275: ("rollout_is_mean", "healthy", "1"),
+    276: ("rollout_is_mean", "a finding", "the value below 0.5 or above 2"),
+    279: ("rollout_is_std", "healthy", "< 0.5"),
+    280: ("rollout_is_std", "a finding", "the value above 1"),
+    298: ("rollout_is_eff_sample_size", "healthy", "> 0.5"),
+    299: ("rollout_is_eff_sample_size", "a finding", "the value below 0.3"),
+    308: ("rollout_is_veto_fraction", "healthy", "< 0.05"),
+    309: ("rollout_is_veto_fraction", "a finding", "the value above 0.1"),
+    315: ("rollout_is_catastrophic_token_fraction", "a finding", "the value above 0.01"),
+    323: ("rollout_is_ratio_fraction_high", "healthy", "< 0.1"),
+    329: ("rollout_is_ratio_fraction_low", "healthy", "< 0.1"),
+    343: ("rollout_is_seq_max_deviation", "healthy", "< 1"),
+    355: ("rollout_is_masked_fraction", "healthy", "< 0.1"),
+    356: ("rollout_is_masked_fraction", "a finding", "the value above 0.3"),
+    374: ("mismatch_ppl_ratio", "healthy", "1"),
+    397: ("mismatch_kl", "healthy", "0"),
+    398: ("mismatch_kl", "a finding", "|kl| above 0.1"),
 }
 OMNI = (
     "rollout_is_mean", "rollout_is_max", "rollout_is_min", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction",
     "rollout_rs_seq_masked_fraction", "kl", "k3_kl", "log_ppl_diff", "chi2_token", "chi2_seq", "log_ppl_abs_diff",
+    "rejected_ratio",
 )  # fmt: skip
 
 METRICS = [
     *[
-        Item(f"000:{line}", name, lambda name=name: math.isfinite(october(name, mode="mask")))
-        for line, name in OCTOBER.items()
+        Item(
+            f"000:{line}",
+            name,
+            lambda name=name: [october(name, mode="mask"), float("formula" in explain_metric(f"mismatch/{name}"))],
+            [value, 1.0],
+        )
+        for line, (name, value) in OCTOBER.items()
     ],
     *[
-        Item(f"000:{line}", f"explain {name}", lambda name=name: "formula" in explain_metric(f"mismatch/{name}"))
-        for line, name in OCTOBER.items()
+        Item(
+            f"000:{line}",
+            f"{name} is {limit}",
+            lambda name=name, key=key: explain_metric(f"mismatch/{name}")[key],
+            limit,
+        )
+        for line, (name, key, limit) in LIMITS.items()
     ],
-    *[Item("004", f"metric {name}", lambda name=name: metric(f"rollout_corr/{name}").name == name) for name in OMNI],
+    Item(
+        "000:384",
+        "mismatch_log_ppl_diff near 0",
+        lambda: "healthy" in explain_metric("mismatch/mismatch_log_ppl_diff"),
+        False,
+        "explained without limits: ppl_ratio and kl, which have limits, measure the same gap",
+    ),
+    *[
+        Item(
+            "004:Metrics",
+            f"metric {name}",
+            lambda name=name: explain_metric(f"rollout_corr/{name}")["metric"].startswith("rollout_corr/"),
+        )
+        for name in OMNI
+    ],
     Item(
         "000:270",
         "masked fraction under rollout_corr/",
@@ -70,8 +128,6 @@ METRICS = [
         "renamed: the old name is explained, and no longer logged",
     ),
     Item("000:383", "log_ppl_diff = rollout - train", lambda: october("mismatch_log_ppl_diff"), math.log(4) / 4),
-    Item("000:390", "log_ppl_diff_max", lambda: october("mismatch_log_ppl_diff_max"), math.log(2)),
-    Item("000:393", "log_ppl_diff_min", lambda: october("mismatch_log_ppl_diff_min"), 0.0),
     Item(
         "000:284",
         "minimum of sequences, unclamped",
@@ -86,18 +142,13 @@ METRICS = [
     ),
     Item(
         "000:334",
-        "seq_mean at equal lengths",
-        lambda: october("rollout_is_seq_mean", "sequence") - october("rollout_is_mean", "sequence"),
-        0.0,
-    ),
-    Item(
-        "000:334",
         "seq_mean at unequal lengths",
-        lambda: (
-            october("rollout_is_seq_mean", "sequence", data=UNEQUAL)
-            != october("rollout_is_mean", "sequence", data=UNEQUAL)
-        ),
-        reason="partial: a mean over sequences equals a mean over tokens only at equal lengths",
+        lambda: [
+            october("rollout_is_seq_mean", "sequence", data=data) - october("rollout_is_mean", "sequence", data=data)
+            for data in ((TRAIN, ROLLOUT, MASK), UNEQUAL)
+        ],
+        [0.0, 1.5 - 4 / 3],
+        reason="a mean over sequences equals a mean over tokens only at equal lengths",
     ),
     Item("000:373", "ppl_ratio = exp(mean log)", lambda: october("mismatch_ppl_ratio"), 2**-0.5),
     Item("000:396", "KL = mean(log mu - log pi)", lambda: october("mismatch_kl"), -math.log(4) / 4),
@@ -148,7 +199,7 @@ FORMULAS = [
         "not clipped here: 25^2 / 2 is beyond 250, and 20^2 / 2 is not; docs/coming_from/verl.md",
     ),
     Item(
-        "002:172",
+        "002:175",
         "batch normalization",
         lambda: weights(rollout_is="token", rollout_is_batch_normalize=True),
         [[2 / 1.375, 0.5 / 1.375], [2 / 1.375, 1 / 1.375]],
@@ -168,7 +219,7 @@ FORMULAS = [
         "the default is decoupled; docs/coming_from/verl.md",
     ),
     Item(
-        "002:185-190",
+        "002:183",
         "criteria combine",
         lambda: len(Config(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.5_2.0,0.01").criteria),
         2,
@@ -182,29 +233,20 @@ FORMULAS = [
         )
         for line, kl in enumerate((0.0006, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05), 242)
     ],
-    Item("000:185", "truncate clamps above", lambda: weights(rollout_is="token")[1], [2.0, 1.0]),
-    Item("000:190", "padding has weight 0", lambda: padded_weight(), 0.0),
+    Item("000:189", "padding has weight 0", lambda: padded_weight(), 0.0),
     Item(
-        "000:194",
+        "000:192",
         "veto takes unclamped ratios",
         lambda: outlier(Config(rollout_token_veto_threshold=1e-4)),
         [[0.0, 0.0], [1.0, 1.0]],
     ),
     Item(
-        "001:421",
+        "001:419",
         "veto below every ratio",
         lambda: outlier(Config(rollout_token_veto_threshold=1e-12)),
         [[1.0, 1.0], [1.0, 1.0]],
     ),
-    Item("000:210", "mask mode keeps the ratio", lambda: october("rollout_is_max", mode="mask"), 4.0),
-    Item("000:295", "effective sample size", lambda: october("rollout_is_eff_sample_size"), 5.5**2 / (4 * 9.25)),
-    Item("000:319", "fraction above the threshold", lambda: october("rollout_is_ratio_fraction_high"), 0.25),
-    Item("000:325", "fraction below the threshold", lambda: october("rollout_is_ratio_fraction_low"), 0.0),
-    Item(
-        "000:342", "deviation of sequences", lambda: measured("rollout_is_seq_max_deviation", rollout_is="token"), 0.5
-    ),
-    Item("000:352", "masked fraction", lambda: october("rollout_is_masked_fraction", mode="mask"), 0.25),
-    Item("000:358", "sequences touched", lambda: october("rollout_is_seq_masked_fraction", mode="mask"), 0.5),
+    Item("000:296", "effective sample size", lambda: october("rollout_is_eff_sample_size"), 5.5**2 / (4 * 9.25)),
     Item(
         "003:239",
         "T_max = clamp / KL",

@@ -48,7 +48,7 @@ OPTIONS = [
         Config.bypass_pg_is(),
     ),
     Item(
-        "002",
+        "002:71",
         "mixed form of verl 0.7",
         lambda: train(f"{R}rollout_rs=geometric", f"{R}rollout_rs_threshold=1.01", f"{R}bypass_mode=true"),
         Config(rollout_rs="seq_mean_k1", rollout_rs_threshold=1.01, bypass_mode=True),
@@ -86,7 +86,7 @@ OPTIONS = [
         Config(rollout_is="token", rollout_is_threshold=None, rollout_rs="token_k1", rollout_rs_threshold=2.0),
     ),
     Item(
-        "000:588",
+        "000:587",
         "geometric mean with mask",
         lambda: block(
             "{rollout_is_threshold: 1.0002, rollout_is: true, rollout_is_threshold_lower: 0.9998, "
@@ -100,7 +100,7 @@ OPTIONS = [
         ),
     ),
     Item(
-        "000:598",
+        "000:597",
         "asymmetric thresholds",
         lambda: block(
             "{rollout_is_threshold: 5.0, rollout_is: true, rollout_is_threshold_lower: 0.8, rollout_is_mode: mask}"
@@ -120,7 +120,7 @@ OPTIONS = [
     # Presets of November: each equals the options beside it.
     Item("001:147", "pure_is", lambda: NovemberConfig.pure_is(threshold=2.0).to_config(), Config.bypass_pg_is()),
     Item("001:198", "token_is", lambda: NovemberConfig.token_is(threshold=2.0).to_config(), TOKEN),
-    Item("001:191", "token_tis", lambda: Config.token_tis(), TOKEN),
+    Item("001:192", "token_tis", lambda: Config.token_tis(), TOKEN),
     Item("001:238", "seq_is", lambda: NovemberConfig.seq_is(threshold=2.0).to_config(), Config(rollout_is="sequence")),
     Item("001:276", "ppo_is_bypass", lambda: Config.ppo_is_bypass().weights_reach_loss, False),
     Item(
@@ -144,23 +144,23 @@ OPTIONS = [
     Item("001:413", "veto", lambda: Config(rollout_token_veto_threshold=1e-4).rollout_token_veto_threshold, 1e-4),
 ]
 
-# Presets of the newest document: name → level, criteria, bypass, loss.
-PRESETS = {
-    "decoupled_token_is": ("token", None, False, "ppo_clip"),
-    "decoupled_seq_is": ("sequence", None, False, "ppo_clip"),
-    "decoupled_seq_is_rs": ("sequence", "seq_sum_k1", False, "ppo_clip"),
-    "decoupled_geo_rs": (None, "seq_mean_k1", False, "ppo_clip"),
-    "decoupled_geo_rs_token_tis": ("token", "seq_mean_k1", False, "ppo_clip"),
-    "decoupled_k3_rs": (None, "seq_mean_k3", False, "ppo_clip"),
-    "decoupled_k3_rs_token_tis": ("token", "seq_mean_k3", False, "ppo_clip"),
-    "bypass_ppo_clip": (None, None, True, "ppo_clip"),
-    "bypass_ppo_clip_geo_rs": (None, "seq_mean_k1", True, "ppo_clip"),
-    "bypass_ppo_clip_k3_rs": (None, "seq_mean_k3", True, "ppo_clip"),
-    "bypass_pg_is": ("sequence", None, True, "reinforce"),
-    "bypass_pg_geo_rs": (None, "seq_mean_k1", True, "reinforce"),
-    "bypass_pg_rs": (None, "seq_mean_k1", True, "reinforce"),
-    "bypass_pg_geo_rs_token_tis": ("token", "seq_mean_k1", True, "reinforce"),
-    "disabled": (None, None, False, "ppo_clip"),
+# Presets of the newest document: name → line, level, criteria, bypass, loss.
+PRESETS: dict[str, Any] = {
+    "decoupled_token_is": (208, "token", None, False, "ppo_clip"),
+    "decoupled_seq_is": (209, "sequence", None, False, "ppo_clip"),
+    "decoupled_seq_is_rs": (210, "sequence", "seq_sum_k1", False, "ppo_clip"),
+    "decoupled_geo_rs": (211, None, "seq_mean_k1", False, "ppo_clip"),
+    "decoupled_geo_rs_token_tis": (212, "token", "seq_mean_k1", False, "ppo_clip"),
+    "decoupled_k3_rs": (214, None, "seq_mean_k3", False, "ppo_clip"),
+    "decoupled_k3_rs_token_tis": (215, "token", "seq_mean_k3", False, "ppo_clip"),
+    "bypass_ppo_clip": (217, None, None, True, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": (218, None, "seq_mean_k1", True, "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": (219, None, "seq_mean_k3", True, "ppo_clip"),
+    "bypass_pg_is": (221, "sequence", None, True, "reinforce"),
+    "bypass_pg_geo_rs": (222, None, "seq_mean_k1", True, "reinforce"),
+    "bypass_pg_rs": (251, None, "seq_mean_k1", True, "reinforce"),
+    "bypass_pg_geo_rs_token_tis": (223, "token", "seq_mean_k1", True, "reinforce"),
+    "disabled": (225, None, None, False, "ppo_clip"),
 }
 
 
@@ -186,7 +186,10 @@ OMNI_OVERRIDES = (
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ELSEWHERE = [
-    *[Item("002", f"preset {name}", lambda name=name: parts(name), expected) for name, expected in PRESETS.items()],
+    *[
+        Item(f"002:{line}", f"preset {name}", lambda name=name: parts(name), tuple(expected))
+        for name, (line, *expected) in PRESETS.items()
+    ],
     *[
         Item(f"003:{line}", f"sampling {text or 'defaults'}", lambda text=text: refused(*text.split()), differs)
         for line, (text, differs) in SAMPLING.items()
@@ -197,10 +200,15 @@ ELSEWHERE = [
         lambda: (lambda s: (s.temperature, s.top_p, s.top_k))(load_config().rollout.sampling),
         (1.0, 1.0, -1),
     ),
-    Item("004", "quickstart overrides", lambda: quiet(lambda: train(*OMNI_OVERRIDES).weights_reach_loss), False),
+    Item(
+        "004:Quickstart",
+        "quickstart overrides",
+        lambda: quiet(lambda: train(*OMNI_OVERRIDES).weights_reach_loss),
+        False,
+    ),
     *[
         Item(
-            "004",
+            "004:Tuning",
             f"band {band}",
             lambda band=band: Config(rollout_rs="seq_mean_k1", rollout_rs_threshold=band).criteria[0].upper,
             float(band.partition("_")[2]),
@@ -213,7 +221,7 @@ ELSEWHERE = [
         lambda: raises(lambda: Config(loss_type="reinforce"), "needs bypass_mode"),
     ),
     Item(
-        "004",
+        "004:Quickstart",
         "run_qwen_image_ocr_lora_rollout_corr.sh",
         lambda: quiet(lambda: load_config(EXAMPLES / "train" / "qwen_image_ocr.yaml").algorithm.correction.rollout_rs),
         "seq_mean_k1",
@@ -240,12 +248,12 @@ OPEN = (
     "calculate_log_probs as an override",
     "logprobs_mode as an override",
     "log_ppl_diff = rollout - train",
-    "log_ppl_diff_max",
-    "log_ppl_diff_min",
+    "mismatch_log_ppl_diff_max",
+    "mismatch_log_ppl_diff_min",
     "maximum of sequences, unclamped",
     "seq_mean at unequal lengths",
     "masked fraction under rollout_corr/",
-    "explain rollout_is_mean",
+    "rollout_is_mean",
     "verl-omni as host",
     "run_qwen_image_ocr_lora_rollout_corr.sh",
     "vllm-omni and SGLang-Diffusion as engines",

@@ -58,6 +58,7 @@ class Settings:
 
     level: str | None = None  # "token", "sequence", "geometric", "horizon"; None computes no weights
     horizon: float | None = None  # λ of "horizon"
+    per_turn: bool = False  # its sums end at holes in the mask
     lower: float | None = None
     upper: float | None = None
     band: bool = False
@@ -86,6 +87,7 @@ def settings_of(config: Any) -> Settings:
     return Settings(
         level=config.rollout_is,
         horizon=config.rollout_is_horizon,
+        per_turn=config.rollout_is_horizon_per_turn,
         lower=config.is_lower,
         upper=config.is_upper,
         band="_" in str(config.rollout_is_threshold),
@@ -242,12 +244,17 @@ def log_weight_of(token: Token, sequence: Response, settings: Settings) -> float
 
 
 def horizon_terms(token: Token, sequence: Response, settings: Settings) -> list[float]:
-    """λ^|t−s| d_s for every valid token s: for λ > 0, a ratio of 0 to a power of λ is 0 at any distance."""
+    """λ^|t−s| d_s for every valid token s: for λ > 0, a ratio of 0 to a power of λ is 0 at any distance.
+
+    Tokens of one turn are as far apart in the row as among the valid tokens.
+    """
     decay, at = settings.horizon, sequence.tokens.index(token)
     if decay == 0:
         return [token.d]
-    tokens = enumerate(sequence.tokens)
-    return [other.d if other.d == -INF else decay ** abs(at - s) * other.d for s, other in tokens]
+    tokens = [(abs(at - s), other) for s, other in enumerate(sequence.tokens)]
+    if settings.per_turn:
+        tokens = [(k, other) for k, other in tokens if abs(token.position - other.position) == k]
+    return [other.d if other.d == -INF else decay**k * other.d for k, other in tokens]
 
 
 def weigh(sequences: list[Response], settings: Settings) -> None:

@@ -117,6 +117,7 @@ def draw_config(rng: random.Random, takes: Takes) -> RolloutCorrectionConfig:
         return RolloutCorrectionConfig(
             rollout_is=rng.choice([*LEVELS, "horizon"]),
             rollout_is_horizon=rng.choice([0.0, 0.3, 0.9, 0.999, 1.0]),
+            rollout_is_horizon_per_turn=rng.random() < 0.5,
             rollout_is_threshold=threshold,
             rollout_is_floor=floor,
             rollout_is_batch_normalize=rng.random() < 0.5,

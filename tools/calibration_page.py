@@ -23,8 +23,7 @@ def calibration_page(generated: str, table: Table) -> str:
     same = {limit for limit in first if all(shares[limit] == first[limit] for shares in by_length)}
     never = {limit for limit in same if set(first[limit]) == {"0"}}
     above = {limit for limit in never if limit[1] == "weights above the band"}  # their lower end is not in the table
-    lengths = ", ".join(f"{length:,}" for length in NOISE_LENGTHS[:-1]) + f" and {NOISE_LENGTHS[-1]:,}"
-    sections = [f"### Equal at T = {lengths}\n\n{_table_of(first, same - never, table)}"]
+    sections = [f"### Same at every T\n\n{_table_of(first, same - never, table)}"]
     for length, shares in zip(NOISE_LENGTHS, by_length, strict=True):
         sections.append(f"### T = {length:,}\n\n{_table_of(shares, set(first) - same, table)}")
 

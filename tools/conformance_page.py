@@ -22,7 +22,7 @@ def conformance_page(generated: str, table: Table) -> str:
 
 {generated}
 
-Fifteen properties that any rollout correction should have, and which other frameworks' functions have them.
+Fifteen properties of a correct rollout correction, and the frameworks whose functions have them.
 
 d = log π − log μ of a token, in nats; w is the weight.
 
@@ -41,8 +41,8 @@ def _grades(peers: list[dict[str, Any]], table: Table) -> str:
         rows.append((f"{wanted.number} {wanted.title}", *(MARKS[verdict] for verdict in verdicts)))
     return f"""## Other frameworks
 
-`make conformance` installs those with a version from the index without dependencies; `SOURCES=DIR` takes those with a
-commit from checkouts in DIR. Each function below runs unchanged from the framework's file, with the names that it uses
+`make conformance` installs released versions from PyPI, without dependencies; `SOURCES=DIR` reads the others from
+checkouts in DIR. Each function below runs unchanged: it is extracted from its file together with its helpers
 (experiments/conformance/peers.py). "–": not applicable, because there is no such option or output.
 
 {table(header, rows)}
@@ -56,8 +56,8 @@ def _peer(peer: dict[str, Any]) -> str:
     counterexamples = "```text\n" + "\n".join(failed) + "\n```\n\n" if failed else ""
     return f"""### {peer["framework"]} {peer["version"]}
 
-[`{peer["function"]}`]({peer["link"]}), sha256 of the file `{peer["sha256"][:16]}`. {peer["how"]} The call was checked
-against an example: {peer["origin"]}.
+[`{peer["function"]}`]({peer["link"]}), file sha256 `{peer["sha256"][:16]}…`. {peer["how"]} Call checked
+against: {peer["origin"]}.
 
 ```python no-run
 {textwrap.dedent(peer["call"]).rstrip()}

@@ -11,16 +11,16 @@ Table = Callable[[Sequence[str], Sequence[Sequence[object]]], str]
 
 KINDS = {
     "data": "Values that are not the log-probs of their tokens",
-    "settings": "Other sampling settings, or another context, on one side",
-    "weights": "Other weights",
+    "settings": "Different sampling settings or contexts on the two sides",
+    "weights": "Different weights",
     "noise": "Noise of precision, kernels or random layers",
     "course": "Changes over the steps",
     "symptom": "Symptoms",
     "no finding": "Notes",
 }
 NEEDS = {
-    "record": "recorded settings",
-    "pairs": "both log-probs",
+    "record": "a rollout log",
+    "pairs": "log-probs of both sides",
     "null": "a null",
     "routing": "routed experts",
     "steps": "several steps",
@@ -34,16 +34,17 @@ def findings_page(generated: str, table: Table) -> str:
     for kind, heading in KINDS.items():
         rows = [_row(fault) for fault in FAULTS.values() if fault.kind == kind and fault.title]
         if rows:
-            blocks.append(f"## {heading}\n\n{table(['code', 'finding', 'needs', 'fix', 'to confirm it'], rows)}")
+            blocks.append(f"## {heading}\n\n{table(['code', 'finding', 'needs', 'fix', 'confirmation'], rows)}")
     tables = "\n\n".join(blocks)
     return f"""# Findings
 
 {generated}
 
-For everyone who reads a verdict: the codes that `rollcorr check`, `report`, `watch` and a Monitor print, and that
-`--json` and Python list in `hypotheses` and `findings`. The first four tables have causes: a verdict names the most
-likely one that no test refuted. A symptom or a change over the steps follows from a cause, or stands for itself if
-none is known. [Health](../guides/health.md) explains the verdict, [the null](../guides/null.md) what needs one.
+This page lists the findings of `rollcorr check`, `report`, `watch` and a Monitor. `--json` and Python return their
+codes in `hypotheses` and `findings`. The first four tables contain causes: a verdict names the most likely cause that
+no test refutes. The tables "Symptoms" and "Changes over the steps" list consequences, which are reported alone if no
+cause is known. The column "needs" names the required evidence. [Health](../guides/health.md) explains verdicts,
+and [the null](../guides/null.md) the findings that need a null.
 
 {tables}
 """

@@ -46,44 +46,53 @@ TRAINER_METRICS = (
     (
         "`reward/mean`, `reward/std`, `reward/accuracy`",
         "reward, reward, share",
-        "over the step's responses, with those that `rollout.max_rounds` replaced; population deviation",
+        "mean, standard deviation and share of correct answers over all sampled responses of the step, including those "
+        "that `rollout.max_rounds` replaced",
     ),
-    ("`rollout/rounds`", "rounds", "of sampling in this step, at most `rollout.max_rounds`"),
-    ("`rollout/differing_groups`", "share", "groups whose rewards are not all equal, of every round"),
-    ("`response/length_mean`", "tokens", "with the end token"),
-    ("`actor/loss`, `actor/grad_norm`", None, "mean over optimizer steps; norm before clipping"),
+    ("`rollout/rounds`", "rounds", "rounds of sampling in this step, at most `rollout.max_rounds`"),
+    ("`rollout/differing_groups`", "share", "groups with unequal rewards, over all rounds"),
+    ("`response/length_mean`", "tokens", "mean length of the responses, including the end token"),
+    (
+        "`actor/loss`, `actor/grad_norm`",
+        None,
+        "loss, and gradient norm before clipping: means over the optimizer steps",
+    ),
     (
         "`actor/policy_kl`",
         "nats",
         "mean of log π_old − log π_θ (in bypass mode log μ − log π_θ) over tokens in the loss",
     ),
     ("`actor/clip_fraction_high`, `_low`, `_dual`", "share", "tokens where the clip binds and the gradient is 0"),
-    ("`actor/entropy`, `actor/kl_ref`", "nats", "over response tokens; `kl_ref` with a reference policy"),
+    ("`actor/entropy`, `actor/kl_ref`", "nats", "means over response tokens; `kl_ref` only with a reference policy"),
     (
         "`sampling/outside_fraction`",
         "share",
-        "sampled tokens outside the trainer's support; 0 with `replay`; only under a truncation",
+        "sampled tokens outside the trainer's kept set; 0 with `replay`; only with truncated sampling",
     ),
     (
         "`sampling/kept_mass`",
         "share",
-        "mean mass of that support in the trainer's whole softmax; only under a truncation",
+        "mean mass of this kept set in the trainer's full softmax; only with truncated sampling",
     ),
     (
         "`actor/skipped_steps`",
         "optimizer steps",
-        "skipped since the run began: a loss or gradient not finite, or no token kept",
+        "steps skipped since the run began, because a loss or gradient was not finite or no token was kept",
     ),
     (
         "`engine/staleness`, `engine/staleness_max`",
         "policy versions",
-        "age of the weights behind the response tokens: mean and maximum",
+        "mean and maximum age of the weights that sampled the response tokens",
     ),
-    ("`perf/tokens_per_second`, `perf/…_seconds`", None, "response tokens per second of the step; seconds by phase"),
+    (
+        "`perf/tokens_per_second`, `perf/…_seconds`",
+        None,
+        "response tokens per second; seconds of each phase of the step",
+    ),
     (
         "`actor/kept_fraction`, `actor/kl_ref`",
         "share, nats per dimension",
-        "`flow_grpo`: steps in the loss; KL to the reference",
+        "in `flow_grpo`: share of denoising steps in the loss; KL to the reference policy",
     ),
     ("`picture/diversity`", "pixel value, 0 to 1", "standard deviation of a pixel among the pictures of one prompt"),
     ("`picture/color_accuracy`, `picture/shape_accuracy`", "share", "pictures with the prompt's color or shape"),
@@ -95,7 +104,7 @@ TRAINER_METRICS = (
     (
         "`perf/forward_passes`, `perf/images_per_second`",
         None,
-        "`flow_grpo`: forward passes of the trainer's transformer; pictures per second",
+        "in `flow_grpo`: forward passes of the trainer's transformer; pictures per second",
     ),
 )
 """What `rollcorr train` logs besides the correction's metrics: name, unit, meaning."""
@@ -110,13 +119,13 @@ def presets_page() -> str:
 
 {GENERATED}
 
-Every named configuration with its exact values and its source.
+Every preset (a named configuration) with its exact values and its source.
 
 {START_WITH.replace("docs/guides/choosing.md", "[choosing.md](../guides/choosing.md)")}
 
-A preset is a `RolloutCorrectionConfig` with a name. `rollcorr presets` lists them, and `rollcorr presets NAME`
-prints one as YAML. The three spellings below mean the same; a fourth is the name,
-wherever a configuration is accepted: `rollcorr.correct(..., "decoupled_token_is")`.
+`rollcorr presets` lists all presets, and `rollcorr presets NAME` prints one as YAML. The following three calls return
+the same `RolloutCorrectionConfig`. Wherever a configuration is accepted, you can also pass the preset's name:
+`rollcorr.correct(..., "decoupled_token_is")`.
 
 ```python
 from rollcorr.config import RolloutCorrectionConfig
@@ -126,11 +135,14 @@ RolloutCorrectionConfig.preset("decoupled_token_is", threshold=2.0)
 RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0)
 ```
 
-Fields that a table leaves out have their defaults; a dash is null, or an unused threshold. Thresholds of k1
-criteria are bands on the ratio ρ = train / rollout: `0.5_2.0` keeps 0.5 ≤ ρ ≤ 2.0, a single number x means [1/x, x],
-`0_2.0` and `0.5_inf` leave a side open. Thresholds of k2 and k3 are the largest divergence kept, in nats. A
-`rollout_is` threshold is a ceiling on weights, or a band outside which they are 0. Bands around 1 depend on the length
-of responses: look at the rejected share first.
+Fields that the tables omit have their default values; a dash means null, or a threshold that is not used.
+
+- The threshold of `rollout_is` is a ceiling on weights, or a band: outside the band, weights are 0.
+- The threshold of a k1 criterion is a band on the ratio ρ = train / rollout. `0.5_2.0` keeps 0.5 ≤ ρ ≤ 2.0, a single
+  number x keeps 1/x ≤ ρ ≤ x, and `0_2.0` and `0.5_inf` have one open side.
+- The threshold of a k2 or k3 criterion is the largest divergence that is kept, in nats.
+
+How much a band on a product of ratios rejects depends on the length of responses: first look at the rejected share.
 
 ## Values
 
@@ -142,7 +154,7 @@ of responses: look at the rejected share first.
 
 ## Short names
 
-What papers and other trainers call them. A short name takes the arguments of the preset that it stands for.
+Papers and other trainers use these names. A short name has the arguments of the preset that it stands for.
 
 {_value_table(short)}
 
@@ -150,14 +162,14 @@ What papers and other trainers call them. A short name takes the arguments of th
 
 ## Older names
 
-The names of November and December 2025. Their thresholds may be given as the two ends of the band.
+verl used these names in November and December 2025. Some have an argument for the lower end of the band.
 
 {_value_table(older)}
 
 {_argument_table(older)}
 
-Where to go next: [choosing.md](../guides/choosing.md) for which preset fits your run, [options.md](options.md) for what
-each field means, [migration.md](../coming_from/migration.md) for configurations of verl.
+Where to go next: [choosing.md](../guides/choosing.md) for which preset fits your run, [options.md](options.md) for the
+meaning of each field, [migration.md](../coming_from/migration.md) for configurations of verl.
 """
 
 
@@ -192,7 +204,7 @@ def _argument_table(names: Sequence[str]) -> str:
         parameters = inspect.signature(getattr(RolloutCorrectionConfig, name)).parameters.values()
         arguments = ", ".join(f"{parameter.name}={parameter.default!r}" for parameter in parameters)
         rows.append((f"`{name}({arguments})`", PRESETS[name].description, preset_source(name)))
-    return _table(("call", "what it does", "source"), rows)
+    return _table(("call", "effect", "source"), rows)
 
 
 def metrics_page() -> str:
@@ -207,43 +219,54 @@ def metrics_page() -> str:
 
 {GENERATED}
 
-Unit, formula, healthy range and source of every metric.
+Every metric with its unit, formula, healthy range and source.
 
-`Correction.metrics()` returns these under the prefix `{PREFIX}`; `rollcorr.core.metric(name)` looks one up, and so does
-`rollcorr explain METRIC` on the command line.
-Symbols follow [notation.md](notation.md): tm is the mean over V, the valid tokens, sm the mean over R, the
-sequences with at least one. "over" is the sample; "unit" stands for V or R, whichever the level of the weights
-counts; "batch" is one number for all.
+`Correction.metrics()` returns the metrics with the prefix `{PREFIX}`. `rollcorr.core.metric(name)` and, on the command
+line, `rollcorr explain METRIC` describe one metric.
 
-- Rows without a valid token never count. Every standard deviation is the population one.
-- Counts, sums and moments merge over micro-batches and ranks before a ratio is taken, so no number here is an
-  average of averages. Without data a metric is 0.
-- Means and shares leave out missing log-probs, and means in log space also tokens of probability zero; both are
-  counted. Rejected shares are of all of V or R.
+[notation.md](notation.md) defines the symbols. V is the set of valid tokens, and tm the mean over V. R is the set of
+sequences with a valid token, and sm the mean over R. The column "over" names the set that a metric summarizes. There,
+"unit" means V if each token has its own weight (levels token and horizon), else R; "batch" means one number per batch.
+
+- Sequences without a valid token are excluded. Standard deviations divide by n, not by n − 1.
+- Counts, sums and moments are merged over micro-batches and ranks before any division, so no metric is an average of
+  averages. Without data, a metric is 0.
+- Means and shares exclude tokens with a missing log-prob (`nonfinite_count`); with `nonfinite="neutral"`, only the
+  metrics of weights and criteria include them, as ratio 1. Means of log-ratios and log-probs also exclude tokens of
+  probability zero (`zero_probability_count`). Shares of rejected tokens or sequences refer to all of V or R.
 
 ## Mismatch
 
-Always there, whatever is done about it. d̂ and Ŝ_i are cut at ±20 nats, and `k3_kl` takes d up to +20; the shares
-beyond are `capped_fraction` and `chi2_seq_capped_fraction`. Nothing else here is clamped.
+Every configuration reports these metrics. d̂ and Ŝ_i are d and S_i clamped to ±20 nats, and `k3_kl` clamps d to at
+most 20; `capped_fraction` and `chi2_seq_capped_fraction` are the shares beyond these limits. The other metrics of this
+table use unclamped values.
 
 {_metric_table(mismatch)}
 
 ## Importance weights
 
-There when `rollout_is` is set, also with `apply_is=False` and in bypass PPO, where they change no loss. ℓ is d, S_i
-or G_i by level, ℓ̂ the same clamped to ± `safety_bound`. They describe the weights before batch normalization. C and
-lo are the ceiling and 1/C when truncating, the ends of the band for IcePop, and without a threshold the band of the
-level's k1 criterion; without that too, the shares beyond them are absent. `rollout_is_log_min` and
-`rollout_is_log_max` need a sequence or geometric level, `rollout_is_low_weight_fraction` a threshold,
-`rollout_is_oob_ratio` a band, `rollout_is_batch_norm_factor` batch normalization.
+Configurations with `rollout_is` report these metrics, even if the loss ignores the weights (with `apply_is=False`, and
+in bypass mode with `ppo_clip`). They describe the weights before batch normalization. The log weight ℓ is d, S_i or
+G_i, depending on the level; ℓ̂ is ℓ clamped to ± `safety_bound`.
+
+C and lo are the limits of the metrics `…_fraction_high` and `…_fraction_low`:
+
+- With a ceiling, C is the ceiling, and lo is `rollout_is_floor` if set, else 1/C.
+- With a band (IcePop), lo and C are its ends.
+- With `rollout_is_threshold=None`, they are the band of a k1 criterion at the level of the weights. Without such a
+  criterion, these metrics are absent.
+
+`rollout_is_log_min` and `rollout_is_log_max` exist only at sequence and geometric level,
+`rollout_is_low_weight_fraction` only with a threshold, `rollout_is_oob_ratio` only with a band, and
+`rollout_is_batch_norm_factor` only with batch normalization.
 
 {_metric_table(weights)}
 
 ## Rejection
 
-The `rollout_rs_*` metrics are always there, because missing log-probs are rejected even without a criterion; those
-of the veto when `rollout_token_veto_threshold` is set. The `rollout_rs_*` metrics of this table take criteria, veto
-and non-finite policy together. Metrics that separate one filter from several count each of the three as a filter.
+A filter is a criterion, the veto, or the policy `nonfinite`, which by default rejects tokens with a missing log-prob.
+The `rollout_rs_*` metrics of this table describe all filters together, and every configuration reports them. The two
+`rollout_is_*` metrics describe the veto, and exist only with `rollout_token_veto_threshold`.
 
 {_metric_table(rejection)}
 
@@ -253,67 +276,70 @@ and non-finite policy together. Metrics that separate one filter from several co
 
 {_wrapped(CRITERIA)}
 
-x is its statistic: k1 = −log ρ, k2 or k3, of a token (`token_*`) or as sum, mean or maximum of a sequence. x_i is
-the statistic of a sequence; for `token_*`, the sequence's mean. For k1, "above" and "below" refer to ρ; k2 and k3
-have no lower bound.
+x is the statistic of the criterion: k1 = −log ρ, k2 or k3 of a token (`token_*`), or their sum, mean or maximum over a
+sequence (`seq_*`). x_i is the statistic of sequence i, which for `token_*` is the mean over its tokens. The bounds of
+k1 apply to the ratio, so "above" means a large ratio; k2 and k3 have no lower bound.
 
 {_criterion_table()}
 
 ## By the age of the weights
 
-There when the versions of the weights that sampled are known (`policy_versions` of a rollout log, or in the columns of
-`Monitor.correct`), and some tokens have lag 0. The lag is the policy's version minus the token's. The policy of step s
-has version s − 1, or s if a token of that version was seen. Versions that rise in small steps, and by less than
-{SLOW:g} per training step, count weight syncs: then the policy's version is the newest one seen.
-`rollcorr check --json` lists k3 by lag, with its standard error over the steps. A few tokens can carry most of k3, so
-read a part together with its error.
+These metrics exist if the data record which version of the weights sampled each token (`policy_versions` in a rollout
+log or in a batch for `Monitor.correct`), and if some tokens have lag 0. The lag of a token is the policy's version
+minus the token's version. The policy of step s has version s − 1, or s if a token of version s was seen. But if
+versions rise without large jumps and by less than {SLOW:g} per training step, they count weight syncs; then the
+policy's version is the newest version seen. `rollcorr check --json` lists k3 by lag with its standard error over the
+steps. Look at this error too, because a few tokens can contribute most of k3.
 
 {_metric_table(LAG_METRICS)}
 
 ## Denoising steps
 
-Of [diffusion models](../guides/diffusion.md): a step of the sampler's window stands for a token, and
-`rollcorr.diffusion` reports the metrics above of steps, but for perplexities and differences of probability, which
-densities do not have. Prefix: `rollout_corr/` in decoupled mode, `actor/rollout_corr/` in bypass mode, where every step
-is a sequence of its own. J = D · (log π − log μ) is the joint log-ratio of a step, from log-probs averaged over the D
-latent dimensions; d above is p · J, with the power p that `reduction` names. `log_prob_abs_diff/t_VALUE` is the mean of
-|J / D| at one timestep value. The metrics of each criterion also exist for `step_kl`; shares of tokens rejected by
-one criterion only, and by several, are not counted.
+[Diffusion models](../guides/diffusion.md) have denoising steps in place of tokens. `rollcorr.diffusion` reports the
+metrics above for the steps of the sampler's window, except perplexities and differences of probabilities, because a
+density has neither. The prefix is `rollout_corr/` in decoupled mode. In bypass mode it is `actor/rollout_corr/`, and
+each step counts as a sequence.
+
+Log-probs of a step are averages over the D latent dimensions. J = D · (log π − log μ) is its joint log-ratio. In the
+metrics above, d is p · J; `reduction` sets the power p. m and m_μ are the means of the step's distribution under
+trainer and sampler, and s is its standard deviation. `log_prob_abs_diff/t_VALUE` is the mean of |J / D| at one
+timestep value. The metrics of each criterion also exist for `step_kl`, except the shares that only one filter or
+several filters reject.
 
 {_metric_table(DIFFUSION_METRICS)}
 
 ## Quantiles
 
-There when asked for, because they take a second read of the batch: `correct(..., detail=True)`. They come from
-histograms with fixed bins, so they merge exactly, and are off by at most 1/{round(1 / RELATIVE_ERROR)} of
-themselves. S_i is −inf with a token of probability zero. `Correction.worst()` then names the {TOP} tokens with the
-largest |d| and the {TOP} sequences with the largest |S_i|.
+Only `correct(..., detail=True)` computes quantiles, because they need a second pass over the batch. They come from
+histograms with fixed bins, so they merge exactly, with a relative error of at most 1/{round(1 / RELATIVE_ERROR)}.
+S_i is −inf if the sequence contains a token of probability zero. With `detail=True`, `Correction.worst()` returns the
+{TOP} tokens with the largest |d| and the {TOP} sequences with the largest |S_i|.
 
 {_metric_table(detail)}
 
 ## Names of 2025
 
-The names of verl's two older generations, as `rollcorr.integrations.verl.v2025_10` and `.v2025_11` report them.
-`rollcorr explain` takes them too. A name of today that is not here is newer.
+`rollcorr.integrations.verl.v2025_10` and `.v2025_11` report metrics under the names of verl's two older generations,
+and `rollcorr explain` accepts these names. Metrics that are not in this table have no older name.
 
 {_older_names()}
 
 ## Trainer
 
-`rollcorr train` logs these besides. In decoupled mode its `rollout_corr/…` metrics describe the batch once, π_old
-against μ. In bypass mode they describe every forward pass of the update, π_θ against μ.
+`rollcorr train` also logs the metrics of this table. In decoupled mode its `rollout_corr/…` metrics compare π_old with
+μ, once per batch. In bypass mode they compare π_θ with μ in every forward pass of the update.
 
-{_table(("metric", "unit", "what"), TRAINER_METRICS)}
+{_table(("metric", "unit", "meaning"), TRAINER_METRICS)}
 
 ## Healthy ranges
 
-Limits are exclusive. [health.md](../guides/health.md) describes how they judge a run,
+A value equal to a limit does not warn. [health.md](../guides/health.md) describes how the limits judge a run, and
 [troubleshooting.md](../guides/troubleshooting.md) what to do in which order.
 
 {_range_table()}
 
 Where to go next: [health.md](../guides/health.md) for the verdict on a run, [notation.md](notation.md) for the symbols,
-[presets.md](presets.md) for what is done about a mismatch.
+[presets.md](presets.md) for corrections of a mismatch.
 """
 
 

@@ -23,7 +23,7 @@ from rollcorr.simulation.studies import REGIMES
 RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "laboratory"
 SEVERITY = {
     "noise": "σ of the noise, nats",
-    "heavy_tailed": "its scale, nats",
+    "heavy_tailed": "scale of the noise, nats",
     "tempered": "1 − temperature",
     "truncated": "1 − top_p",
     "top_k": "tokens left out",
@@ -103,8 +103,8 @@ def _agreement() -> str:
     entries = sum(int(row["entries"]) for row in rows)
     largest, limit = max(row["largest_z"] for row in rows), min(row["limit"] for row in rows)
     return (
-        f"They agree: with a million samples of each kind,\n"
-        f"none of {entries:,} entries of mean gradients differs by more than {largest:.2f} standard errors "
+        f"Exact and sampled numbers agree: with a million samples of each kind,\n"
+        f"no entry of the mean gradients (of {entries:,}) differs by more than {largest:.2f} standard errors "
         f"(limit {limit:.2f})."
     )
 
@@ -177,7 +177,7 @@ def _winners() -> str:
         gained[row["kind"]] += gain > 2 * error
         lost[row["kind"]] += gain < -2 * error
     kinds = ", ".join(f"{count} with `{kind}`" for kind, count in gained.items() if count)
-    return f"{gained.total()} gain and {lost.total()} lose more than two standard errors. The gains: {kinds}."
+    return f"{gained.total()} gain more than two standard errors ({kinds}), and {lost.total()} lose as much."
 
 
 def _orders(table: Table) -> str:

@@ -17,13 +17,13 @@ def lines_page(generated: str) -> str:
 
 {generated}
 
-Add a few lines to put this library's correction into {len(names)} frameworks.
+Add the correction to {len(names)} frameworks; Unsloth uses the adapter for TRL.
 
-The lines ran once in each framework's own code, at the commit in the heading. `experiments/conformance/lines.py`
+The code below ran once in each framework, at the commit in the heading. `experiments/conformance/lines.py`
 inserts the lines into the framework's file, runs the framework's function on a batch with known weights and rejected
-tokens, and compares the results. No training has run in these frameworks, because their trainers need GPUs or a
-sampling server. In a different version, look for the place again. You can replace the preset by any
-[preset or configuration](../guides/choosing.md).
+tokens, and compares the results. No training has run in these {len(names)}, because their trainers need GPUs or a
+sampling server. In other versions, the place may differ. You can replace the preset by any
+[decoupled preset with weights](../guides/choosing.md) (prime-rl: bypass).
 
 {"".join(_entry(entry) for entry in entries)}## Unsloth
 
@@ -48,13 +48,13 @@ def _entry(entry: dict[str, Any]) -> str:
     link = f"{entry['web']}/blob/{entry['commit']}/{entry['file']}"
     return f"""## {entry["framework"]} {entry["commit"]}
 
-Set {entry["needs"]}. Place: {entry["place"]}.
+Set {entry["needs"]}. Where: {entry["place"]}.
 
 ```python no-run
 {entry["code"]}
 ```
 
-The lines ran in [{entry["file"]}]({link}) (sha256 `{entry["sha256"][:16]}`). Compared: {entry["compared"]}.
+The lines ran in [{entry["file"]}]({link}) (sha256 `{entry["sha256"][:16]}`). Verified: {entry["compared"]}.
 {entry["limits"]}
 
 """

@@ -23,20 +23,20 @@ def options_page(generated: str, table: Table) -> str:
 
 {generated}
 
-For everyone who writes a configuration: the options of a correction and a loss, and of the two trainers. On the command
-line an option is `block.name=value`: `rollcorr train examples/train/demo.yaml optim.lr=1e-4`. [The
-trainer](../guides/trainer.md) and [Flow-GRPO](../guides/flow_grpo.md) say what the blocks are for.
+This page lists the options of a correction, of a loss, and of the two trainers. On the command line, write an option as
+`block.name=value`: `rollcorr train examples/train/demo.yaml optim.lr=1e-4`. [The trainer](../guides/trainer.md) and
+[Flow-GRPO](../guides/flow_grpo.md) explain the blocks.
 
 ## Correction
 
-The block `algorithm.rollout_correction` of a trainer, the options of `rollcorr.correct`, and the fields of
-`RolloutCorrectionConfig`. [Presets](presets.md) are named sets of them.
+These are the fields of `RolloutCorrectionConfig`, the options of `rollcorr.correct`, and the options in the block
+`algorithm.rollout_correction` of a trainer. [Presets](presets.md) are named sets of them.
 
 {_block(RolloutCorrectionConfig, table)}
 
 ## Loss
 
-The block `algorithm.loss` of the trainer for language models, and the fields of `LossConfig`.
+These are the fields of `LossConfig`, and the options in the block `algorithm.loss` of the trainer for language models.
 
 {_block(LossConfig, table)}
 
@@ -52,16 +52,17 @@ The block `algorithm.loss` has the fields of `rollcorr.diffusion.DiffusionActorC
 
 ## Families of diffusion models
 
-Chosen by the class of the network, or [your own](../guides/flow_grpo.md#your-own-family) with `model.family`.
+The class of the network selects the family. `model.family` sets [your own](../guides/flow_grpo.md#your-own-family).
 
 {table(("network", "family", "schedulers"), [_family(name, family) for name, family in FAMILIES.items()])}
 
 ## Paths of verl and verl-omni
 
-`rollcorr train` also reads these paths, in a file and as overrides, with or without Hydra's `+`. The correction itself
-is read in [every form](../coming_from/migration.md).
+`rollcorr train` also reads these paths of verl's configuration, in a file and as overrides, with or without Hydra's
+`+`. Paths with the option "none" accept only the listed values. Options of the correction may have the names of [any
+release of verl](../coming_from/migration.md).
 
-{table(("path", "option here", "values"), [_path(name, path) for name, path in VERL_PATHS.items()])}
+{table(("path of verl", "option here", "values"), [_path(name, path) for name, path in VERL_PATHS.items()])}
 
 Where to go next: [presets](presets.md) for named sets of options, [the trainer](../guides/trainer.md) for how a run
 reads them.
@@ -87,9 +88,9 @@ def _family(network: str, family: Family) -> tuple[str, str, str]:
 
 def _path(name: str, path: VerlPath) -> tuple[str, str, str]:
     """The row of a path of verl."""
-    option = f"`{path.option}`" if path.option else "nothing to set"
+    option = f"`{path.option}`" if path.option else "none"
     if path.values is None:
-        return f"`{name}`", option, "the same"
+        return f"`{name}`", option, "as in verl"
     pairs = [(str(theirs).lower(), ours) for theirs, ours in path.values.items()]
     texts = [f"`{theirs}`" if ours in ("", theirs) else f"`{theirs}` → `{ours}`" for theirs, ours in pairs]
     return f"`{name}`", option, ", ".join(texts)

@@ -16,13 +16,13 @@ MEANING = {
     VERL: "verl's helper, on the padded tensors",
     COPY: "14 bytes per token, 7 read and 7 written",
     "cpu, out=, metrics not read": "compiled C, buffers reused; statistics stay tensors",
-    "cpu, out=": "the same and every metric as a number",
-    "cpu, fresh outputs": "the same into fresh memory",
+    "cpu, out=": "compiled C, buffers reused",
+    "cpu, fresh outputs": "compiled C, new output tensors",
     "cpu, metrics only": "the preset `disabled`: no weights",
     "cpu, eleven criteria, out=": "every rejection criterion at once",
-    "cpu, histograms and the worst, out=": "`detail=True`: a second read",
-    "torch, out=": "eager torch only",
-    "torch, fresh outputs": "the same into fresh memory",
+    "cpu, histograms and the worst, out=": "`detail=True`, which reads the batch twice",
+    "torch, out=": "eager torch, buffers reused",
+    "torch, fresh outputs": "eager torch, new output tensors",
     "torch, eleven criteria, out=": "every rejection criterion at once",
     "torch.compile, fresh outputs": "the torch path as one graph of inductor",
 }
@@ -59,18 +59,18 @@ make docs                                # write this page from it
 {_provenance(result)}
 
 The correction truncates token weights at 2 and rejects sequences by `seq_mean_k3` at 0.01. Every metric is read as a
-number, unless a row states otherwise; verl's function computes its 43 metrics. Log-probs are float32, the mask is
-bool. "Padded" responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" responses are the same without padding,
-and "dense" responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn in one process,
-{_runs(result["seconds"])} times, so disturbances affect all of them.
+number, unless a row states otherwise; verl's function computes 43 metrics of its own. Log-probs are float32, the mask
+is bool. "Padded" responses have 1,024 to 8,192 tokens in rows of 8,192, "packed" batches contain these responses
+without padding, and "dense" responses all have 8,192 tokens. 1 M is 1,048,576 tokens. All implementations run in turn
+in one process, {_runs(result["seconds"])} times, so disturbances affect all of them.
 
 {_second(result)}
 
 {_times(result, table)}
 
-The torch times in this table are from an older version. The present version takes 3.8 to 4.3 times as long at 8 M
-tokens (`benchmarks/paired.py 0883dc5 --cases torch --tokens 8388608`, 8 pairs), so it is 6 to 9 times as fast as
-verl. `benchmarks/results/correction_cpu.json` has all figures.
+The torch times above, and the torch ratios below, are of an older version. At 8 M tokens the present version takes
+3.8 to 4.3 times as long (`benchmarks/paired.py 0883dc5 --cases torch --tokens 8388608`, 8 pairs). So it is 6 to 9
+times as fast as verl, and misses its target. `benchmarks/results/correction_cpu.json` has all figures.
 
 ## Targets
 
@@ -79,8 +79,8 @@ verl. `benchmarks/results/correction_cpu.json` has all figures.
 {_targets(result, table)}
 
 At 1 M tokens every batch stays in the last-level cache between runs. {_growth(result["seconds"])} So ratios at 1 M
-tokens depend on the machine as much as on the kernel, whose limit is arithmetic. A call and `.metrics()` add about
-0.1 ms of Python.
+tokens depend on the machine as much as on the kernel, which arithmetic limits. Python adds about 0.1 ms per call of
+`correct` and `.metrics()`.
 
 ## Share of a training step
 
@@ -90,7 +90,7 @@ tokens depend on the machine as much as on the kernel, whose limit is arithmetic
 
 The counts are for 64 dense sequences of 2,048 tokens on one thread. On a GPU an operation is a kernel launch, and a
 wait blocks the queue until a value has reached the host. Bytes are read or written, in memory or cache.
-torch's profiler does not count compiled C, which reads 9 bytes per token and writes 5.
+torch's profiler does not count compiled C ("not seen"), which reads 9 bytes per token and writes 5.
 `tests/kernels/test_correction_counts.py` checks these counts.
 
 {_counts(result["counts"], table)}
@@ -102,50 +102,49 @@ torch's profiler does not count compiled C, which reads 9 bytes per token and wr
 from these numbers.
 
 *Lower limit.* Every implementation must read 9 bytes per token, and write 5 for weights and a mask. The row "copy"
-writes 7 of its 14 bytes, so a correction can be faster. New memory can double the time: reuse buffers with `out=`.
+also moves 14 bytes, but writes 7, so a correction can be faster. New memory can double the time, so reuse buffers with
+`out=`.
 
 *Compiled C* (`impl="cpu"`, which `"auto"` selects if installation found a C compiler) processes 512 tokens at a time in
 float32 vectors, and adds blocks in float64 ([precision](correction.md#precision)). A block is *quiet* if all tokens are
 valid, no log-ratio is beyond ±1 nat, no |log μ| is above 15, and no bound applies to a token. Quiet blocks
-need one loop without masks, about 60 AVX-512 instructions per 16 tokens. Other blocks are read again, from
+need one loop without masks, about 60 AVX-512 instructions per 16 tokens. Any other block is read again, from
 cache. The kernel uses AVX-512, AVX2 or the compiler's own vectors.
 It has run on x86-64 only; `make test-arm` compiles it for arm64.
 
-*Eager torch* (`impl="torch"`) computes the same sums in float64, {_block()} tokens at a time; each thread takes whole
-blocks. A block needs about 140
-operations and four exponentials; each costs 0.2 to 0.5 ns per token.
+*Eager torch* (`impl="torch"`) computes these sums in float64, {_block()} tokens at a time; each thread takes whole
+blocks. A block needs about 140 operations and four exponentials; each operation costs 0.2 to 0.5 ns per token.
 
 ## On a GPU
 
 `impl="triton"` launches three kernels and never waits. `"auto"` selects it after
 [tests on the same GPU](correction.md#proof-on-a-gpu).
 
-The first launch reads the tokens. Each program is one warp. It reads blocks of 512 tokens, and adds its sums in
-float64 every 4,096 tokens. A *regular* block has only valid tokens, with log-ratios within ±2.75 nats. On sm_90 it
-costs 53 to 57 instructions per token (63 in bfloat16 with an int64 mask), on sm_100 43 to 60. Any other block costs
-135 to 170. `tests/kernels/triton_compilation.py cuda:90` counts instructions in the machine code.
+The first launch reads the tokens. Each program is one warp, which reads blocks of 512 tokens, and adds its sums in
+float64 every 4,096 tokens. A *regular* block has only valid tokens, with log-ratios within ±2.75 nats. A regular block
+costs 53 to 57 instructions per token on sm_90 (63 in bfloat16 with an int64 mask), and 43 to 60 on sm_100. Any other
+block costs 135 to 170. `tests/kernels/triton_compilation.py cuda:90` counts instructions in the machine code.
 
 The second launch decides which sequences are kept. torch would need 104 to 274 launches for these decisions
-(`tests/kernels/test_decision_copies.py`): 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch merges the
+(`tests/kernels/test_decision_copies.py`), or 0.3 to 1.4 ms at 2.5 to 5 µs each. The third launch merges the
 statistics, and applies the decisions to the tokens.
 
 {gpu_section(table)}
 
 ```bash
 make gpu-wheels      # on a machine with a network: downloads the other libraries' wheels, 7 MB
-make gpu             # on a machine with a GPU, without a network: under 9 minutes; then run make docs
+make gpu             # on a machine with a GPU, also without a network; takes under 9 minutes; then run make docs
 make gpu-dry         # runs the same script on the CPU
 ```
 
-`make gpu` first tests the kernels: recorded cases and 200 random batches against float64, a sequence of more than
+`make gpu` first tests the kernels with recorded cases and 200 random batches against float64, a sequence of more than
 2³¹ tokens, two runs that must be bit-identical, a step of every mode with waits forbidden, and 100 replays of a
-captured graph. Each stage of tests or measurements is a separate process, so the others continue
-after a failure.
+captured graph. Then it measures. Each stage is a separate process, so a failure does not stop later stages.
 
 On fake CUDA tensors (`tests/correction/test_cuda.py`), eager torch needs 240 launches for a padded micro-batch with
-one criterion, 248 packed, and no wait. 8 M tokens need 757, in eight blocks of 1 M. verl 0.9.1 needs 308 launches and
-49 waits. `torch.compile(fullgraph=True)` compiles `correct` and every `policy_loss` into one graph without waits
-(torch 2.6 is too old). On the CPU, inductor's float64 takes at least ten times as long as eager torch.
+one criterion (packed 248), and no wait. 8 M tokens need 757 launches, in eight blocks of 1 M. verl 0.9.1 needs 308
+launches and 49 waits. `torch.compile(fullgraph=True)` compiles `correct` and every `policy_loss` into one graph without
+waits (torch 2.6 is too old). On the CPU, inductor's float64 code takes at least ten times as long as eager torch.
 
 ## Log-probs without logits
 
@@ -172,7 +171,8 @@ def _without_logits(table: Table) -> str:
 {first["tokens"]} tokens, {first["width"]:,} hidden dimensions, {first["dtype"]}, kept sets of {first["kept"]} ids. The
 columns contain the least CPU seconds of both threads, and the peak memory with gradients, by size of the vocabulary. A
 chunked implementation computes at least four matrix products, which the row "four products" measures. The head's
-gradient needs 134 or 622 MB. Rows with "added to a gradient" need no new buffer, except the masked softmax.
+gradient needs 134 MB, or 622 MB for the large vocabulary. Rows with "added to a gradient" add it to an existing
+buffer; only the masked softmax also makes a new one.
 
 {table(("", *header), rows)}
 
@@ -293,7 +293,7 @@ def _verdict(result: dict[str, Any]) -> str:
         for of in result["seconds"].values()
     ]
     basis = "the clock" if clock == "min" else "CPU time, because the machine was busy"
-    return f"Judged by {basis}, {sum(met)} of {len(met)} figures meet their target; the others are bold."
+    return f"Judged by {basis}, {sum(met)} of {len(met)} figures meet their target. Bold figures miss it."
 
 
 def _targets(result: dict[str, Any], table: Table) -> str:

@@ -16,10 +16,10 @@ LIMIT_MEANINGS = {
     "row_tokens": "values of one row in any column, except kept ids",
     "row_kept_ids": "kept ids of one row",
     "line_bytes": "bytes of a line of JSON",
-    "page_bytes": "decompressed bytes of the largest pages of a row group, over all columns that are read",
+    "page_bytes": "sum over the columns that are read: decompressed bytes of the largest page in a row group",
     "footer_bytes": "bytes of the footer of a Parquet file",
-    "pickle_bytes": "bytes of a `.pkl` file, or of the pickle in a `.pt` file without its tensors",
-    "pickle_objects": "numbers in the lists of a pickle; a list or an object counts 7, a text 1 and 1 per 8 bytes",
+    "pickle_bytes": "bytes of a `.pkl` file, or of the pickle (without tensors) in a `.pt` file",
+    "pickle_objects": "size of a pickle: a number in a list counts 1, a list or object 7, a text 1 plus 1 per 8 bytes",
 }
 
 
@@ -35,38 +35,38 @@ The schema of the [rollout log](../guides/rollout_log.md), version {SCHEMA_VERSI
 
 {table(("column", "type", "unit", "per", "meaning"), rows)}
 
-- Every column may be null or absent, which means "not recorded". The length of a response is the length of the first
-  token column that its row records, in the order above. A file without `response_ids` is fine.
-- `prompt` and the columns from `dimensions` on came with version 1.1. They are for [denoising
-  steps](../guides/rollout_log.md#denoising-steps).
-- `routing_difference` came with version 1.2. It is for mixture-of-experts models where both sides record which
-  experts a token went to: `rollcorr.rollout_log.routing_difference(rollout_experts, train_experts)` makes it from
-  two tensors (…, layers, experts per token).
-- In lists of floats a null or NaN is a missing value and reads as NaN. In other lists null is an error.
-- Log-probs are float32. NaN, ±inf, −0.0 and subnormal values come back bit for bit from Parquet.
-- Columns with names `x_…` are your own: one number, flag or text for each sequence. They are written, read and
-  converted with the rest. The first batch of a Parquet file decides which there are, and of what type.
-- The file's metadata holds `rollcorr.schema_version` (`{SCHEMA_VERSION}`) and `rollcorr.units` (JSON, column → unit).
-- A minor version adds columns, and older readers skip them. A major version changes a meaning, and older readers
-  ask for an upgrade.
-- Files that others wrote are read if their columns have these names, or with
-  [`--columns`](../guides/rollout_log.md#logs-of-other-frameworks). Further columns are skipped, except `x_…`.
-  float64 and float16 become float32, large and fixed-size lists become lists, integer flags become booleans.
+- Every column may be null or absent, which means "not recorded", also `response_ids`. The length of a response is the
+  length of the first token column, in the order above, that its row records.
+- `prompt` and the columns from `dimensions` to `mean_distance` (version 1.1) are for [denoising
+  steps](../guides/rollout_log.md#denoising-steps). `rollout_entropy` came with version 1.3.
+- `routing_difference` (version 1.2) is for mixture-of-experts models where both sides record the experts of each token.
+  `rollcorr.rollout_log.routing_difference(rollout_experts, train_experts)` computes it from two tensors (…, layers,
+  experts per token).
+- In a list of floats, null and NaN are missing values, and both are read as NaN. In other lists, null is an error.
+- Log-probs are float32. Parquet preserves NaN, ±inf, −0.0 and subnormal values bit for bit.
+- You can add columns of your own with names `x_…`: one number, flag or text for each sequence. They are written, read
+  and converted like other columns. The first batch of a Parquet file sets their names and types.
+- The metadata of the file contains `rollcorr.schema_version` (`{SCHEMA_VERSION}`) and `rollcorr.units` (JSON, column →
+  unit).
+- A minor version adds columns, which older readers skip. A major version changes the meaning of a column; older readers
+  then raise an error that asks for an upgrade.
+- Files of other programs are read if their columns have these names, or with
+  [`--columns`](../guides/rollout_log.md#logs-of-other-frameworks). Other columns are skipped, except `x_…`. float64 and
+  float16 are converted to float32, large and fixed-size lists to lists, and integer flags to booleans.
 
 ## Limits of a file
 
-These are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#files-of-strangers) describes the
-errors beyond them, and how to raise one.
+These limits are the fields of `FileLimits`. [The rollout log](../guides/rollout_log.md#untrusted-files) describes the
+error for a file that exceeds a limit, and how to raise the limit.
 
-{table(("limit", "default", "what it bounds"), limits)}
+{table(("limit", "default", "limited quantity"), limits)}
 
-- Three limits are fixed. JSON has at most 64 levels. A Parquet file has at most 524,288 column chunks, and the columns
-  that are read have at most 256 parts.
-- The footer of a Parquet file and the header of each page must agree on sizes before data is read. In a row group of
-  more than 16 million values, row lengths are decoded first, and batches become smaller where rows are long.
-- Other files that commands read have limits too. YAML: 1 MiB, 20,000 values with aliases expanded, 64 levels.
-  `metrics.jsonl`: 1 MiB per line, 256 MiB of memory for the steps. Beyond them a command ends with one line and exit
-  code 2.
+- Three limits are fixed: 64 levels of JSON, 524,288 column chunks of a Parquet file, and 256 leaf columns that are read
+  (a struct has one for each field).
+- Data is read only if the footer of a Parquet file and the headers of its pages agree on sizes. In a row group of more
+  than 16 million values, row lengths are decoded first, and long rows are read in smaller batches.
+- Other files also have limits. YAML: 1 MiB, 20,000 values with aliases expanded, 64 levels. `metrics.jsonl`: 1 MiB per
+  line, 256 MiB of memory for all steps. If a file exceeds a limit, the command prints one line and exits with code 2.
 
 Where to go next: [the rollout log](../guides/rollout_log.md), [dumps of other frameworks](dumps.md).
 """
@@ -82,17 +82,16 @@ def dumps_page(generated: str, table: Table) -> str:
 
 {generated}
 
-Read this if you have a dump or a batch of one of these frameworks, or want it to log more. The names were read in the
-source of the version that is stated. "tensor in a step" is what the framework calls the column inside its training
-step. The same tables are data: `rollcorr.rollout_log.FRAMEWORKS`. `rollcorr check NAME`, with the name of a framework,
-prints its lines.
+Read this to use dumps or batches of these frameworks, or to log more. The names come from the source of the stated
+version. "tensor in a step" is what the framework calls the column inside its training step. The same tables are data:
+`rollcorr.rollout_log.FRAMEWORKS`. `rollcorr check NAME` prints a framework's settings and code lines.
 
 ## Batches that `Monitor.correct` accepts
 
 {table(("fields=", "batch", "mask"), batches)}
 
 It takes `old_log_prob`, `rollout_log_prob` and the mask by the names of "tensor in a step" below, and logs
-{", ".join(f"`{column}`" for column in LOGGED)} if the batch is padded and contains them.
+{", ".join(f"`{column}`" for column in LOGGED)} if a tensor batch contains them.
 
 {sections}
 
@@ -119,8 +118,8 @@ def framework_section(framework: Framework, table: Table) -> str:
         lacks = f" Not enough for a check: {dump.lacks}. Instead: {instead}." if dump.lacks else ""
         settings = "".join(f" For `{column}`: {setting}." for column, setting in dump.recorded_with.items())
         remarks.append(f"- {dump.name}: {dump.layout}.{lacks}{settings}")
-    needs = f"{framework.needs[:1].upper()}{framework.needs[1:]}, and add" if framework.needs else "Add"
-    lines = f"{needs} to {framework.place}; then read `{framework.log}`:\n\n```python no-run\n{framework.lines}\n```"
+    needs = f"{framework.needs}, and add" if framework.needs else "add"
+    lines = f"To write `{framework.log}`, {needs} to {framework.place}:\n\n```python no-run\n{framework.lines}\n```"
     parts = (
         table(("dump", "files", "written with", "form"), files) if files else "It writes no dump.",
         table(("column", *(f"in {dump.name}" for dump in dumps), "tensor in a step"), columns),

@@ -63,7 +63,7 @@ class Peer(NamedTuple):
 
 
 AS_IT_IS = "Called as it is."
-GRADIENT = "A loss: the weight of a token is its gradient at π_θ = π_old and advantage 1."
+GRADIENT = "A loss: token weights are its negative, scaled gradients at π_θ = π_old, advantage 1."
 PEERS = (
     Peer(
         "verl",
@@ -177,7 +177,7 @@ PEERS = (
         "https://github.com/NVIDIA-NeMo/RL/blob/{version}",
         "nemo_rl/algorithms/loss/loss_functions.py",
         "ClippedPGLossFn",
-        f"{GRADIENT} The class has `object` as its base.",
+        f"{GRADIENT} Its base class becomes `object`.",
         ([-1.0] * 3, [-0.5, -3.5, -0.8], {"token_band": (0.5, 5.0)}, "weights", [math.exp(-0.5), 0.0, math.exp(-0.2)]),
         "`test_clipped_pg_loss_icepop_importance_sampling` of tests/unit/algorithms/test_loss_functions.py",
     ),

@@ -255,7 +255,7 @@ def corrected_loss(inputs: LossInputs) -> LossOutputs:
     kept = output.loss_mask.sum() / inputs.loss_mask.sum().clamp(min=1)
     return LossOutputs(loss=output.loss, metrics={"rollcorr/kept": kept})""",
         run_prime_rl,
-        f"`compute_loss` with the loss of `setup_rl_loss_fn`: {GRADIENT}",
+        f"`compute_loss` with the loss of `setup_rl_loss_fn`, by {GRADIENT}",
         ORIGINAL_COUNT.format(name="prime-rl") + " prime-rl computes no π_old, so the lines use bypass mode.",
     ),
     Lines(
@@ -286,7 +286,7 @@ class CorrectedTrainer(GRPOTrainer):
 
 TrainerFactory.TRAINER_MAPPING["grpo"] = "my_plugin.CorrectedTrainer\"""",
         run_ms_swift,
-        f"`compute_loss` with `loss_type` bnpo, twice on one batch: {GRADIENT}",
+        f"`compute_loss` with `loss_type` bnpo, twice on one batch, by {GRADIENT}",
         "The losses dapo and cispo still divide by the original count. `TRAINER_MAPPING` is a public name that "
         "ms-swift's pages do not describe. ms-swift records log-probs of vLLM only.",
     ),
@@ -305,7 +305,7 @@ result = correct(*tensors, "{PRESET}", cu_seqlens=cu_seqlens)
 weights = torch.where(result.loss_mask, result.weights, 0.0)
 return RejectionSamplingResult(result.loss_mask.to(loss_mask.dtype), weights, 0.0)""",
         run_areal,
-        f"`ppo_actor_loss_fn`, padded and packed: {GRADIENT}",
+        f"`ppo_actor_loss_fn`, padded and packed, by {GRADIENT}",
         ORIGINAL_COUNT.format(name="AReaL"),
     ),
     Lines(
@@ -330,7 +330,7 @@ is_w, filter_mask, corr_metrics = correction.weights, correction.loss_mask, corr
         "https://github.com/OpenRLHF/OpenRLHF",
         "openrlhf/models/loss.py",
         "`PolicyLoss.forward`, instead of the block `if self.enable_vllm_is_correction and …`",
-        "the option that enables OpenRLHF's own correction, so that the sampler's log-probs are recorded",
+        "`--algo.advantage.is_correction_enable`, so that the sampler's log-probs are recorded",
         f"""\
 from rollcorr import correct
 
@@ -338,7 +338,7 @@ correction = correct(old_log_probs, rollout_log_probs, action_mask, "{PRESET}")
 loss, action_mask = loss * correction.weights, correction.loss_mask
 vllm_kl = masked_mean(rollout_log_probs - old_log_probs, action_mask, dim=None)""",
         run_openrlhf,
-        f"`PolicyLoss`: {GRADIENT}",
+        f"`PolicyLoss`, by {GRADIENT}",
         "With `batch_num_tokens` the loss divides by the original count.",
     ),
     Lines(

@@ -47,7 +47,7 @@ def answers_of(file: Path) -> Iterator[Answer]:
     key, nulls = read_key(), dict[str, MismatchNull | PictureNull | None]()
     with tempfile.TemporaryDirectory() as folder:
         for name, path in write_logs(Path(folder), file):
-            if name == "null" or name.startswith("nulls/"):
+            if name.split("/")[-1] == "null" or name.startswith("nulls/"):
                 precision = next((value for part, value in key.engines.items() if part in name), "")
                 nulls[name] = _null(path, precision)
                 continue

@@ -1,4 +1,4 @@
-"""Keep some rows of the judge's logs and of their nulls in two small files, for `make test`.
+"""Keep some rows of the judge's logs and of their nulls in three small files, for `make test`.
 
     python experiments/judge/compact_logs.py --root runs/judge
 
@@ -23,6 +23,9 @@ from rollcorr import RolloutBatch, RolloutLogWriter, read_rollout_log
 
 OUTSIDE_FILE = Path(__file__).with_name("outside_logs.npz")
 LOOPS_FILE = Path(__file__).with_name("loop_logs.npz")
+HEALTHY_FILE = Path(__file__).with_name("healthy_logs.npz")
+HEALTHY = ("looping-0", "0.05-bf16-0", "0.3-bf16-0", "0.3-fp16-1", "0.6-bf16-1")
+"""Healthy logs in which a few contexts recur."""
 ROWS, TOKENS = 192, 2400
 """Most rows and tokens of an outside log that are kept."""
 LOOP_TOKENS = 12_000
@@ -109,10 +112,18 @@ def compact_outside(root: Path) -> dict[str, np.ndarray]:
 
 def compact_loops(root: Path) -> dict[str, np.ndarray]:
     """Return the columns of all loops that are there, by the log's path, and of their nulls."""
+    return _with_nulls(root, [(log, path) for log, path in log_paths(root) if log.kind == "loops"])
+
+
+def compact_healthy(root: Path) -> dict[str, np.ndarray]:
+    """Return the columns of the logs `HEALTHY` and of their nulls."""
+    wanted = {Path("healthy") / name for name in HEALTHY}
+    return _with_nulls(root, [(log, path) for log, path in log_paths(root) if log.path in wanted])
+
+
+def _with_nulls(root: Path, logs: list[tuple[Log, Path]]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
-    for log, path in log_paths(root):
-        if log.kind != "loops":
-            continue
+    for log, path in logs:
         null = log.null.with_suffix("").as_posix()
         if f"{null}/step" not in columns:
             rows = first_rows(root / log.null, NULL_ROWS, NULL_TOKENS)
@@ -124,21 +135,24 @@ def compact_loops(root: Path) -> dict[str, np.ndarray]:
 
 
 def log_of(name: str) -> Log:
-    """Return the log of a name in the file of loops."""
-    kind, task, of_seed = name.split("/")
+    """Return the log of a name in the file of loops or of healthy logs."""
+    kind, *task, of_seed = name.split("/")
     fault, seed = of_seed.rsplit("-", 1)
-    return Log(kind, fault, int(seed), task)
+    return Log(kind, fault, int(seed), *task)
 
 
 def main() -> int:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="where the logs are; defaults to runs/judge")
-    parser.add_argument("--only", choices=["outside", "loops"], help="write one of the files; defaults to both")
+    parser.add_argument(
+        "--only", choices=["outside", "loops", "healthy"], help="write one of the files; defaults to all"
+    )
     chosen = parser.parse_args()
     for kind, file, compact in (
         ("outside", OUTSIDE_FILE, compact_outside),
         ("loops", LOOPS_FILE, compact_loops),
+        ("healthy", HEALTHY_FILE, compact_healthy),
     ):
         if chosen.only in (None, kind):
             np.savez_compressed(file, **compact(chosen.root))

@@ -86,7 +86,7 @@ def statistics(tokens: ExcessTokens) -> Mapping[str, float]:
     sides = [(repeats & side) > 0 for side in (1, 2)]
     beside = [size[x].mean() / size[~x].mean() for x in sides if x.sum() >= FEWEST_BESIDE]
     return {
-        "neighbors": tokens.of_neighbors(),
+        "neighbors": tokens.share_of_equal_neighbors(),
         "beside_equal": min(beside, default=math.nan),
         "by_position": fading.share_by_position(tokens, tokens.share("pair")),
         "healing": fading.healing_ratio(tokens),

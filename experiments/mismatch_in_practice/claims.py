@@ -402,7 +402,7 @@ CLAIMS = (
     Claim(
         "5.4",
         "Both sides of this dilemma make training unstable.",
-        cannot("no cell trains with weights that are bounded on both sides"),
+        cannot("no cell trains with a lower bound that clips weights; Seq-MIS rejects what lies below its band"),
     ),
     Claim("6", "Extreme weights often indicate garbage rather than signal.", {"": extreme_weights}),
     Claim(

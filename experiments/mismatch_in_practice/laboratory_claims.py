@@ -49,8 +49,10 @@ def order(estimator: str, *quantities: str) -> Judge:
         if not fits:
             return None
         fits = {name.replace(", of", " in"): row for name, row in fits.items()}
-        shown = "; ".join(f"{name}: {row['slope']:.2f} (document {row['published']:g})" for name, row in fits.items())
-        seen = f"Fitted exponents of exact numbers: {shown}."
+        shown = "; ".join(
+            f"{name}: {row['slope']:.2f} (document {row['published']:g}; {row['pair']})" for name, row in fits.items()
+        )
+        seen = f"Fitted exponents of exact numbers, each on one pair of policies: {shown}."
         above = any(abs(row["slope"]) > abs(row["published"]) + 0.1 for row in fits.values())
         lower = [name for name, row in fits.items() if abs(row["slope"]) < abs(row["published"]) - 0.1]
         if above:

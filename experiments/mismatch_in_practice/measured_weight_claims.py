@@ -88,7 +88,10 @@ def nothing_to_order(evidence: Evidence) -> Verdict | None:
     seen = f"k3 per token, nats: {shown}. Over {DOCUMENT_TOKENS:,} tokens, bf16 comes to at most {farthest:.1f} nats."
     if farthest >= RANGE[0]:
         return Verdict(UNDECIDED, seen, "no training has a bf16 sampler")
-    why = "a bf16 sampler with new weights differs too little at either temperature for corrections to have an order"
+    why = (
+        "no training with a bf16 sampler was run: with new weights it differs too little at either temperature for "
+        "corrections to have an order"
+    )
     return Verdict(CANNOT, seen, why)
 
 
@@ -175,14 +178,16 @@ def clamp_rule(evidence: Evidence) -> Verdict | None:
 
 def safe_below(evidence: Evidence) -> Verdict | None:
     """The clamp where the KL is that of the document's typical mismatch."""
-    rows = [row for row in select(evidence.grid, mode="processed") if 0.001 <= row["kl"] <= 0.005]
+    longest = longest_of(evidence.grid)
+    rows = [row for row in select(evidence.grid, mode="processed", T=longest) if 0.001 <= row["kl"] <= 0.005]
     if not rows:
         return nothing(evidence, "no case here has a KL of 0.001 to 0.005")
     worst = max(rows, key=clamped)
     safe = sum(clamped(row) < 0.1 for row in rows)
     seen = (
-        f"Of {len(rows)} cases with a KL of 0.001 to 0.005 and up to {longest_of(rows):,} tokens, {safe} have less "
-        f"than 10 % of the weights at the clamp; the worst has {clamped(worst):.0%}."
+        f"Of {len(rows)} pairs with a KL of 0.001 to 0.005, {safe} have less than 10 % of the weights at the clamp at "
+        f"{longest:,} tokens; the worst has {clamped(worst):.0%} of {worst['windows']} sequences. Shorter responses "
+        f"hardly reach the clamp, so they show nothing, and {DOCUMENT_TOKENS:,} tokens are not measured."
     )
     return by_cases(safe, len(rows), seen)
 
@@ -251,8 +256,12 @@ def sequence_ess(evidence: Evidence) -> Verdict | None:
     if not rows:
         return nothing(evidence, "no case here has a T × KL of 2 to 20")
     shown = ", ".join(f"{row['ess']:.2f} ({name_of(row)})" for row in rows)
-    seen = f"Where T × KL is 2 to 20 it is {shown}."
-    return by_cases(sum(row["ess"] < 0.5 for row in rows), len(rows), seen)
+    low, streams = sum(row["ess"] < 0.5 for row in rows), sorted({row["windows"] for row in rows})
+    seen = (
+        f"Where T × KL is 2 to 20 it is {shown}: below 0.5 in {low} of {len(rows)} pairs. Each is one estimate from "
+        f"{' or '.join(map(str, streams))} sequences, without an interval."
+    )
+    return by_cases(low, len(rows), seen)
 
 
 def low_weights(evidence: Evidence) -> Verdict | None:

@@ -232,13 +232,18 @@ def clamping(evidence: Evidence) -> Verdict | None:
     values = [value for cell in cells for value in finite(cell["metrics"]["saturated_low"])]
     if not values:
         return None
-    steps = sum(value > 0 for value in values)
+    by_seed = [finite(cell["metrics"]["saturated_low"]) for cell in cells]
+    counts = [sum(value > 0 for value in own) for own in by_seed]
+    share = interval([mean(own) for own in by_seed])
+    responses = min(cell["responses"] // cell["steps"] for cell in cells)
     seen = (
-        f"Stale and quantized: {steps} of {len(values)} steps have a weight at the lower clamp; over all steps "
-        f"{mean(values):.1%} of the weights are there."
+        f"Stale and quantized: {sum(counts)} of {len(values)} steps have at least one of {responses} weights at the "
+        f"lower clamp, {min(counts)} to {max(counts)} of {len(by_seed[0])} by seed. Over all steps {share.mean:.1%} ± "
+        f"{share.half:.1%} of the weights are there ({_seeds(share)})."
     )
-    verdict = by_cases(steps, len(values), seen)
-    return verdict._replace(why=f"in {steps} of {len(values)} steps") if verdict.why else verdict
+    verdict = by_cases(sum(counts), len(values), seen)
+    why = f"in {sum(counts)} of {len(values)} steps, with {share.mean:.1%} of the weights"
+    return verdict._replace(why=why) if verdict.why else verdict
 
 
 def _too_near(evidence: Evidence, seen: str, column: str = CUT) -> Verdict | None:

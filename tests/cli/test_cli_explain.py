@@ -110,7 +110,7 @@ def test_a_misspelt_synonym_is_suggested():
 def test_presets_are_listed_with_what_they_do():
     result = invoke("presets")
     assert result.exit_code == 0
-    assert result.stdout.startswith("Start with `measure`: it changes no loss.")
+    assert result.stdout.startswith("Start with `measure`: it applies no weights")
     for name, preset in PRESETS.items():
         assert any(line.startswith(f"{name} ") and preset.description in line for line in result.stdout.splitlines())
 

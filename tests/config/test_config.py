@@ -46,6 +46,7 @@ def test_defaults_measure_and_change_nothing():
         "batch_normalize_over": "valid",
         "rollout_is_floor": None,
         "rollout_is_horizon": None,
+        "rollout_is_horizon_per_turn": False,
         "impl": "auto",
     }
     assert RolloutCorrectionConfig().criteria == ()
@@ -243,6 +244,7 @@ BYPASS_PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
         ({"rollout_is": "token", "apply_is": False, "normalizer": "weights"}, "normalizer="),
         ({"batch_normalize_over": "kept"}, "batch_normalize_over="),
         ({"rollout_is": "token", "rollout_is_horizon": 0.5}, "rollout_is_horizon="),
+        ({"rollout_is": "token", "rollout_is_horizon_per_turn": True}, "rollout_is_horizon_per_turn="),
         ({"rollout_is": "token", "rollout_is_threshold": 3.0, "safety_bound": 1.0}, "rollout_is_threshold="),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_inf"}, "rollout_rs_threshold="),
     ],

@@ -219,6 +219,61 @@ def test_lines_set_an_option_once(tmp_path):
     assert read_document([str(path)]) == {"rollout_is": "token", "note": "a = b"}
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {f"{SECTION}rollout_is_threshold": 3.0, "algorithm.rollout_correction": "bypass_pg_is"},
+        {"algorithm": {"rollout_correction": "bypass_pg_is"}, f"{SECTION}rollout_is_threshold": 3.0},
+        {f"{SECTION}rollout_is_threshold": 3.0, "algorithm": {"rollout_correction": "bypass_pg_is"}},
+    ],
+)
+def test_option_with_preset_prints_overrides_that_run(document):
+    with pytest.raises(ValueError, match=r"'algorithm\.rollout_correction' is written twice") as refused:
+        resolve(document)
+    typed = shlex.split(str(refused.value).partition("as overrides: ")[2])
+    assert load_config(None, typed).algorithm.correction == RolloutCorrectionConfig.bypass_pg_is(threshold=3.0)
+
+
+def test_dotted_option_joins_its_block():
+    document = {f"{SECTION}rollout_is": "token", "algorithm": {"rollout_correction": {"rollout_is_threshold": 3.0}}}
+    assert resolve(document) == RolloutCorrectionConfig.token_is(threshold=3.0)
+    document["algorithm"]["rollout_correction"]["rollout_is"] = "sequence"
+    with pytest.raises(ValueError, match=r"rollout_is' is written twice.*rollout_is=token .*rollout_is=sequence"):
+        resolve(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (  # Three alternatives, one below the other.
+            'rollout_rs = "token_k1" # Token-level ratio bounds\nrollout_rs_threshold = "0.6_1.6"\n'
+            'rollout_rs = "seq_mean_k3"\nrollout_rs_threshold = 0.01\n',
+            RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.6_1.6"),
+        ),
+        (
+            'Configuration: loss_type = "reinforce" (requires bypass_mode = true)',
+            RolloutCorrectionConfig(loss_type="reinforce", bypass_mode=True),
+        ),
+    ],
+)
+def test_pasted_prose_prints_overrides_that_run(text, expected, tmp_path):
+    path = tmp_path / "block.txt"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="Write overrides instead") as refused:
+        read_document([str(path)])
+    typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
+    assert resolve(read_document(typed)) == expected
+
+
+@pytest.mark.parametrize("rest", ["requires bypass_mode = true)", "bypass_mode = true): " + 300 * "x"])
+def test_prose_as_override_prints_overrides_that_run(rest):
+    prose = f'Configuration: loss_type = "reinforce" ({rest}'
+    with pytest.raises(ValueError, match="Write overrides instead") as refused:
+        read_document([prose])
+    typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
+    assert resolve(read_document(typed)) == RolloutCorrectionConfig(loss_type="reinforce", bypass_mode=True)
+
+
 def test_class_names_the_call_that_reads_older_options():
     old = {"rollout_is": "sequence", "bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True}
     with pytest.raises(TypeError, match=r"write rollcorr\.config\.convert\(dict\(…\)\)\.config"):
@@ -312,6 +367,15 @@ def test_refused_path_prints_what_to_type(override, typed):
     assert typed.partition("=2.0")[0] in str(refused.value)
     if "=" in typed:
         assert load_config(None, [typed] if "recipe" not in typed else [typed, override])
+
+
+def test_two_paths_of_one_option_print_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("actor_rollout_ref.rollout.n: 4\nrollout.group_size: 8\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"'rollout\.group_size' is written twice.*=4 rollout\.group_size=8$"):
+        load_config(path)
+    path.write_text("actor_rollout_ref.rollout.n: 4\nrollout.group_size: 4\n", encoding="utf-8")
+    assert load_config(path).rollout.group_size == 4
 
 
 def test_verl_paths_set_options_of_both_recipes():

@@ -45,6 +45,14 @@ OLDER = {
 
 OWN = {
     "measure": {"rollout_is": "token", "apply_is": False},
+    "decoupled_horizon_is": {"rollout_is": "horizon", "rollout_is_horizon": 0.9, "rollout_is_threshold": 4.0},
+    "bypass_pg_horizon_is": {
+        "rollout_is": "horizon",
+        "rollout_is_horizon": 0.9,
+        "rollout_is_threshold": 4.0,
+        "bypass_mode": True,
+        "loss_type": "reinforce",
+    },
     "tis": {"rollout_is": "token"},
     "seq_tis": {"rollout_is": "sequence"},
     "mis": {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
@@ -100,6 +108,7 @@ def test_the_method_and_the_name_give_the_same_without_a_warning(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_argument_of_a_preset_moves_its_fields(name):
     values = {"rollout_is_threshold": 3.0, "rollout_rs_threshold": 1.5, "rollout_token_veto_threshold": 0.01}
+    values["rollout_is_horizon"] = 0.5
     for argument, fields in PRESETS[name].parameters.items():
         if BAND_LOWER in fields:
             continue

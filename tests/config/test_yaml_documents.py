@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollcorr.config.documents import dump_yaml, load_yaml
+from rollcorr.config.documents import MAX_DEPTH, dump_yaml, load_yaml
 
 
 @pytest.mark.parametrize("band", ["0.5_2", "1_2", "0_2.0", "0.5_2.0", "0.5_2.0,0.01"])
@@ -28,3 +28,7 @@ def test_yaml_merge_keys_still_work():
         "rollout_is": "token",
         "bypass_mode": False,
     }
+
+
+def test_a_long_flat_list_is_not_deep():
+    assert load_yaml(f"a: [{'1, ' * 2 * MAX_DEPTH}]") == {"a": [1] * 2 * MAX_DEPTH}

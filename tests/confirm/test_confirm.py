@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -41,10 +42,10 @@ def step_logits(model, prompts, drawn):
 
 
 @torch.no_grad()
-def rows_of(model, process=None, context=None, seed=0):
+def rows_of(model, process=None, context=None, seed=0, prompts_of=lambda prompts: prompts):
     """Sample rows token by token, with one processor of transformers; return rows with both log-probs."""
     draw = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=draw)
+    prompts = prompts_of(torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=draw))
     seen = prompts if context is None else context(prompts)
     drawn = torch.empty(ROWS, 0, dtype=torch.int64)
     sampler, trainer = [], []
@@ -114,6 +115,43 @@ def test_the_context_of_another_row_is_named(tmp_path, whose, context, side):
     assert result.sides[side].removed[name] >= 0.9
 
 
+TEMPLATES = {
+    "with BOS": "{{ bos_token }}{% for m in messages %}<user> {{ m['content'] }} <end>{% endfor %}",
+    "without BOS": "{% for m in messages %}<user> {{ m['content'] }} <end>{% endfor %}",
+}
+
+
+def make_tokenizer(template):
+    """A tokenizer of words w2 … that adds BOS, as Llama's does, and has a chat template."""
+    words = ["<unk>", "<s>", "<user>", "<end>", *(f"w{n}" for n in range(4, VOCABULARY))]
+    text = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    text.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, bos_token="<s>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<end>"]})
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+@pytest.mark.parametrize("side", ["sampler", "trainer"])
+@pytest.mark.parametrize("logged", ["plain", "chat"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_of_one_side_is_named(tmp_path, template, logged, side):
+    """One side gets the template, and the other the text with BOS, as `tokenizer(text)` returns it."""
+    model, tokenizer = make_model(), make_tokenizer(template)
+    texts = [" ".join(f"w{4 + (7 * row + 3 * n) % 40}" for n in range(PROMPT)) for row in range(ROWS)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    prompts = {
+        "plain": torch.tensor(tokenizer(texts)["input_ids"]),
+        "chat": torch.tensor(tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]),
+    }
+    other = prompts["chat" if logged == "plain" else "plain"]
+    rows = rows_of(model, prompts_of=lambda drawn: prompts[logged], context=lambda drawn: other)
+    result = confirm(write(tmp_path, rows if side == "sampler" else swap(rows)), model, tokenizer=tokenizer)
+    assert result.cause == f"{side}: chat template"
+    assert result.sides[side].removed["chat template"] >= 0.9
+
+
 def test_logits_that_are_not_shifted_are_named(tmp_path):
     model = make_model()
     rows = rows_of(model)
@@ -125,7 +163,7 @@ def test_logits_that_are_not_shifted_are_named(tmp_path):
     assert confirm(write(tmp_path, rows), model).cause == "trainer: logits not shifted"
 
 
-def test_dropout_of_the_trainer_is_no_variant(tmp_path):
+def test_dropout_of_the_trainer_is_named(tmp_path):
     rows = rows_of(make_model())
     noisy = make_model(attention_dropout=0.3).train()
     with torch.no_grad():
@@ -134,8 +172,10 @@ def test_dropout_of_the_trainer_is_no_variant(tmp_path):
             logits = noisy(input_ids=ids).logits[0, PROMPT - 1 : -1].log_softmax(-1)
             row["old_log_prob"] = logits.gather(-1, ids[0, PROMPT:, None])[:, 0].tolist()
     result = confirm(write(tmp_path, rows), noisy)
-    assert result.cause is None
-    assert "evaluation mode" in result.verdict
+    assert result.cause == "trainer: evaluation mode, one row at a time"
+    assert "look for dropout" in result.verdict
+    removed = result.sides["trainer"].removed
+    assert removed["plain"] == max(removed.values()) >= 0.9
 
 
 def test_other_weights_are_unknown(tmp_path):
@@ -235,7 +275,7 @@ def test_a_temperature_of_both_sides_is_no_cause(tmp_path, recorded):
             row["sampling"] = {"temperature": 0.7, "logprobs": "processed"}
     result = confirm(write(tmp_path, rows), model)
     assert result.mismatch > 3 * result.noise
-    assert result.cause is None
+    assert result.cause == ("trainer: evaluation mode, one row at a time" if recorded else None)
     assert ("log `sampling`" in result.verdict) is not recorded
 
 

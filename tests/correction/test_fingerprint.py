@@ -212,6 +212,17 @@ def test_the_policy_itself_after_a_swap_raises(rollout):
         B.loss(B.swapped(), log_prob=nearly, old_log_prob=nearly.detach(), **given)
 
 
+@pytest.mark.parametrize(("step", "is_swap"), [(0.047, True), (0.049, False)])
+def test_a_swap_is_twenty_times_nearer(step, is_swap):
+    """The sampler is 1 nat above the old policy, and π_old = π_θ moved toward it by `step`: 20 · step < 1 − step."""
+    rows = Rollouts(noise=0.0)
+    rows.rollout = rows.old + 1.0
+    own = rows.old + step
+    checks.warn_once.cache_clear()
+    with pytest.raises(ValueError, match="swapped") if is_swap else pytest.warns(UserWarning, match="equals log_prob"):
+        rows.loss(rows.swapped(), log_prob=own, old_log_prob=own, rollout_log_prob=None)
+
+
 def test_the_policy_itself_excuses_no_other_rows():
     rows = SHUFFLED
     with pytest.raises(ValueError, match="of other rows: in row 0, rollout_log_prob"):

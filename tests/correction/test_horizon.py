@@ -1,4 +1,7 @@
-"""Weights with a horizon: equal to a double loop, to token weights at λ = 0 and to sequence weights at λ = 1."""
+"""Weights with a horizon: equal to a double loop, to token weights at λ = 0 and to sequence weights at λ = 1.
+
+Per turn they equal those of sequences that are single turns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rollcorr.correction import rollout_correction
 from rollcorr.kernels.correction.call import Batch
 
 DECAYS = (0.0, 1e-90, 0.02, 0.5, 0.95, 0.9999, 1.0)
-SHAPES = ((1, 1), (4, CHUNK), (3, CHUNK + 1), (2, 5 * CHUNK - 5), (200, 3))
+SHAPES = ((1, 1), (4, CHUNK), (3, CHUNK + 1), (2, 5 * CHUNK - 5), (200, 3), (2, CHUNK**2 + 1))
 
 
 def batch(B, T, scale=0.3, seed=0, dtype=torch.float64):
@@ -29,12 +32,16 @@ def batch(B, T, scale=0.3, seed=0, dtype=torch.float64):
     return train, rollout, mask
 
 
-def double_loop(d, mask, decay):
-    found = torch.zeros_like(d)
-    for row, valid, of_row in zip(d.tolist(), mask, found, strict=True):
-        at = valid.nonzero().flatten().tolist()
-        for i, t in enumerate(at):
-            of_row[t] = math.fsum(decay ** abs(i - j) * row[s] for j, s in enumerate(at))
+def double_loop(d, mask, decay, per_turn=False):
+    """ℓ in float64; two tokens are of one turn if no hole is between them."""
+    found = torch.zeros_like(d, dtype=torch.float64)
+    for row, valid, of_row in zip(d.double(), mask, found, strict=True):
+        at = valid.nonzero().flatten()
+        apart = (torch.arange(len(at))[:, None] - torch.arange(len(at))).abs()
+        powers = torch.tensor(decay, dtype=torch.float64) ** apart
+        if per_turn:
+            powers = powers.where((at[:, None] - at).abs() == apart, 0.0)
+        of_row[at] = powers @ row[at]
     return found
 
 
@@ -42,16 +49,17 @@ def double_loop(d, mask, decay):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_log_weights_equal_a_double_loop(shape, decay, packed):
+@pytest.mark.parametrize("per_turn", [False, True])
+def test_log_weights_equal_a_double_loop(shape, decay, packed, per_turn):
     train, rollout, mask = batch(*shape)
-    expected = double_loop(train - rollout, mask, decay)
+    expected = double_loop(train - rollout, mask, decay, per_turn)
     inside = torch.arange(shape[1]) <= mask.int().cumsum(1).argmax(1, keepdim=True)
     if packed:
         (d, cu_seqlens), (valid, _) = pack(train - rollout, inside), pack(mask, inside)
-        found = horizon_log_weights(d, valid, decay=decay, cu_seqlens=cu_seqlens)
+        found = horizon_log_weights(d, valid, decay=decay, per_turn=per_turn, cu_seqlens=cu_seqlens)
         expected = expected[inside]
     else:
-        found = horizon_log_weights(train - rollout, mask, decay=decay)
+        found = horizon_log_weights(train - rollout, mask, decay=decay, per_turn=per_turn)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
@@ -85,6 +93,38 @@ def test_weights_by_hand(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_turns_by_hand(impl):
+    """d = 0.4, −0.2, hole, 0.1; λ = 1/2: ℓ = 0.4 − 0.1, 0.2 − 0.2, 0.1. Probability zero stays in its turn, too."""
+    rollout = torch.full((2, 4), -1.0)
+    train = rollout + torch.tensor([[0.4, -0.2, math.nan, 0.1], [-math.inf, -0.2, 7.0, 0.1]])
+    mask = torch.tensor([[1, 1, 0, 1]] * 2)
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.5, "impl": impl}
+    found = correct(train, rollout, mask, **options, rollout_is_horizon_per_turn=True)
+    expected = torch.tensor([[0.3, 0.0, -math.inf, 0.1], [-math.inf, -math.inf, -math.inf, 0.1]]).exp()
+    torch.testing.assert_close(found.weights, expected)
+    assert "horizon 0.5 per turn weights" in repr(found)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("nonfinite", ["reject_token", "neutral"])
+def test_turns_weigh_like_sequences_of_their_own(impl, nonfinite):
+    """Any layout of turns, with tokens that miss a log-prob: each turn as a packed sequence has the same weights."""
+    train, rollout, mask = batch(3, 1100, scale=0.05, seed=5, dtype=TAKES[impl].dtypes[0])
+    mask[0, 20:900] = True
+    train[0, 40], rollout[0, 500], train[1, 3] = math.nan, math.nan, -math.inf
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.9, "nonfinite": nonfinite, "impl": impl}
+    found = correct(train, rollout, mask, **options, rollout_is_horizon_per_turn=True)
+    before = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    starts = (mask & ~before)[mask].nonzero().flatten()
+    cu_seqlens = torch.cat([starts, mask.sum()[None]])
+    apart = correct(train[mask], rollout[mask], mask[mask], cu_seqlens=cu_seqlens, **options)
+    torch.testing.assert_close(found.weights[mask], apart.weights, rtol=1e-6, atol=0)
+    for name in ("mean", "std", "min", "max", "raw_max", "ratio_fraction_high", "eff_sample_size"):
+        values = [x.metrics()[f"rollout_corr/rollout_is_{name}"] for x in (found, apart)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5), name
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_probability_zero_zeroes_the_whole_sequence(impl):
     train, rollout, _ = batch(2, 2000, dtype=torch.float32)
     train[0, 0] = -math.inf
@@ -110,11 +150,13 @@ def test_sequences_do_not_reach_each_other(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_no_gradient_flows_through_the_weights(impl):
+@pytest.mark.parametrize("per_turn", [False, True])
+def test_no_gradient_flows_through_the_weights(impl, per_turn):
     """The gradient is that of a loss with constant weights: −w A / n at the sampling policy."""
     train, rollout, mask = batch(3, 8, dtype=TAKES[impl].dtypes[0])
     policy = train.clone().requires_grad_()
-    correction = correct(policy, rollout, mask, rollout_is="horizon", rollout_is_horizon=0.7, impl=impl)
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.7, "rollout_is_horizon_per_turn": per_turn}
+    correction = correct(policy, rollout, mask, **options, impl=impl)
     assert not correction.weights.requires_grad
     advantages = torch.arange(24.0).view(3, 8)
     policy_loss(
@@ -150,25 +192,49 @@ def test_the_variance_formula_holds_for_independent_tokens():
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("decay", [0.02, 0.9, 0.98, 0.999, 1.0])
 @pytest.mark.parametrize("scale", [0.01, 0.2])
-@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("holes", ["no holes", "holes", "per turn"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_weights_equal_a_double_loop(impl, decay, scale, holes, packed):
     """Within 1e-6, relative, also over several tiles of the compiled kernel."""
     train, rollout, mask = batch(3, 1100, scale=scale, seed=3, dtype=torch.float32)
     train, rollout = train.clamp(max=-0.01), rollout.clamp(max=-0.01)
     inside = torch.arange(1100) < torch.tensor([1100, 700, 17])[:, None]
-    mask = mask & inside if holes else inside
-    expected = torch.zeros(3, 1100, dtype=torch.float64)
-    for d, valid, of_row in zip(train.double() - rollout.double(), mask, expected, strict=True):
-        places = torch.arange(int(valid.sum()), dtype=torch.float64)
-        of_row[valid] = (decay ** (places - places[:, None]).abs() @ d[valid]).clamp(-20, 20).exp()
+    turns = torch.isin(torch.arange(1100), torch.tensor([5, 6, 300, 301, 302, 600, 1099]), invert=True)
+    mask = {"no holes": inside, "holes": mask & inside, "per turn": turns & inside}[holes]
+    per_turn = holes == "per turn"
+    log_weights = double_loop(train.double() - rollout.double(), mask, decay, per_turn)
+    expected = log_weights.clamp(-20, 20).exp().where(mask, 0.0)
     options = {"rollout_is": "horizon", "rollout_is_horizon": decay, "rollout_is_threshold": None, "impl": impl}
+    options["rollout_is_horizon_per_turn"] = per_turn
     if packed:
         (train, cu_seqlens), (rollout, _), (mask, _) = (pack(x, inside) for x in (train, rollout, mask))
         found, expected = correct(train, rollout, mask, cu_seqlens=cu_seqlens, **options).weights, expected[inside]
     else:
         found = correct(train, rollout, mask, **options).weights
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_any_length_at_any_address(impl):
+    """The compiled kernel cuts vectors where cache lines begin, and fills up the last tile with slots."""
+    lengths = torch.tensor([1, 3, 5, 63, 64, 65, 130, 513, 575, 700, 1027, 1100])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    tokens = int(lengths.sum())
+    generator = torch.Generator().manual_seed(6)
+    rollout = -1 - torch.rand(tokens, generator=generator)
+    # A mean that is not 0 shows slots that are counted as tokens, in the extremes and moments of weights.
+    train = rollout + 0.005 + 0.01 * torch.randn(tokens, generator=generator)
+    d = train.double() - rollout.double()
+    whole = (d.split(lengths.tolist()), torch.ones(1, 1100, dtype=torch.bool))
+    expected = torch.cat([double_loop(own[None], whole[1][:, : len(own)], 0.9)[0].exp() for own in whole[0]])
+    options = {"rollout_is": "horizon", "rollout_is_horizon": 0.9, "rollout_is_threshold": None}
+    arguments = train, rollout, torch.ones(tokens, dtype=torch.bool)
+    found = correct(*arguments, cu_seqlens=cu_seqlens, **options, impl=impl)
+    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-6, atol=0)
+    metrics = found.metrics(prefix="")
+    wanted = {"mean": expected.mean(), "std": expected.std(correction=0), "min": expected.min(), "max": expected.max()}
+    for name, value in wanted.items():
+        assert metrics[f"rollout_is_{name}"] == pytest.approx(value.item(), rel=1e-6 if name != "std" else 1e-4), name
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -253,16 +319,16 @@ def test_position_ids_reveal_slices_out_of_order(own, other, mixed, monkeypatch)
     x, positions = torch.zeros(1, 4), torch.tensor([own])
     found = None
     try:
-        rollout_correction._check_slice_order(Batch(x, x, torch.ones(1, 4)), positions, None)
+        rollout_correction._check_rank_slice_order(Batch(x, x, torch.ones(1, 4)), positions, None)
     except ValueError as error:
         found = str(error)
-    assert (found is not None and "of sequence 0 overlap" in found) == mixed
+    assert (found is not None and "in sequence 0 rank 1 begins at position" in found) == mixed
 
 
 def test_slices_without_positions_are_refused():
     x = torch.zeros(1, 4)
     with pytest.raises(ValueError, match=r"no positions show it; pass detail=Detail\(position_ids"):
-        rollout_correction._check_slice_order(Batch(x, x, torch.ones(1, 4)), None, None)
+        rollout_correction._check_rank_slice_order(Batch(x, x, torch.ones(1, 4)), None, None)
 
 
 def test_an_empty_slice_still_exchanges():

@@ -11,7 +11,7 @@ from rollcorr.diagnostics.null import noise_beside, other_rows
 from rollcorr.diagnostics.null.excess import Excess
 from rollcorr.diagnostics.null.null_file import NullMismatchError
 from rollcorr.diagnostics.null.token_share import FIRST_IDS, TokenShare, TokenSums
-from rollcorr.diagnostics.null.weight_judgment import _id_explains_more
+from rollcorr.diagnostics.null.weight_judgment import _token_id_explains_excess
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.run_directory.stored_run import BadInputError
 from tests.diagnostics.null_logs import rollouts, write_rows
@@ -325,7 +325,7 @@ def test_a_share_that_a_quantized_engine_may_have_names_no_weights_by_itself(sha
         return TokenShare(value, 0.005, value * 1e-3, 1e-3, 10_000, 300)
 
     excess = Excess(k3=ratio * 1e-3, expected=1e-3, ratio=ratio, z=1.0, share=of(share), null_share=of(0.04))
-    assert _id_explains_more(excess) == explains
+    assert _token_id_explains_excess(excess) == explains
 
 
 def test_ids_in_effect_by_hand():

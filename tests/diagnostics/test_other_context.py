@@ -58,8 +58,10 @@ def test_displaced_context_spares_equal_neighbors(side, effect, found):
 
 def test_neighbors_explain_by_hand():
     tokens = tokens_of(np.where((tokens_of(np.zeros(len(GRID))).places["repeats"] & 2) > 0, 0.0, -0.5))
-    assert tokens.of_neighbors() == pytest.approx(1.0, abs=0.06)  # positions of different shares explain the rest
-    assert replace(tokens, places={**tokens.places, "repeats": np.zeros_like(IDS)}).of_neighbors() == 0.0
+    assert tokens.share_of_equal_neighbors() == pytest.approx(
+        1.0, abs=0.06
+    )  # positions of different shares explain the rest
+    assert replace(tokens, places={**tokens.places, "repeats": np.zeros_like(IDS)}).share_of_equal_neighbors() == 0.0
 
 
 def test_pairs_at_their_position_show_displacement():

@@ -71,6 +71,20 @@ def test_rows_of_other_requests_are_still_named(share):
     assert finding.evidence["rows_found_elsewhere"] > 10
 
 
+def test_a_frozen_sampler_is_no_other_request():
+    """The same texts come in every step: the sampler's values are those that the trainer had in the first step."""
+    generator = torch.Generator().manual_seed(0)
+    first, later = (-3 * torch.rand(ROWS, 64, generator=generator) - shift for shift in (0.0, 1.5))
+    train, rollout = torch.cat([first, *[later] * (STEPS - 1)]), first.repeat(STEPS, 1)
+    steps = torch.arange(STEPS).repeat_interleave(ROWS)
+    assert "other_request" not in estimate_provenance(train, rollout, steps=steps).codes
+
+    # Within a step, the rows of other requests are still found.
+    train, rollout = first.repeat(STEPS, 1), first.roll(1, dims=0).repeat(STEPS, 1)
+    finding = estimate_provenance(train, rollout, steps=steps).finding("other_request")
+    assert finding.evidence["rows_found_elsewhere"] > 10
+
+
 @pytest.mark.parametrize("constant", [0.0, -1.0])
 def test_constants_are_still_named_beside_old_weights(constant):
     train, rollout = sampled(drift=0.005)

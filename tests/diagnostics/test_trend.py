@@ -195,3 +195,23 @@ def test_a_resumed_monitor_judges_by_the_steps_before():
             resumed.judge(step, bare_metrics(metrics_of(k3)), None)
     assert [alarm.first_step for alarm in resumed.alarms] == [alarm.first_step for alarm in whole.alarms]
     assert resumed.alarms
+
+
+@pytest.mark.parametrize(("vetted", "alarms"), [(1.0, 0), (0.0, 1)])
+def test_a_rise_counts_beyond_the_growth_of_the_null(vetted, alarms):
+    """k3 and the null grow 6-fold. After a restart the last null applies until the next measurement."""
+    judge = RunningJudge()
+    for step in range(1, 61):
+        growth = 6.0 ** (step / 60)
+        null = {"monitor/null_k3": 1e-3 * growth, "monitor/null_std": 0.045 * growth**0.5}
+        null |= {"monitor/null_is_vetted": vetted, "monitor/null_is_large": 0.0}
+        judge.judge(step, bare_metrics(metrics_of(1e-3 * growth)) | (null if step < 50 else {}), None)
+    assert len([alarm for alarm in judge.alarms if alarm.first_step is not None and alarm.metric == "k3_kl"]) == alarms
+
+
+def test_a_null_that_falls_makes_no_rise():
+    judge = RunningJudge()
+    for step in range(1, 41):
+        null = {"monitor/null_k3": 1e-3 * 5.0 ** (-step / 40), "monitor/null_std": 0.04, "monitor/null_is_vetted": 1.0}
+        judge.judge(step, bare_metrics(metrics_of(1e-3)) | null | {"monitor/null_is_large": 0.0}, None)
+    assert judge.alarms == ()

@@ -103,6 +103,23 @@ def test_a_quantized_engine_is_declared(tmp_path):
         null_of_logs([path], engine_precision="bf16")
 
 
+def test_a_declared_precision_explains_a_large_mismatch(tmp_path):
+    """Ranges and "unexplained" named what the null had measured: the log of a declared int4 engine was unhealthy."""
+    path = write_rows(tmp_path / "null.parquet", rollouts(weights=0.5, rows=64, seed=100))
+    null = null_of_logs([path], engine_precision="int4")
+    same = check_logs([write_rows(tmp_path / "log.parquet", rollouts(weights=0.5))], null=null)
+    assert same.metrics["rollout_corr/k3_kl"] > 0.1
+    assert (same.health.verdict, same.health.warnings) == ("healthy", ())
+    measured = {(finding.code, finding.metric) for finding in same.health.findings if finding.follows_from}
+    assert measured >= {("out_of_range", "kl"), ("unexplained", None)}
+
+    # A larger mismatch stays a finding, and so does that of an engine without a declaration.
+    more = check_logs([write_rows(tmp_path / "more.parquet", rollouts(weights=1.2))], null=null)
+    assert more.health.verdict == "unhealthy"
+    undeclared = check_logs([tmp_path / "log.parquet"], null=replace(null, engine_precision=""))
+    assert undeclared.health.verdict == "unhealthy"
+
+
 def test_steps_that_are_no_null_are_not_used(tmp_path):
     """`--null-steps` passes the guard of `rollcorr null`."""
     rows = [{**row, "step": 1 + index // 32} for index, row in enumerate(stale_head(0.3, rows=128))]

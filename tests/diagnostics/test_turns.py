@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from null_logs import rollouts, write_rows
 from typer.testing import CliRunner
 
+from rollcorr import estimate_provenance
 from rollcorr.cli import app
 from rollcorr.diagnostics import check_logs, null_of_logs
 from rollcorr.diagnostics.null.token_ratios import turns_of
@@ -90,3 +92,16 @@ def test_one_version_carries_the_excess(tmp_path):
     result = check_logs([write_rows(tmp_path / "log.parquet", rows)], null=null)
     places = [finding.where for finding in result.hypotheses if finding.where]
     assert places == [{"version": [[4, 4]]}], result.hypotheses
+
+
+@pytest.mark.parametrize("onset", [2, 3, 5])
+def test_short_turns_have_an_exact_onset(onset):
+    """Sixteen tokens after a gap contain two turns of eight, and the first turn with a jump looked larger."""
+    random = torch.Generator().manual_seed(0)
+    rows, turns, length = 200, 6, 8
+    turn = torch.arange(turns).repeat_interleave(length + 1) + 1
+    mask = (torch.arange(len(turn)) % (length + 1) < length).expand(rows, -1)
+    rollout = -3 * torch.rand(rows, len(turn), generator=random)
+    size = 0.01 + 0.03 * (turn > 1) + 1.5 * (turn == onset) + 0.2 * (turn > onset)
+    train = (rollout + size * torch.randn(rollout.shape, generator=random)).clamp(max=0)
+    assert estimate_provenance(train, rollout, mask).finding("turn_drift").evidence["turn"] == onset

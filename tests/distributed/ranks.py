@@ -323,13 +323,14 @@ def overlap(group: Any) -> str:
     return ""
 
 
-HORIZON = {"rollout_is": "horizon", "rollout_is_horizon": 0.7}
+def horizon_fields(per_turn: bool = False) -> dict[str, Any]:
+    return {"rollout_is": "horizon", "rollout_is_horizon": 0.7, "rollout_is_horizon_per_turn": per_turn}
 
 
 def refused(part: Data, group: Any) -> str:
     """Return the error of weights with a horizon on a slice; empty without one."""
     try:
-        corrected(part, HORIZON, context_group=group)
+        corrected(part, horizon_fields(), context_group=group)
     except ValueError as error:
         return str(error)
     return ""
@@ -371,7 +372,11 @@ def scenarios(rank: int, pairs: list[Any], columns: list[Any]) -> Iterator[tuple
         yield ("zig-zag horizon", size), refused(part, group)
         for packed in (False, True):
             part = context_slice(data, size, place, "contiguous", packed=packed)
-            yield ("context horizon", size, packed), corrected(part, HORIZON, context_group=group)
+            for per_turn in (False, True):
+                yield (
+                    ("context horizon", size, packed, per_turn),
+                    corrected(part, horizon_fields(per_turn), context_group=group),
+                )
         for micro_batch in TRAINER_MICRO_BATCHES if HAS_TRAINER else ():
             yield ("trainer", size, micro_batch), trained(group, micro_batch)
     both = {"group": columns[rank % 2], "context_group": pairs[rank // 2]}

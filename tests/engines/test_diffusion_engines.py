@@ -170,7 +170,7 @@ def test_settings_need_a_falling_schedule(sigmas):
 )
 def test_msgpack_by_hand(data, value):
     if value == "list":  # a list cannot be a key
-        with pytest.raises(EngineAnswerError, match="in no MessagePack: unhashable"):
+        with pytest.raises(EngineAnswerError, match="with invalid MessagePack: unhashable"):
             unpack(data)
     else:
         assert unpack(data) == value
@@ -185,7 +185,7 @@ def test_msgpack_by_hand(data, value):
         (b"\x91" * 3000 + b"\xc0", "nested too deeply"),
         (b"\xdd\x00\x01\x11\x70" + b"\x90" * 70000, "more lists and maps than the limit"),
         (b"\xd4\x00\x00", "0xd4 is an extension type"),
-        (b"\xa1\xff", "in no MessagePack"),
+        (b"\xa1\xff", "with invalid MessagePack"),
         (b"", "it ends at byte 0"),
     ],
 )

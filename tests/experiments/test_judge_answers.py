@@ -1,4 +1,4 @@
-"""What the check answers for the judge's logs, by the answer key: some rows of outside faults and of loops."""
+"""What the check answers for the judge's logs, by the answer key: rows of outside faults, loops and healthy logs."""
 
 import collections
 import sys
@@ -12,6 +12,7 @@ pytest.importorskip("pyarrow", reason="needs the extra [log]")
 sys.path.append(str(Path(__file__).parents[2] / "experiments" / "judge"))
 
 import calibrate
+from compact_logs import HEALTHY_FILE
 from judge_key import wilson
 from margins import FITTED, margins
 
@@ -53,6 +54,18 @@ def test_loops_are_named_or_unknown(answers):
     others = {name: outcome for name, (outcome, _) in found.items() if outcome != "right"}
     assert len(found) >= 60
     assert others == OTHERS
+
+
+def test_repeated_contexts_accuse_no_healthy_log():
+    """A few contexts recur in every row: the guard refused each of these nulls, and the log was accused."""
+    found = outcomes(calibrate.answers_of(HEALTHY_FILE), "healthy")
+    assert found == {
+        "healthy/looping-0": ("not judged", "measure_null_again"),
+        "healthy/0.05-bf16-0": ("not judged", "None"),
+        "healthy/0.3-bf16-0": ("right", "ordinary_noise"),
+        "healthy/0.3-fp16-1": ("right", "ordinary_noise"),
+        "healthy/0.6-bf16-1": ("right", "ordinary_noise"),
+    }
 
 
 def test_confidence_is_the_share_that_was_right(answers):

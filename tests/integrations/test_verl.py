@@ -197,7 +197,7 @@ def test_the_raw_configuration_keeps_what_it_is_given_and_checks_it_on_use():
     config = RolloutCorrectionConfig(rollout_is="tokne", rollout_rs_threshold=[1])
     assert config["rollout_is"] == config.get("rollout_is") == config.rollout_is == "tokne"
     assert dict(config)["rollout_rs_threshold"] == [1]
-    assert len(config) == len(list(config)) == 16
+    assert len(config) == len(list(config)) == 17
     with pytest.raises(KeyError):
         config["rollout"]
     with pytest.raises(ValueError, match="'token'"):

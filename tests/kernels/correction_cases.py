@@ -58,6 +58,7 @@ def configurations(draw, bounds=(*WEIGHT_BOUNDS, *MORE_WEIGHT_BOUNDS), levels=LE
     return configuration(
         rollout_is=draw(st.sampled_from(levels)),
         rollout_is_horizon=draw(st.sampled_from([0.6, 0.0, 0.99, 1.0])),
+        rollout_is_horizon_per_turn=draw(st.booleans()),
         rollout_is_threshold=threshold,
         rollout_is_floor=floor,
         rollout_is_batch_normalize=draw(st.booleans()),

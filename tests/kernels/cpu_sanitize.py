@@ -55,7 +55,12 @@ def configs() -> list[RolloutCorrectionConfig]:
     )
     return [
         configuration(
-            rollout_is=level, rollout_is_horizon=0.9, rollout_is_threshold=bound, nonfinite=nonfinite, **rejection
+            rollout_is=level,
+            rollout_is_horizon=0.9,
+            rollout_is_horizon_per_turn=nonfinite == "neutral",
+            rollout_is_threshold=bound,
+            nonfinite=nonfinite,
+            **rejection,
         )
         for level, bound, nonfinite, rejection in options
     ]

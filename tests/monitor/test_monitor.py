@@ -67,6 +67,13 @@ def test_a_configuration_for_one_call_names_the_constructor(tmp_path, config):
         assert monitor.step()["rollout_corr/sequence_count"] == 6.0
 
 
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_missing_argument_names_all_three(tmp_path, missing):
+    arguments = [None if place == missing else values for place, values in enumerate(batch())]
+    with Monitor(tmp_path) as monitor, pytest.raises(TypeError, match="takes train_log_prob, rollout_log_prob and"):
+        monitor.correct(*arguments)
+
+
 def test_micro_batches_of_any_layout_are_merged(tmp_path):
     train, rollout, mask = batch()
     with Monitor(tmp_path / "whole", CONFIG) as whole, Monitor(tmp_path / "parts", CONFIG) as parts:
@@ -190,6 +197,19 @@ def test_the_judge_looks_at_ten_steps_however_long_the_run_is(monkeypatch):
         judge.judge(step, metrics, None)
     assert [steps for steps, _ in looked_at] == [*range(1, 11), *[10] * 190]
     assert len({broken for _, broken in looked_at}) == 1
+
+
+def test_the_judge_computes_only_the_medians_asked_for(monkeypatch):
+    """Listing the names of ten steps took an eighth of a step's time."""
+    listed = []
+    monkeypatch.setattr(
+        "rollcorr.monitor.running_judge.RecentMedians.__iter__", lambda own: iter(listed.append(own) or ())
+    )
+    judge = RunningJudge()
+    metrics = bare_metrics(correct(*batch()).metrics()) | {"actor/policy_kl": 0.0, "actor/first/policy_kl": 0.0}
+    for step in range(1, 13):
+        judge.judge(step, metrics, None)
+    assert listed == []
 
 
 steps_of_runs = st.lists(

@@ -20,10 +20,10 @@ D = 768
 CONFIG = DiffusionActorConfig(rollout_correction={})
 
 
-def add(monitor, kl):
-    """Add a step of 64 pictures with two denoising steps at an exact KL, in nats."""
+def add(monitor, kl, offset=0.0):
+    """Add a step of 64 pictures with two denoising steps at an exact KL, in nats; J is off by an offset."""
     draw = torch.Generator().manual_seed(monitor.steps)
-    joint = -kl + math.sqrt(2 * kl) * torch.randn(64, 2, generator=draw, dtype=torch.float64)
+    joint = offset - kl + math.sqrt(2 * kl) * torch.randn(64, 2, generator=draw, dtype=torch.float64)
     rollout = 0.3 + 0.001 * torch.randn(64, 2, generator=draw, dtype=torch.float64)
     monitor.add(
         correct_steps(rollout + joint / D, rollout, CONFIG, exact_kl=torch.full((64, 2), float(kl)), dimensions=D)
@@ -41,6 +41,13 @@ def test_a_rise_of_the_exact_kl_alarms(tmp_path, growth, codes):
         assert {alarm.code for alarm in monitor.alarms} == codes
         assert {alarm.metric for alarm in monitor.alarms} <= {"exact_kl_mean"}
         assert "not recorded" not in " ".join(monitor.not_judged)
+
+
+def test_a_schedule_that_differs_alarms(tmp_path):
+    with Monitor(tmp_path) as monitor:
+        add(monitor, 0.02, offset=5.0)
+        assert [alarm.code for alarm in monitor.alarms] == ["schedule_differs"]
+        assert monitor.verdict == "unhealthy"
 
 
 def test_a_picture_null_without_rollouts_is_named(tmp_path):

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollcorr import Monitor, SamplingSpec
 from rollcorr.correction.weight_probe import WeightProbe
+from rollcorr.monitor.own_null import MOST_STEPS, OwnNull
 from rollcorr.rollout_log import RolloutBatch
 
 HEAD, OTHER = head(), head() + 0.02 * head(seed=9)
@@ -85,8 +86,14 @@ def test_stale_steps_make_no_null(tmp_path):
     assert "monitor/null_k3" not in metrics
 
 
-def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None):
-    """Return the alarms and the step of the first one, in a run that measures its null every ten steps."""
+def test_no_more_steps_are_kept_than_needed():
+    """The writer thread may be late, so that no null was made yet."""
+    null = OwnNull(None, None, from_first_steps=True)
+    assert [null.wants({}) for _ in range(MOST_STEPS + 1)] == [True] * MOST_STEPS + [False]
+
+
+def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None, every=10):
+    """Return the alarms and the step of the first one, in a run that measures its null again and again."""
     step_size = 0.002 * torch.randn(HEAD.shape, generator=torch.Generator().manual_seed(seed))
     with Monitor(folder, sampling=SPEC) as monitor:
         for step in range(1, steps + 1):
@@ -95,7 +102,7 @@ def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None):
             if stops_at is not None:
                 train = train + step * step_size
                 rollout = HEAD + min(step, stops_at) * step_size
-            if step % 10 == 1:
+            if step % every == 1:
                 monitor.add(measured(1000 * seed + step, train, rollout))
                 monitor.flush()
             rows = sample(1000 * seed + step, train, rollout)
@@ -106,20 +113,40 @@ def run_with_fresh_nulls(folder, seed, *, steps, sharper=1.0, stops_at=None):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("steps", "sharper", "entropy"), [(20, 1.9, 0.5), (40, 1.9, 0.5), (80, 3.0, 0.3)])
-def test_a_policy_that_becomes_sharper_raises_no_alarm(tmp_path, steps, sharper, entropy, seed):
-    """At 0.3 of the entropy k3 is 3 times that of the first steps, and so is the newest null."""
+@pytest.mark.parametrize(
+    ("steps", "every", "sharper", "entropy"),
+    [(20, 10, 1.9, 0.5), (20, 10, 3.0, 0.3), (40, 10, 3.0, 0.3), (80, 20, 3.0, 0.3)],
+)
+def test_a_policy_that_becomes_sharper_raises_no_alarm(tmp_path, steps, every, sharper, entropy, seed):
+    """At 0.3 of the entropy k3 is 3 times that of the first steps, and so is the null, however few its tokens."""
     context = torch.randn(999, 16, generator=torch.Generator().manual_seed(seed))
     entropies = [torch.distributions.Categorical(logits=context @ HEAD * x).entropy() for x in (1, sharper)]
     assert entropies[1].mean() < entropies[0].mean() * entropy
-    assert run_with_fresh_nulls(tmp_path, seed, steps=steps, sharper=sharper)[0] == ()
+    assert run_with_fresh_nulls(tmp_path, seed, steps=steps, sharper=sharper, every=every)[0] == ()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stopped_sync_is_found_within_ten_steps(tmp_path, seed):
-    alarms, step, _ = run_with_fresh_nulls(tmp_path, seed, steps=45, stops_at=25)
+    """Also if the next measurement comes a few steps later, and is of the old weights itself."""
+    stop = 24 + 2 * seed
+    alarms, step, _ = run_with_fresh_nulls(tmp_path, seed, steps=stop + 20, stops_at=stop)
     assert alarms
-    assert 26 <= step <= 35
+    assert 1 <= step - stop <= 10
+
+
+def test_a_small_null_asks_for_more_tokens(tmp_path):
+    with Monitor(tmp_path, sampling=SPEC) as monitor:
+        monitor.add(measured(0, HEAD))
+        monitor.flush()
+        for step in range(1, 13):
+            metrics = add(monitor, sample(step, HEAD))
+        assert (metrics["monitor/null_is_vetted"], metrics["monitor/null_is_large"]) == (1, 0)
+        assert "has too few tokens; measure it again" in " ".join(monitor.not_judged)
+        for seed in range(1, 4):
+            monitor.add(measured(seed, HEAD))
+        monitor.flush()
+        assert add(monitor, sample(13, HEAD))["monitor/null_is_large"] == 1
+        assert monitor.verdict == "healthy"
 
 
 @pytest.mark.parametrize("fault", [None, "shift", "temperature", "other weights"])

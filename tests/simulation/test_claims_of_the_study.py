@@ -223,6 +223,23 @@ def test_one_case_that_fails_before_the_clamp_shows_that_it_can_happen():
     assert word(measured_weight_claims.before_clamp, *[fine] * 10) == FAILS
 
 
+def test_only_the_longest_responses_show_safety_from_the_clamp():
+    def pair(engine, at_the_end):
+        return [row(engine=engine, T=T, kl=0.003, saturated_low=low) for T, low in ((16, 0.0), (2048, at_the_end))]
+
+    assert word(measured_weight_claims.safe_below, *pair("safe", 0.05)) == REPEATS
+    found = judged(measured_weight_claims.safe_below, *pair("safe", 0.05), *pair("clamped", 0.125))
+    assert (found.word, found.why) == (PARTLY, "in 1 of 2 cases")
+
+
+def test_frequent_clamping_shows_the_share_of_weights():
+    cells = [cell("stale_quantized", "seq_tis", seed, saturated_low=[0.0, 0.1, 0.1, 0.1 * seed]) for seed in (0, 1)]
+    found = judged(trained_claims.clamping, cells=cells)
+    assert found.word == PARTLY
+    assert found.why == "in 5 of 8 steps, with 6.2% of the weights"
+    assert "2 to 3 of 4 by seed" in found.seen
+
+
 def test_pairs_that_never_reach_the_clamp_count_against_its_rule():
     def pair(engine, at_the_end):
         lengths = [16, 128, 1024, 2048]
@@ -473,8 +490,10 @@ def test_a_policy_is_back_when_it_reaches_its_start_again():
 def test_orders_hold_are_slower_or_are_broken():
     judge = laboratory_claims.order("token", "bias, of T")
     for slope, expected in ((2.02, REPEATS), (1.0, PARTLY), (2.5, FAILS)):
-        fit = {"estimator": "token", "quantity": "bias, of T", "published": 2.0, "slope": slope}
-        assert judge(Evidence(orders=[fit])).word == expected
+        fit = {"estimator": "token", "quantity": "bias, of T", "published": 2.0, "slope": slope, "pair": "coin"}
+        verdict = judge(Evidence(orders=[fit]))
+        assert verdict.word == expected
+        assert "each on one pair of policies: bias in T" in verdict.seen
 
 
 def test_untruncated_weights_are_unbiased_only_within_rounding():

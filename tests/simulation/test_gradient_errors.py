@@ -148,7 +148,8 @@ def test_every_batch_of_two_has_the_mean_and_variance_that_the_sums_give(config)
 
 def test_rows_by_counts_measure_what_rows_by_sequences_measure():
     pair = make_pair("noise", 0.6, vocabulary=3, length=6, states=1, outcome=True)
-    for name in (*PRESETS, None):
+    # Counts lose the order of the tokens, which a horizon reads.
+    for name in (*(name for name in PRESETS if "_horizon_" not in name), None):
         config = None if name is None else preset(name)
         one, other = (gradient_sums(rows, config) for rows in (every_count(pair), every_sequence(pair)))
         for field in ("kept_weight", "first", "factors", "tokens"):

@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: LivePage
 
     def do_GET(self) -> None:
-        """Send the page or its version. A name other than this server's belongs to a page that was rebound to it."""
+        """Send the page or its version. Reject other host names (DNS rebinding), and a host without a port."""
         host = self.headers.get("Host", "").rpartition(":")[0]
         content = {"/": self.server.page, "/version": self.server.version}.get(self.path)
         if host not in (LOOPBACK, "localhost") or content is None:
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             text = content()
-        except (OSError, ValueError) as error:  # a run that is being moved, or written just now
+        except (OSError, ValueError) as error:  # the run is being moved or written
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, type(error).__name__)
             return
         body = text.encode()

@@ -177,7 +177,7 @@ def measure(
                     train_dtype=train_dtype,
                 )
             if of_pictures:
-                _write_pictures(rollouts, config or [], sampler, trainer, pictures=rows, trust=trust)
+                _write_picture_rollouts(rollouts, config or [], sampler, trainer, pictures=rows, trust=trust)
 
             # Null files are there already; everything else is measured.
             merging = bool(logs) and all(path.suffix == ".json" for path in logs)
@@ -243,7 +243,7 @@ def _check_one_source(
             raise BadInputError(message)
 
 
-def _write_pictures(
+def _write_picture_rollouts(
     target: Path, config: list[str], sampler: str | None, trainer: str | None, *, pictures: int, trust: bool
 ) -> None:
     """Sample pictures, score them, and write the rollouts.
@@ -295,7 +295,7 @@ def _write_sampled_rollouts(
     sampling: dict[str, Any],
     **settings: Any,  # noqa: ANN401 (of `engine_null_rollouts`)
 ) -> None:
-    """Sample from the engine, score, and write the rollouts; an interrupt removes the output.
+    """Sample from the engine, score, and write the rollouts. An interrupt during sampling writes nothing.
 
     Raises:
         BadInputError: a setting or a prompt is invalid.
@@ -304,23 +304,24 @@ def _write_sampled_rollouts(
     from rollcorr.rollout_log import RolloutLogWriter
     from rollcorr.train.grpo.engine_null import engine_null_rollouts, read_prompts
 
-    given = {}
+    engine_options = {}
     try:
         for option in options:
             name, equals, value = option.partition("=")
             if not (name and equals):
                 raise ValueError(f"--engine-option {option[:60]!r} is not of the form NAME=VALUE")
-            given[name] = load_yaml(value)
+            engine_options[name] = load_yaml(value)
         with row_progress("sampling") as on_rows:
             texts, spec = read_prompts(prompts), SamplingSpec(**sampling)
+            # Sample everything first, so that a failure leaves no file.
             batches = list(
-                engine_null_rollouts(texts, engine_options=given, sampling=spec, on_rows=on_rows, **settings)
+                engine_null_rollouts(texts, engine_options=engine_options, sampling=spec, on_rows=on_rows, **settings)
             )
         with RolloutLogWriter(target) as log:
             for batch in batches:
                 log.write(batch)
     except (TypeError, ValueError) as error:
-        # The error names a run's option; this command's option has a different name.
+        # Translate the run's option names to this command's, the longest prefix first.
         text = str(error).replace("rollout.engine_options.", "--engine-option ").replace("rollout.sampling.", "--")
         raise BadInputError(text.replace("rollout.", "--")) from error
 

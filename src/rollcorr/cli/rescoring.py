@@ -24,7 +24,8 @@ def confirm_cause(
         list[Path], typer.Argument(help="Rollout logs with prompt_ids, response_ids and both sides' log-probs.")
     ],
     model: Annotated[
-        str, typer.Option(metavar="DIR", help="The trainer's weights at the logged steps, as `save_pretrained` writes.")
+        str,
+        typer.Option(metavar="DIR", help="The trainer's weights before the logged steps, as `save_pretrained` writes."),
     ],
     steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Only these steps of the logs. [default: all]")
@@ -39,11 +40,12 @@ def confirm_cause(
     """Name the change of the scoring that explains a mismatch, from rows scored again.
 
     The trainer's model scores the worst rows under variants: temperatures, penalties, top-p and top-k, BOS, chat
-    template, prompts of other rows, bfloat16, logits that are not shifted. The variant that equals the sampler's or
-    the trainer's log-probs is the cause.
+    template, prompts of other rows, bfloat16, logits that are not shifted, dropout off. The variant that equals the
+    sampler's or the trainer's log-probs is the cause.
 
-        rollcorr confirm run/rollouts --model checkpoints/step_40 --steps 40:40
+        rollcorr confirm run/rollouts --model run/checkpoints/step_000040 --steps 41:41
 
+    The weights that step 40 saves sample and score step 41.
     Ctrl-C prints the result of the rows scored so far. Exit codes: 0 confirmed, or no mismatch, 2 bad input, 3 no
     variant explains it, 130 interrupted.
     """

@@ -80,8 +80,7 @@ def in_one_line(error: object, *, characters: int = 1500) -> str:
     text = " ".join(str(error).split())
     if len(text) <= characters:
         return text
-    half = characters // 2
-    return f"{text[:half]} … {text[-half:]}"
+    return f"{text[: characters // 2]} … {text[-(characters // 2) :]}"
 
 
 def warn_inert(config: object, inert: Iterable[tuple[str, str]]) -> None:

@@ -7,8 +7,10 @@ callers that only need a configuration. The field-by-field rules are in `rollcor
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from rollcorr.config.checks import check_bool, check_choice, unknown_name
@@ -24,7 +26,7 @@ from rollcorr.config.generations import (
     Schema,
 )
 from rollcorr.config.sampling_spec import SamplingSpec
-from rollcorr.config.schemas import SECTION, find_schema, owners
+from rollcorr.config.schemas import SECTION, find_schema, nested, overrides, owners
 
 __all__ = ["Conversion", "FieldReport", "Schema", "convert", "converted_document", "resolve"]
 
@@ -95,6 +97,7 @@ def convert(raw: Mapping[str, Any], *, schema: Schema | None = None) -> Conversi
         config = RolloutCorrectionConfig.preset(options)
         draft.report.append(FieldReport(SECTION, options, f"preset {options}", "a text names a preset"))
     else:
+        options.pop("_target_", None)  # Hydra's
         _check_keys(options, schema)
         schema = schema or find_schema(options, flat=flat)
         config, draft = CONVERTERS[schema](options)
@@ -148,22 +151,41 @@ def converted_document(raw: Mapping[str, Any], conversion: Conversion) -> dict[s
     return {"algorithm": {SECTION: section}}
 
 
-def expand_dotted(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document with each dotted key, such as `algorithm.rollout_is`, written out as nested blocks.
+def expand_dotted(document: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a document, or its items, with each dotted key, such as `algorithm.rollout_is`, as nested blocks.
 
-    A `+` before a key, Hydra's mark of a new key, has no effect.
+    Raises:
+        ValueError: an option is written twice, or beside a preset; the message contains overrides to type.
     """
-    expanded: dict[str, Any] = {}
-    for key, value in document.items():
-        *blocks, name = key.removeprefix("+").split(".") if isinstance(key, str) else [key]
-        section = expanded
-        for block in blocks:
-            inner = section.get(block)
-            section[block] = dict(inner) if isinstance(inner, Mapping) else {}
-            section = section[block]
-        both = isinstance(value, Mapping) and isinstance(section.get(name), Mapping)
-        section[name] = {**section[name], **value} if both else value
-    return expanded
+    return reduce(
+        join_blocks, itertools.starmap(nested, document.items() if isinstance(document, Mapping) else document), {}
+    )
+
+
+def join_blocks(first: Any, second: Any, *, path: str = "", later_wins: bool = False) -> Any:  # noqa: ANN401 (any value)
+    """Return two blocks of options as one.
+
+    Args:
+        first: a block.
+        second: the other block.
+        path: their name, with a dot behind it; empty for whole documents.
+        later_wins: the second block's values replace the first's; otherwise, two values of an option raise.
+    """
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        both = {
+            key: join_blocks(first[key], value, path=f"{path}{key}.", later_wins=later_wins)
+            for key, value in second.items()
+            if key in first
+        }
+        return {**first, **second, **both}
+    if not later_wins and first != second:
+        name = path.removesuffix(".")
+        value, options = sorted((first, second), key=lambda part: isinstance(part, Mapping))
+        raise ValueError(
+            f"{name!r} is written twice: keep one, or write both as overrides: "
+            f"{overrides({name: value})} {overrides({name: options})}"
+        )
+    return second
 
 
 def _locate_options(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None, bool, Mapping[str, Any] | None]:
@@ -180,7 +202,7 @@ def _locate_options(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None
         algorithm = _subsection(raw, "algorithm")
         rollout = _subsection(_subsection(raw, "actor_rollout_ref"), "rollout") or None
     elif SECTION not in raw:
-        return _drop_target(raw), False, None
+        return dict(raw), False, None
 
     # The first schema put its options flat into `algorithm`; later schemas have their own section.
     _check_spelling("algorithm", algorithm, (*OPTION_NAMES, SECTION))
@@ -194,7 +216,7 @@ def _locate_options(raw: Mapping[str, Any]) -> tuple[dict[str, Any] | str | None
             f"or write algorithm.{SECTION}=null before the overrides that replace the file's correction"
         )
     if not isinstance(options, str):
-        options = _drop_target(_require_mapping(f"algorithm.{SECTION}", options))
+        options = dict(_require_mapping(f"algorithm.{SECTION}", options))
     return options, False, rollout
 
 
@@ -257,11 +279,6 @@ def _read_rollout(rollout: Mapping[str, Any], config: RolloutCorrectionConfig | 
             "processed_logprobs). With temperature, top_p or top_k in use the two differ: set it."
         )
     return sampling
-
-
-def _drop_target(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section's options without Hydra's `_target_`."""
-    return {key: value for key, value in section.items() if key != "_target_"}
 
 
 def is_option(key: object) -> bool:

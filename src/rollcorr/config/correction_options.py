@@ -78,28 +78,31 @@ class RolloutCorrectionConfig(NamedPresets):
     Attributes:
         rollout_is: level of the importance weights: "token" ρ_t, "sequence" Π_t ρ_t, "geometric" (Π_t ρ_t)^(1/T),
             "horizon" Π_s ρ_s^(λ^|t−s|) (experimental). Optional; no weights are computed by default.
-        rollout_is_threshold: a ceiling C truncates: min(w, C). A band "lo_hi" zeroes weights outside it (IcePop), and
-            "0_hi" or "lo_inf" leaves a side open. If None, only `safety_bound` limits the weights.
+        rollout_is_threshold: a ceiling C truncates weights to min(w, C). A band "lo_hi" sets weights outside it to 0
+            (IcePop); "0_hi" and "lo_inf" have one open side. If None, only `safety_bound` limits the weights.
         rollout_is_batch_normalize: divide the weights by their mean over the batch (after truncation).
-        rollout_rs: rejection criteria, as one comma-separated string or a list. Each is scope_kind with scope token,
-            seq_sum, seq_mean or seq_max and kind k1, k2 or k3 (there is no seq_max_k1); for diffusion also step_kl.
-            A unit is kept if it meets all of them. The field stores them as one string.
+        rollout_rs: rejection criteria, as one comma-separated string or a list. The name of a criterion is scope_kind,
+            with scope token, seq_sum, seq_mean or seq_max and kind k1, k2 or k3 (except seq_max_k1); diffusion also
+            has step_kl. A token is kept if it and its sequence meet all criteria. The field stores one string.
         rollout_rs_threshold: one threshold for all criteria, or a comma-separated list with one for each.
-        bypass_mode: use μ as π_old, and skip the old log-probs.
+        bypass_mode: use μ as π_old; old log-probs are then not needed.
         loss_type: "ppo_clip", or (bypass only) "reinforce".
-        rollout_token_veto_threshold: reject a sequence with any token of ρ_t strictly below this; off by default.
-        apply_is: False measures the weights and leaves the loss unweighted.
-        nonfinite: action for a NaN or ±inf log-prob on a valid token: reject the token, reject its sequence, count as
-            ratio 1, or raise an error (which waits for the device).
+        rollout_token_veto_threshold: reject sequences that contain a token with ρ_t below this; off by default.
+        apply_is: whether weights multiply the loss; if False, they are only measured.
+        nonfinite: action for a valid token with a missing log-prob (NaN or ±inf, except log π = −inf, whose ratio is
+            0): "reject_token", "reject_sequence", "neutral" (ratio 1), or "raise" an error, which waits for the device.
         safety_bound: log weights are clamped to ± this value, in nats, before exp. At most 88, the limit of float32.
-        normalizer: denominator of the loss: the "kept" units, all "original" tokens, or the applied "weights".
-        batch_normalize_over: units in the batch mean: all "valid" ones, or only the "kept" ones.
+        normalizer: denominator of the loss: the "kept" or all "original" tokens or sequences, as `loss_agg_mode` counts
+            them, or the sum of the applied "weights".
+        batch_normalize_over: weights that `rollout_is_batch_normalize` averages: all "valid" ones, or only "kept" ones.
         rollout_is_floor: the smallest weight: max(w, floor), with or without a ceiling. A ratio of exactly 0 keeps the
             weight 0. Optional; no floor by default.
         rollout_is_horizon: λ of "horizon", 0 to 1: 0 gives token weights, 1 sequence weights; 1/(1 − λ) is the horizon
-            in tokens. "auto" chooses it for each batch, from its size and its mismatch.
-        impl: kernel to use: "auto" selects the fastest one proven on the device. It does not change the computation, so
-            configurations that differ only in it are equal.
+            in tokens. "auto" chooses λ for each batch, from the batch's size and mismatch.
+        rollout_is_horizon_per_turn: end the products of "horizon" at each gap in the response mask, so that only ratios
+            of the same turn count.
+        impl: kernel to use. "auto" selects the fastest one that passed its tests on the device. Configurations that
+            differ only in this field are equal.
 
     Raises:
         TypeError: a value has an invalid type (a bool is not a number, a list is not a threshold).
@@ -128,13 +131,14 @@ class RolloutCorrectionConfig(NamedPresets):
     batch_normalize_over: NormalizedUnits = "valid"
     rollout_is_floor: float | None = None
     rollout_is_horizon: float | Literal["auto"] | None = None
+    rollout_is_horizon_per_turn: bool = False
     impl: Implementation = field(default="auto", compare=False)
 
     def __post_init__(self) -> None:
         # First check each field: choices, switches, numbers. Of the choices, only `rollout_is` may be `None`.
         for option, choices in _OPTION_TYPES.items():
             check_choice(option, getattr(self, option), get_args(choices), optional=option == "rollout_is")
-        for option in ("rollout_is_batch_normalize", "bypass_mode", "apply_is"):
+        for option in ("rollout_is_batch_normalize", "rollout_is_horizon_per_turn", "bypass_mode", "apply_is"):
             check_bool(option, getattr(self, option))
 
         self._set_frozen(
@@ -248,17 +252,15 @@ class RolloutCorrectionConfig(NamedPresets):
 
         With the default `nonfinite="reject_token"`, missing log-probs then only leave the metrics.
         """
-        rejects = bool(self.criteria) or self.rollout_token_veto_threshold is not None
-        rejects = rejects or self.nonfinite == "reject_sequence"
+        rejects = self.criteria or self.rollout_token_veto_threshold or self.nonfinite == "reject_sequence"
         return not (self.bypass_mode or self.weights_reach_loss or rejects)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values; `RolloutCorrectionConfig(**config.to_dict())` equals the original."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def _set_frozen(self, option: str, value: object) -> None:
-        """Set a field of the frozen dataclass to its checked form during construction."""
-        object.__setattr__(self, option, value)
+    # During construction, a frozen dataclass sets a field to its checked form.
+    _set_frozen = object.__setattr__
 
     def _parse_thresholds(self) -> None:
         """Parse and normalize the threshold fields: numbers become floats, criteria lose duplicates."""
@@ -308,10 +310,16 @@ class RolloutCorrectionConfig(NamedPresets):
             (not computed and self.rollout_is_threshold != 2.0, "rollout_is_threshold", without_is),
             (not computed and self.rollout_is_floor is not None, "rollout_is_floor", without_is),
             (not computed and not self.apply_is, "apply_is", without_is),
-            (
-                self.rollout_is != "horizon" and self.rollout_is_horizon is not None,
-                "rollout_is_horizon",
-                "has no effect without rollout_is='horizon'; set that, or leave this out",
+            *(
+                (
+                    self.rollout_is != "horizon" and value not in (None, False),
+                    option,
+                    "has no effect without rollout_is='horizon'; set that, or leave this out",
+                )
+                for option, value in (
+                    ("rollout_is_horizon", self.rollout_is_horizon),
+                    ("rollout_is_horizon_per_turn", self.rollout_is_horizon_per_turn),
+                )
             ),
             (
                 computed and self.apply_is and not applied,

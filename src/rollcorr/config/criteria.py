@@ -151,11 +151,10 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
             f"rollout_rs names {len(listed)} criteria ({', '.join(listed)}) but rollout_rs_threshold {threshold!r} "
             f"gives {len(texts)}: give one to share, or one for each"
         )
-    if len(texts) == 1:
-        texts = texts * len(listed)
 
+    # One threshold counts for every criterion.
     criteria: dict[str, Criterion] = {}
-    for name, text in zip(listed, texts, strict=True):
+    for name, text in zip(listed, texts * (len(listed) // len(texts)), strict=True):
         criterion = _parse_criterion(name, text)
         if criteria.setdefault(name, criterion) != criterion:
             raise ValueError(f"rollout_rs names {name} twice with different bounds in {threshold!r}; keep one of them")

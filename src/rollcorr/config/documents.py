@@ -165,10 +165,9 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 - a document contains any plain
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    except _LimitError as error:
-        raise ValueError(_format_error(error)) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"not a YAML document: {_format_error(error)}") from error
+        problem = "" if isinstance(error, _LimitError) else "not a YAML document: "
+        raise ValueError(problem + _format_error(error)) from error
 
 
 def read_yaml_text(path: Path) -> str:

@@ -8,20 +8,22 @@ generation had no option of the preset's name. `rollcorr.config.conversion` read
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from rollcorr.config.conversion import OPTION_NAMES, expand_dotted, is_option
+from rollcorr.config.conversion import OPTION_NAMES, expand_dotted, is_option, join_blocks
 from rollcorr.config.correction_options import RolloutCorrectionConfig
 from rollcorr.config.documents import load_yaml, read_yaml_text
-from rollcorr.config.schemas import SECTION, find_schema
+from rollcorr.config.schemas import SECTION, find_schema, nested, overrides
 from rollcorr.config.secrets import redact_text
 
-ASSIGNMENT = re.compile(r"^ *(\+?[\w.-]+) *= *(.*?)[ \\]*$", re.MULTILINE)
+ASSIGNMENT = re.compile(r"^ *(?:Configuration: *)?(\+?[\w.-]+) *= *(.*?)[ \\]*$", re.MULTILINE)
+_IN_PROSE = re.compile(r'(?<![\w.])(\+?[\w.]+) *= *("[^"]*"|[\w.+-]+)')
 
 
 def read_options(path: Path) -> Any:  # noqa: ANN401 (a file may contain any plain value)
@@ -29,11 +31,22 @@ def read_options(path: Path) -> Any:  # noqa: ANN401 (a file may contain any pla
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: as `read_yaml_text` and `load_yaml`.
+        ValueError: as `read_yaml_text` and `load_yaml`; for lines, the message contains overrides to type.
     """
     text = read_yaml_text(path)
     lines = [line for line in text.splitlines() if line.partition("#")[0].strip()]
-    return load_yaml(ASSIGNMENT.sub(r"\1: \2", text) if lines and all(map(ASSIGNMENT.match, lines)) else text)
+    if not lines or not all(map(ASSIGNMENT.match, lines)):
+        return load_yaml(text)
+    try:
+        return load_yaml(ASSIGNMENT.sub(r"\1: \2", text))
+    except ValueError as error:
+        raise ValueError(f"{error}{_overrides_in(text)}") from error
+
+
+def _overrides_in(text: str) -> str:
+    """Return the end of an error: the first value of each option in prose, or in alternatives, as overrides."""
+    typed = {name: value.strip('"') for name, value in reversed(_IN_PROSE.findall(text))}
+    return f". Write overrides instead: {redact_text(overrides(typed))}" if typed else ""
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -49,7 +62,7 @@ def parse_override(text: str) -> dict[str, Any]:
     parts = name.strip().removeprefix("+").split(".")
     shown = reprlib.repr(redact_text(text))
     if not separator or not all(re.fullmatch(r"[\w-]+", part) for part in parts):
-        raise ValueError(f"override {shown} is not of the form dotted.name=value")
+        raise ValueError(f"override {shown} is not of the form dotted.name=value{_overrides_in(text)}")
 
     # The last part stays a key, so that YAML reads the value as it would in a file: thresholds keep their underscore.
     try:
@@ -58,10 +71,8 @@ def parse_override(text: str) -> dict[str, Any]:
             raise ValueError("it sets more than one option; write one override for each")
         (parsed,) = document.values()
     except ValueError as error:
-        raise ValueError(f"override {shown}: {error}") from error
-    for part in reversed(parts):
-        parsed = {part: parsed}
-    return dict(parsed)
+        raise ValueError(f"override {shown}: {error}{_overrides_in(text)}") from error
+    return nested(name.strip(), parsed)
 
 
 def read_document(arguments: Sequence[str]) -> Any:  # noqa: ANN401 (a file may contain any plain value)
@@ -71,8 +82,8 @@ def read_document(arguments: Sequence[str]) -> Any:  # noqa: ANN401 (a file may 
         OSError: the file cannot be read.
         ValueError: there are two files, the file is no YAML, or an override is malformed.
     """
-    # A folder's name may contain "=".
-    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
+    # A folder's name may contain "=". A text longer than a path is no file, and no error of `os.path.isfile`.
+    files = [text for text in arguments if "=" not in text or os.path.isfile(text)]
     if len(files) > 1:
         raise ValueError(f"one configuration file at most, got {', '.join(files)}; write a change as name=value")
     layers = [read_options(Path(file)) for file in files]
@@ -97,7 +108,7 @@ def merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     documents = [expand_dotted(layer) for layer in layers]
     if any("algorithm" in document or "actor_rollout_ref" in document for document in documents):
         documents = [under_algorithm(document) for document in documents]
-    merged = _with_correction(reduce(_merged, documents, {}), documents)
+    merged = _with_correction(reduce(partial(join_blocks, later_wins=True), documents, {}), documents)
     sections = [document["algorithm"] for document in documents if isinstance(document.get("algorithm"), Mapping)]
     if sections and isinstance(merged["algorithm"], Mapping):
         merged["algorithm"] = _with_correction(merged["algorithm"], sections)
@@ -108,13 +119,6 @@ def under_algorithm(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document with a correction, or options of one, at the top moved into `algorithm`."""
     places = {name: f"algorithm.{SECTION}.{name}" for name in OPTION_NAMES} | {SECTION: f"algorithm.{SECTION}"}
     return expand_dotted({places.get(key, key): value for key, value in document.items()})
-
-
-def _merged(below: object, above: object) -> Any:  # noqa: ANN401 (a value or a block)
-    if not isinstance(above, Mapping):
-        return above
-    merged = dict(below) if isinstance(below, Mapping) else {}
-    return merged | {key: _merged(merged.get(key), value) for key, value in above.items()}
 
 
 def _with_correction(section: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,15 +18,15 @@ class LossConfig:
     """Configuration of clipping and aggregation of the policy loss.
 
     Attributes:
-        clip_ratio_low: ε_lo: the ratio is clipped at 1 − ε_lo from below, in [0, 1].
-        clip_ratio_high: ε_hi: the ratio is clipped at 1 + ε_hi from above, ≥ 0.
-        clip_ratio_c: dual clip: for A < 0 the loss is at most −c A. c > 1. Defaults to 3; None disables it.
+        clip_ratio_low: ε_lo, in [0, 1]: the ratio's lower clip is 1 − ε_lo.
+        clip_ratio_high: ε_hi, ≥ 0: the ratio's upper clip is 1 + ε_hi.
+        clip_ratio_c: c > 1 of the dual clip: for A < 0 the loss is at most −c A. Defaults to 3; None disables it.
         loss_agg_mode: aggregation of token losses into one number. Defaults to "token-mean" for ppo_clip and to
             "seq-mean-token-sum" for reinforce.
-        loss_scale_factor: divisor of "seq-mean-token-sum-norm", in tokens. That mode requires it, because the
-            padded length would make the gradient depend on padding.
+        loss_scale_factor: divisor for "seq-mean-token-sum-norm", in tokens. This mode requires it, because a division
+            by the padded length would make the gradient depend on padding.
         kl_coef: weight of the divergence from the reference policy, ≥ 0.
-        kl_estimator: estimator of that divergence per token: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl`).
+        kl_estimator: per-token estimator of this divergence: "k1", "k2" or "k3" (`rollcorr.core.losses.reference_kl`).
         entropy_coef: weight of the entropy bonus, ≥ 0.
 
     Raises:
@@ -54,8 +54,13 @@ class LossConfig:
         if self.loss_scale_factor is not None:
             check_number("loss_scale_factor", self.loss_scale_factor, above=0)
             if self.loss_agg_mode != "seq-mean-token-sum-norm":
-                reason = (
-                    f"has no effect with loss_agg_mode={self.loss_agg_mode!r}; it divides in "
-                    "'seq-mean-token-sum-norm' only"
+                warn_inert(
+                    self,
+                    [
+                        (
+                            "loss_scale_factor",
+                            f"has no effect with loss_agg_mode={self.loss_agg_mode!r}; it divides in "
+                            "'seq-mean-token-sum-norm' only",
+                        )
+                    ],
                 )
-                warn_inert(self, [("loss_scale_factor", reason)])

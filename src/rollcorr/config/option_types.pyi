@@ -29,6 +29,8 @@ PresetName: TypeAlias = Literal[
     "bypass_pg_geo_rs_token_tis",
     "disabled",
     "measure",
+    "decoupled_horizon_is",
+    "bypass_pg_horizon_is",
     "tis",
     "seq_tis",
     "mis",
@@ -61,6 +63,7 @@ class CorrectionOptions(TypedDict, total=False):
     batch_normalize_over: NormalizedUnits
     rollout_is_floor: float | None
     rollout_is_horizon: float | Literal["auto"] | None
+    rollout_is_horizon_per_turn: bool
 
 class ConfigOptions(CorrectionOptions, total=False):
     impl: Implementation
@@ -120,6 +123,14 @@ class NamedPresets:
     def disabled(cls) -> Self: ...
     @classmethod
     def measure(cls, threshold: Threshold | None = 2.0) -> Self: ...
+    @classmethod
+    def decoupled_horizon_is(
+        cls, threshold: Threshold | None = 4.0, horizon: float | Literal["auto"] | None = 0.9
+    ) -> Self: ...
+    @classmethod
+    def bypass_pg_horizon_is(
+        cls, threshold: Threshold | None = 4.0, horizon: float | Literal["auto"] | None = 0.9
+    ) -> Self: ...
     @classmethod
     def tis(cls, threshold: Threshold | None = 2.0) -> Self: ...
     @classmethod

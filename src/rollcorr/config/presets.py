@@ -16,8 +16,9 @@ from rollcorr.config.checks import unknown_name
 from rollcorr.config.criteria import join_band
 
 START_WITH = (
-    "Start with `measure`: it changes no loss. A framework's own correction stays in force. A few dozen steps "
-    "later its numbers say whether a correction is needed, and which one (docs/guides/choosing.md)."
+    "Start with `measure`: it applies no weights, and rejects at most tokens without a log-prob. A framework's own "
+    "correction stays active. After a few dozen steps, the metrics show whether a correction is needed, and which one "
+    "(docs/guides/choosing.md)."
 )
 """Introduction to the list of presets."""
 
@@ -51,12 +52,14 @@ SHORT = "papers and other trainers"
 BAND_LOWER = "rollout_rs_threshold_lower"
 
 _IS_ARGUMENTS = {"threshold": ("rollout_is_threshold",)}
+_HORIZON_ARGUMENTS = {**_IS_ARGUMENTS, "horizon": ("rollout_is_horizon",)}
 _RS_ARGUMENTS = {"rs_threshold": ("rollout_rs_threshold",)}
 _IS_RS_ARGUMENTS = {"is_threshold": ("rollout_is_threshold",), **_RS_ARGUMENTS}
 
 _TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 _SEQ_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 _TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+_HORIZON_IS = {"rollout_is": "horizon", "rollout_is_threshold": 4.0, "rollout_is_horizon": 0.9}
 _GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _BYPASS_PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
@@ -89,82 +92,82 @@ _NEWEST: dict[str, _Row] = {
         _IS_ARGUMENTS,
     ),
     "decoupled_seq_is_rs": (
-        "Decoupled PPO; Seq-TIS, sequences whose product of ratios leaves a band are rejected (Seq-MIS).",
+        "Decoupled PPO; Seq-TIS, and sequences whose product of ratios is outside a band are rejected (Seq-MIS).",
         {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
         _IS_RS_ARGUMENTS,
     ),
     "decoupled_geo_rs": (
-        "Decoupled PPO; no weights, sequences rejected on the geometric mean of their ratios (Geo-RS).",
+        "Decoupled PPO; no weights, sequences rejected by the geometric mean of their ratios (Geo-RS).",
         _GEO_RS,
         _RS_ARGUMENTS,
     ),
     "decoupled_geo_rs_seq_tis": (
-        "Decoupled PPO; Geo-RS filter with sequence weights.",
+        "Decoupled PPO; truncated sequence weights, and Geo-RS.",
         _SEQ_IS | _GEO_RS,
         _IS_RS_ARGUMENTS,
     ),
     "decoupled_geo_rs_token_tis": (
-        "Decoupled PPO; Geo-RS filter with token weights.",
+        "Decoupled PPO; truncated token weights, and Geo-RS.",
         _TOKEN_IS | _GEO_RS,
         _IS_RS_ARGUMENTS,
     ),
     "decoupled_k3_rs": (
-        "Decoupled PPO; no weights, sequences rejected on their mean k3 divergence (K3-RS).",
+        "Decoupled PPO; no weights, sequences rejected by their mean k3 (K3-RS).",
         _K3_RS,
         _RS_ARGUMENTS,
     ),
     "decoupled_k3_rs_seq_tis": (
-        "Decoupled PPO; K3-RS filter with sequence weights.",
+        "Decoupled PPO; truncated sequence weights, and K3-RS.",
         _SEQ_IS | _K3_RS,
         _IS_RS_ARGUMENTS,
     ),
     "decoupled_k3_rs_token_tis": (
-        "Decoupled PPO; K3-RS filter with token weights.",
+        "Decoupled PPO; truncated token weights, and K3-RS.",
         _TOKEN_IS | _K3_RS,
         _IS_RS_ARGUMENTS,
     ),
     "bypass_ppo_clip": (
-        "PPO clipped against the rollout policy itself; no old log-probs, no weights, no rejection.",
+        "PPO whose ratio is π_θ/μ; no old log-probs, no weights, no rejection.",
         _BYPASS_PPO,
         {},
     ),
     "bypass_ppo_clip_geo_rs": (
-        "PPO clipped against the rollout policy, with the Geo-RS filter.",
+        "PPO whose ratio is π_θ/μ, with Geo-RS.",
         _GEO_RS | _BYPASS_PPO,
         _RS_ARGUMENTS,
     ),
     "bypass_ppo_clip_k3_rs": (
-        "PPO clipped against the rollout policy, with the K3-RS filter.",
+        "PPO whose ratio is π_θ/μ, with K3-RS.",
         _K3_RS | _BYPASS_PPO,
         _RS_ARGUMENTS,
     ),
     "bypass_pg_is": (
-        "REINFORCE with truncated sequence weights against the rollout policy; no clipping.",
+        "REINFORCE with truncated sequence weights π_θ/μ; no clipping.",
         _SEQ_IS | _BYPASS_PG,
         _IS_ARGUMENTS,
     ),
     "bypass_pg_token_icepop": (
-        "REINFORCE with banded token weights (IcePop) against the rollout policy.",
+        "REINFORCE with token weights π_θ/μ inside a band, zero outside it (IcePop).",
         _TOKEN_ICEPOP | _BYPASS_PG,
         _IS_ARGUMENTS,
     ),
     "bypass_pg_geo_rs": (
-        "REINFORCE without weights; the Geo-RS filter alone.",
+        "REINFORCE without weights; only Geo-RS.",
         _GEO_RS | _BYPASS_PG,
         _RS_ARGUMENTS,
     ),
     "bypass_pg_geo_rs_seq_tis": (
-        "REINFORCE with sequence weights and the Geo-RS filter.",
+        "REINFORCE with truncated sequence weights, and Geo-RS.",
         _SEQ_IS | _GEO_RS | _BYPASS_PG,
         _IS_RS_ARGUMENTS,
     ),
     "bypass_pg_geo_rs_token_tis": (
-        "REINFORCE with token weights and the Geo-RS filter.",
+        "REINFORCE with truncated token weights, and Geo-RS.",
         _TOKEN_IS | _GEO_RS | _BYPASS_PG,
         _IS_RS_ARGUMENTS,
     ),
     "disabled": (
-        "Metrics only: the mismatch is measured, nothing is weighted or rejected.",
+        "Metrics of the mismatch only; no weights, no rejection by a criterion.",
         {},
         {},
     ),
@@ -174,9 +177,19 @@ _PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
     VERL: _NEWEST,
     OWN: {
         "measure": (
-            "Metrics only, those of token weights included: what `correct` does when it is asked for nothing.",
+            "Metrics of the mismatch and of token weights, which are not applied; the default of `correct`.",
             {**_TOKEN_IS, "apply_is": False},
             _IS_ARGUMENTS,
+        ),
+        "decoupled_horizon_is": (
+            "Decoupled PPO; each token weighted by the ratios of nearby tokens, truncated (experimental).",
+            _HORIZON_IS,
+            _HORIZON_ARGUMENTS,
+        ),
+        "bypass_pg_horizon_is": (
+            "REINFORCE; each token weighted by the ratios π_θ/μ of nearby tokens, truncated (experimental).",
+            _HORIZON_IS | _BYPASS_PG,
+            _HORIZON_ARGUMENTS,
         ),
     },
     SHORT: {
@@ -208,7 +221,7 @@ _PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
             _IS_ARGUMENTS,
         ),
         "token_tis": (
-            "The same as `token_is`.",
+            "Older name of `decoupled_token_is`, as is `token_is`.",
             _TOKEN_IS,
             _IS_ARGUMENTS,
         ),
@@ -223,7 +236,7 @@ _PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
             {**_IS_RS_ARGUMENTS, "rs_threshold_lower": (BAND_LOWER,)},
         ),
         "seq_mis": (
-            "`seq_is_rs` with one threshold for weights and rejection; lower=0 leaves small ratios in.",
+            "`seq_is_rs` with one threshold for weights and rejection; lower=0 keeps all small ratios.",
             {**_SEQ_IS, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
             {"threshold": ("rollout_is_threshold", "rollout_rs_threshold"), "lower": (BAND_LOWER,)},
         ),
@@ -239,7 +252,7 @@ _PRESETS_BY_SCHEMA: dict[str, dict[str, _Row]] = {
         ),
         # Applying the weights would count the behavior ratio twice. An explicit False avoids the warning.
         "ppo_is_bypass": (
-            "PPO clipped against the rollout policy; token weights are measured and stay out of the loss.",
+            "PPO whose ratio is π_θ/μ; token weights are measured but not applied.",
             {**_TOKEN_IS, **_BYPASS_PPO, "apply_is": False},
             _IS_ARGUMENTS,
         ),

@@ -128,23 +128,23 @@ class SamplingSpec:
     Two log-probs may be subtracted only if all settings that change a probability agree (`check_compatible`).
 
     Attributes:
-        temperature: logits were divided by this; 0 is greedy decoding.
+        temperature: divisor of the logits; 0 is greedy decoding.
         top_p: nucleus mass, in (0, 1]; 1 is off.
-        top_k: number of tokens kept; −1 is off.
-        min_p: share of the largest probability below which tokens fall, in [0, 1]; 0 is off.
+        top_k: number of tokens that are kept; −1 is off.
+        min_p: smallest probability that is kept, as a share of the largest one, in [0, 1]; 0 is off.
         repetition_penalty: divisor of seen tokens' logits, > 0; 1 is off.
-        presence_penalty: subtracted once from a seen token's logit; 0 is off.
-        frequency_penalty: subtracted for each occurrence; 0 is off.
-        logit_bias: added to logits by token id: a mapping, or the string "id:bias,id:bias". Stored as a string, by id.
-        min_new_tokens: the end token was masked before this number of tokens.
-        logprobs: "raw": temperature 1 over the full vocabulary, for any settings; "tempered": after penalties, bias and
-            temperature, over the full vocabulary; "processed": after all of the above, renormalized.
-        support: token set of a truncated log-prob. "engine": the sampling engine's; "recomputed": the trainer's, from
-            its own logits; "replayed": the engine's recorded sets; "kept_mass": no set: a full log-prob minus the log
-            of the recorded kept mass.
+        presence_penalty: amount subtracted once from a seen token's logit; 0 is off.
+        frequency_penalty: amount subtracted from a token's logit for each occurrence; 0 is off.
+        logit_bias: amounts added to logits by token id: a mapping, or (as stored) the string "id:bias,id:bias".
+        min_new_tokens: smallest length of a response; the end token is masked until then.
+        logprobs: "raw": at temperature 1 over the full vocabulary, for any settings; "tempered": after penalties, bias
+            and temperature, over the full vocabulary; "processed": after these and the truncation, renormalized.
+        support: token set of a truncated log-prob. "engine": the set of the sampling engine; "recomputed": a set from
+            the trainer's own logits; "replayed": the engine's recorded set; "kept_mass": none, but the log of the
+            recorded kept mass is subtracted from a full log-prob.
         engine: name of the engine that sampled ("vllm", "transformers", …); optional. Determines the order of
             transforms (`ENGINES`).
-        engine_version: its version; optional.
+        engine_version: version of that engine; optional.
         policy_version: version number of the weights that sampled; optional.
 
     Raises:

@@ -90,6 +90,20 @@ def as_overrides(fields: Mapping[str, Any]) -> str:
     )
 
 
+def overrides(values: Mapping[str, Any], path: str = "") -> str:
+    """Return nested options as overrides to type."""
+    return " ".join(
+        overrides(value, f"{path}{key}.") if isinstance(value, Mapping) else f"{path}{key}={shlex.quote(shown(value))}"
+        for key, value in values.items()
+    )
+
+
+def nested(name: object, value: object) -> dict[Any, Any]:
+    """Return a dotted name's value in nested blocks; a `+` before the name, Hydra's mark of a new key, is dropped."""
+    first, *rest = name.removeprefix("+").split(".", 1) if isinstance(name, str) else [name]
+    return {first: nested(rest[0], value) if rest else value}
+
+
 def instead(options: Mapping[str, Any]) -> str:
     """Return the end of a message that refuses options: the overrides to type, or why there are none yet."""
     try:

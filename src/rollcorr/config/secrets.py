@@ -97,9 +97,8 @@ _hidden_values: dict[str, bool] = {}
 def is_secret_name(name: str) -> bool:
     """Return whether an option, a header or a variable of this name contains a secret."""
     words = _split_words(name)
-    if _SECRET_NAME.search(words):
-        return True
-    return _SECRET_SUFFIX.search(words) is not None and _HARMLESS_SUFFIX.search(words) is None
+    named = _SECRET_SUFFIX.search(words) is not None and _HARMLESS_SUFFIX.search(words) is None
+    return named or _SECRET_NAME.search(words) is not None
 
 
 def redact(value: Any, name: str = "") -> Any:  # noqa: ANN401 (any plain value)
@@ -202,7 +201,7 @@ def _redact(value: Any, name: str, path: str, places: list[str], *, inside: bool
 
     if isinstance(value, Mapping):
         if name == "headers_env":
-            return {key: _redact_variable(item, f"{path}.{key}", places) for key, item in value.items()}
+            return {key: _redact_variable_name(item, f"{path}.{key}", places) for key, item in value.items()}
         # `{name: API_KEY, value: …}`
         called = {"value": str(value.get("name", value.get("key", "value")))}
         return {
@@ -250,7 +249,7 @@ def _redact_option(value: str, name: str) -> str:
     return hidden
 
 
-def _redact_variable(variable: object, path: str, places: list[str]) -> object:
+def _redact_variable_name(variable: object, path: str, places: list[str]) -> object:
     """Return the name of an environment variable; hide a secret that is there by mistake."""
     name = str(variable)
     if name == HIDDEN or re.fullmatch(r"[A-Z_][A-Z0-9_]*", name) or name in os.environ:
@@ -388,15 +387,16 @@ def _resolve_references(value: Any, name: str, *, in_headers: bool = False) -> A
 def _read_environment(variable: str, option: str) -> str:
     value = os.environ.get(variable)
     if value is None:
-        shown = _redact_variable(variable, option, [])
-        raise ValueError(f"the environment variable {shown} is not set, and {option} needs it; set it and start again")
+        raise ValueError(
+            f"the environment variable {_redact_variable_name(variable, option, [])} is not set, and {option} needs "
+            "it; set it and start again"
+        )
     return value
 
 
 def advice(places: Sequence[str]) -> str:
     """Return one line of advice about secrets in the options, from `secret_places`."""
-    verb = "holds a secret" if len(places) == 1 else "hold secrets"
     return (
-        f"{', '.join(places)} {verb}: files and messages show {HIDDEN}. Write ${{env:NAME}} instead, or a run cannot "
-        "go on from its config.yaml alone"
+        f"{', '.join(places)} {'holds a secret' if len(places) == 1 else 'hold secrets'}: files and messages show "
+        f"{HIDDEN}. Write ${{env:NAME}} instead, or a run cannot go on from its config.yaml alone"
     )

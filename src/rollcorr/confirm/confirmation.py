@@ -24,7 +24,12 @@ MAX_TOKENS = 1024
 # mismatch below which a side is the model's own.
 REMOVED, NOISE, SMALL_PART = 0.9, 3.0, 0.1
 
-NOISE_OF = "rounding"
+NOISE_OF, MARK, EVALUATED, LOOK_FOR = (
+    "rounding",
+    "\x1d",
+    "evaluation mode, one row at a time",
+    "; look for dropout, padding, batch size or kernels of the trainer",
+)
 PREVIOUS, NEXT, FIRST = "previous row's prompt", "next row's prompt", "first row's prompt"
 SIDES = {"sampler": "rollout_log_prob", "trainer": "old_log_prob"}
 
@@ -36,7 +41,8 @@ class SideResult:
     Attributes:
         gaps: mean gap of the side to each variant, nats per token, by the variant's name; smallest first.
         removed: share of the excess over rounding noise that each variant removes, at most 1. Empty if
-            the side agrees with the model.
+            the side agrees with the model. "plain": the share that the model's own scores remove in place of the
+            trainer's, if no other variant explains them.
     """
 
     gaps: dict[str, float]
@@ -82,17 +88,18 @@ def confirm(
     column_names: dict[str, str] | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> Confirmation:
-    """Score the rows with the largest mismatch again, under every variant: their first 1,024 tokens.
+    """Score the first 1,024 tokens of the rows with the largest mismatch again, under every variant.
 
-    The gap of two log-probs is e^−|d| − 1 + |d|, with d their difference: k3 of the smaller ratio. A variant removes
-    1 − (gap(side, variant) − 3 noise(variant)) / (gap(side, plain) − 3 noise(plain)) of a side's excess, at most 1.
-    Noise is the gap of the variant in bfloat16 to itself in float32. The variant with the smallest gap is named if it
-    removes at least 0.9.
+    The gap of two log-probs with difference d is e^−|d| − 1 + |d|: k3 of the ratio below 1. The share of a side's
+    excess that a variant removes is min(1, 1 − (gap(side, variant) − 3 noise(variant)) / (gap(side, plain) −
+    3 noise(plain))). Noise is the gap of the variant in bfloat16 to itself in float32; a changed context has the plain
+    noise. The variant with the smallest gap is named if it removes at least 0.9, every side that differs from the model
+    is explained, and not both by the same variant.
 
     Args:
         logs: rollout logs with `prompt_ids`, `response_ids` and both log-probs.
-        model: a causal language model of `transformers` with the trainer's weights at these steps, in float32. It is
-            set to evaluation mode.
+        model: a causal language model of `transformers` with the trainer's weights before these steps, in float32. It
+            is set to evaluation mode.
         tokenizer: optional; with a chat template, prompts are also scored with and without it.
         rows: number of rows, at least 2.
         steps: first and last step to choose from; defaults to all.
@@ -104,21 +111,22 @@ def confirm(
         The result; after Ctrl-C, of the rows that were scored.
 
     Raises:
-        BadInputError: a column is missing, no row has a sampled token, or an id is outside the vocabulary.
+        BadInputError: fewer than 2 rows, a missing column, no sampled token, or an id outside the vocabulary.
         RolloutLogError: a log cannot be read.
         KeyboardInterrupt: it was interrupted before the first row was scored.
     """
-    # The rows with the largest mismatch show a fault most clearly, also one of some rows only.
+    # The rows with the largest mismatch show a fault most clearly, even a fault in few rows.
     chosen = _worst_rows(logs, rows, steps, train_column, column_names)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for token in {int(token) for row in chosen for token in (*row.prompt, *row.response)}:
         if not 0 <= token < vocabulary:
             raise BadInputError(
-                f"the log has the token id {token}, and the model has the ids 0 to {vocabulary - 1}; give its own "
+                f"the log has the token id {token}, and the model has the ids 0 to {vocabulary - 1}; give the log's "
                 "model, or log the ids of masked tokens too"
             )
     model.eval()
     template = _template_toggle(tokenizer)
+    # side (or NOISE_OF) → variant → gap of each row
     totals: dict[str, dict[str, list[float]]] = {side: {} for side in (*SIDES, NOISE_OF)}
     mismatch: list[float] = []
     complete = True
@@ -154,8 +162,7 @@ def _mean_gap(first: Tensor, second: Tensor, sampled: Tensor) -> float:
 
     It is symmetric, and grows as |d|, so that one token cannot outweigh all others.
     """
-    d = (first - second)[sampled]
-    d = d[~d.isnan()].clamp(-20.0, 20.0)
+    d = (first - second)[sampled & ~(first - second).isnan()].clamp(-20.0, 20.0)
     return float(k3(-d.abs()).mean()) if d.numel() else 0.0
 
 
@@ -188,10 +195,17 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
                 causes.append(f"{side}: {name}")
         sides[side] = SideResult(gaps, removed)
 
+    # The plain scores in place of the trainer's remove what dropout, padding or kernels add.
+    if faulty == ["trainer"] and not causes:
+        sides["trainer"].removed[PLAIN] = share = min(
+            1.0, 1 - (means["sampler"][PLAIN] - NOISE * noise) / (means["trainer"][PLAIN] - NOISE * noise)
+        )
+        causes += [f"trainer: {EVALUATED}"] * (share >= REMOVED)
+
     # What both sides do explains no difference between them.
     shared = {named.partition(": ")[2] for named in causes} if len(causes) == len(SIDES) else set()
-    explains = bool(causes) and len(causes) == len(faulty) and len(shared) != 1
-    cause = ", ".join(causes) if explains else None
+    explains = total > NOISE * noise and len(causes) == len(faulty) and len(shared) != 1
+    cause = (", ".join(causes) or None) if explains else None
     verdict = _sentence(total, noise, cause, causes, faulty)
     if len(shared) == 1 and total > NOISE * noise:
         verdict = f"unknown: both sides use {shared.pop()}, a setting of the run; log `sampling`, and confirm again"
@@ -202,17 +216,15 @@ def _sentence(total: float, noise: float, cause: str | None, causes: list[str], 
     if total <= NOISE * noise:
         return f"no mismatch to explain: {total:.2g} nats per token, and rounding to bfloat16 alone makes {noise:.2g}"
     if cause is not None:
-        return f"confirmed: {cause}"
+        return f"confirmed: {cause}" + ("" if EVALUATED not in cause else LOOK_FOR)
     of_sides = {
-        "trainer": "the trainer's pass is not its model's: the sampler agrees with these weights, and scoring again in "
-        "evaluation mode removes the mismatch; look for dropout, batch size or kernels of the trainer",
         "sampler": "unknown: the trainer agrees with these weights, and no variant explains the sampler: its weights, "
         "their precision or its kernels differ; send it the trainer's weights, and measure again",
         "": "both sides agree with these weights, and differ from each other by noise of several kinds",
     }
     neither = (
         f"unknown: neither side agrees with these weights{' (' + causes[0] + ')' if causes else ''}; give the "
-        "checkpoint of the step, with --steps"
+        "checkpoint before the step, with --steps"
     )
     return of_sides.get(" ".join(faulty), neither)
 
@@ -278,26 +290,25 @@ def _row_of(values: dict[str, Any], train: str, neighbors: dict[str, tuple[int, 
     # Raw log-probs are of temperature 1; greedy decoding, 0, has none of its own.
     spec = values.get("sampling") or {}
     tempered = spec.get("temperature") if spec.get("logprobs", "raw") != "raw" else None
-    prompt = tuple(values["prompt_ids"])
-    return LoggedRow(prompt, response, sampled, log_probs, neighbors, temperature=tempered or 1.0)
+    return LoggedRow(tuple(values["prompt_ids"]), response, sampled, log_probs, neighbors, temperature=tempered or 1.0)
 
 
 def _template_toggle(tokenizer: Any) -> Callable[[tuple[int, ...]], tuple[int, ...] | None]:  # noqa: ANN401
     """Return a function that adds the tokenizer's chat template to a prompt, or removes it."""
     if getattr(tokenizer, "chat_template", None) is None:
         return lambda prompt: None
-    mark = "\x1d"
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-    )
-    before, _, after = rendered.partition(mark)
+    before, _, after = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
+    ).partition(MARK)
+    prefix, suffix = (tokenizer(part.strip(), add_special_tokens=False)["input_ids"] for part in (before, after))
 
     def toggled(prompt: tuple[int, ...]) -> tuple[int, ...]:
-        text = tokenizer.decode(list(prompt))
-        if text.startswith(before) and text.endswith(after):
-            text = text[len(before) : len(text) - len(after)]
-        else:
-            text = f"{before}{text}{after}"
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids, end = list(prompt), len(prompt) - len(suffix)
+        if ids[: len(prefix)] == prefix and ids[end:] == suffix:
+            return tuple(tokenizer(tokenizer.decode(ids[len(prefix) : end]).strip())["input_ids"])
+
+        # A template contains its own BOS, if the model has one, in place of that of the plain text.
+        text = tokenizer.decode(ids[ids[:1] == [tokenizer.bos_token_id] :])
+        return tuple(tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
 
     return toggled

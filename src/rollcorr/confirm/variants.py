@@ -88,8 +88,8 @@ def _of_logits(logits: Tensor, row: LoggedRow) -> Iterator[tuple[str, Tensor]]:
 
     # Logits of the token itself in place of those of its predecessor; and the log-probs moved by one token. One end of
     # the row has no value then.
-    unshifted, early = _gathered(logits.roll(-1, 0), row.response), _gathered(logits, row.response).roll(-1)
-    late = _gathered(logits, row.response).roll(1)
+    unshifted = _gathered(logits.roll(-1, 0), row.response)
+    early, late = (_gathered(logits, row.response).roll(by) for by in (-1, 1))
     unshifted[-1] = early[-1] = late[0] = torch.nan
     yield "logits not shifted", unshifted
     yield "log-probs one token early", early

@@ -51,15 +51,19 @@ def own_correction(
         rollout_token_veto_threshold=veto,
     )
     correction = correct(train_log_prob, rollout_log_prob, response_mask, config, impl=impl)
-    output = {"loss_mask": correction.loss_mask, "sums": correction.statistics, **_named(correction.metrics(prefix=""))}
+    output = {
+        "loss_mask": correction.loss_mask,
+        "sums": correction.statistics,
+        **_add_suite_names(correction.metrics(prefix="")),
+    }
     return output if correction.weights is None else output | {"weights": correction.weights}
 
 
 def _merge(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return _named(finalize(merge_statistics([result["sums"] for result in results]).read(), prefix=""))
+    return _add_suite_names(finalize(merge_statistics([result["sums"] for result in results]).read(), prefix=""))
 
 
-def _named(metrics: dict[str, float]) -> dict[str, float]:
+def _add_suite_names(metrics: dict[str, float]) -> dict[str, float]:
     # The suite's names of two metrics; without weights there is no effective sample size.
     names = {"k3": "k3_kl", "ess": "rollout_is_eff_sample_size"}
     return metrics | {short: metrics[name] for short, name in names.items() if name in metrics}

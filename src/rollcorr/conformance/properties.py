@@ -104,14 +104,18 @@ def filters_keep_what_lies_inside(subject: Subject, rows: Rows, options: Options
 def rejection_needs_no_weights(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 12: with level None the loss mask is the one with token weights."""
     without, with_weights = (subject(rows, {**options, "level": level}) for level in (None, "token"))
-    yield from _differences(with_weights._replace(weights=[], numbers={}), without, _places(rows), "without weights")
+    yield from _describe_differences(
+        with_weights._replace(weights=[], numbers={}), without, _places(rows), "without weights"
+    )
 
 
 def filters_intersect(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 13: two filters keep the tokens that each of them keeps alone."""
     one, other = (subject(rows, {name: value}).kept for name, value in options.items())
     both = [[a and b for a, b in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)]
-    yield from _differences(Outcome([], both, {}, {}), subject(rows, options), _places(rows), "with both filters")
+    yield from _describe_differences(
+        Outcome([], both, {}, {}), subject(rows, options), _places(rows), "with both filters"
+    )
 
 
 # --- values that must not matter ---
@@ -120,7 +124,7 @@ def filters_intersect(subject: Subject, rows: Rows, options: Options) -> Iterato
 def padding_is_not_read(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 5: NaN outside the mask changes no output at valid tokens, and no number."""
     clean, dirty = (subject(padded(rows, columns=1, value=value), options) for value in (0.0, math.nan))
-    yield from _differences(clean, dirty, _places(rows), "with NaN at padding")
+    yield from _describe_differences(clean, dirty, _places(rows), "with NaN at padding")
 
 
 def missing_tokens_stay_alone(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
@@ -133,13 +137,13 @@ def missing_tokens_stay_alone(subject: Subject, rows: Rows, options: Options) ->
         is_invented = options is TOKEN and (i, t) in missing and weight not in (0.0, 1.0)
         if kept and (is_invented or not math.isfinite(weight)):
             yield f"with a NaN the weight at {(i, t)} is {weight:.6g}; a missing token needs 0, 1 or rejection"
-    yield from _nan_numbers(outcome)
+        yield from _nan_numbers(outcome) if missing else ()
 
     # Rows without a missing token come out as if it were masked.
     others = [(i, t) for i, t in _places(rows) if i not in {row for row, _ in missing}]
     if missing and others:
         masked = tuple(tuple(OUTSIDE if math.isnan(token[0]) else token for token in row) for row in rows)
-        yield from _differences(
+        yield from _describe_differences(
             subject(masked, options)._replace(numbers={}), outcome, others, "with a NaN in another row"
         )
 
@@ -147,14 +151,14 @@ def missing_tokens_stay_alone(subject: Subject, rows: Rows, options: Options) ->
 def statistics_ignore_padding(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 9: more padding, with other finite values, changes no number."""
     narrow, wide = (subject(padded(rows, columns=n, value=-n), options) for n in (0, 3))
-    yield from _differences(narrow, wide, [], "with more padding")
+    yield from _describe_differences(narrow, wide, [], "with more padding")
 
 
 def empty_rows_change_nothing(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
     """Property 11: a row without tokens changes no other row and no number; a batch of such rows is no error."""
     empty = (OUTSIDE,)
     outcome = subject((*rows, empty), options)
-    yield from _differences(subject(rows, options), outcome, _places(rows), "with a row without tokens")
+    yield from _describe_differences(subject(rows, options), outcome, _places(rows), "with a row without tokens")
     if outcome.weights and not all(map(math.isfinite, outcome.weights[-1])):
         yield f"the weights of a row without tokens are {outcome.weights[-1]}"
     yield from _nan_numbers(subject((empty,), options))
@@ -181,7 +185,7 @@ def parts_merge_to_the_whole(subject: Subject, rows: Rows, options: Options) -> 
     if len(rows) > 1:
         parts = [subject(part, options).result for part in (rows[:1], rows[1:])]
         merged = Outcome([], [], numbers_of(subject.function.merge(parts)), {})  # type: ignore[attr-defined]
-        yield from _differences(subject(rows, options), merged, [], "after merging two parts")
+        yield from _describe_differences(subject(rows, options), merged, [], "after merging two parts")
 
 
 def k3_keeps_its_digits(subject: Subject, rows: Rows, options: Options) -> Iterator[str]:
@@ -224,7 +228,7 @@ def _inside(d: float, low: float = 0.0, high: float = math.inf) -> bool | None:
     return None if any(abs(d - bound) < 1e-4 for bound in bounds) else bounds[0] <= d <= bounds[1]
 
 
-def _differences(before: Outcome, after: Outcome, places: list[Place], note: str) -> Iterator[str]:
+def _describe_differences(before: Outcome, after: Outcome, places: list[Place], note: str) -> Iterator[str]:
     """Yield where two outcomes differ at these places, then in their numbers; one that is gone counts as NaN."""
     pairs = {name: (value, after.numbers.get(name, math.nan)) for name, value in before.numbers.items()}
     tables = (("weight", before.weights, after.weights), ("loss mask", before.kept, after.kept))
@@ -241,7 +245,12 @@ def _nan_numbers(outcome: Outcome) -> Iterator[str]:
 
 
 PROPERTIES = (
-    Property(1, "token weights", "w = min(exp d, ceiling) for each token", weights_are_bounded_ratios),
+    Property(
+        1,
+        "token weights",
+        "w = min(exp d, ceiling) for each token; without a ceiling, exp d",
+        weights_are_bounded_ratios,
+    ),
     Property(
         2,
         '"sequence" is the product',
@@ -337,7 +346,7 @@ PROPERTIES = (
     Property(
         14,
         "veto per sequence",
-        "a token with exp d < veto rejects its sequence, and no other",
+        "a token with exp d < veto rejects exactly its sequence",
         filters_keep_what_lies_inside,
         FILTERS[2:],
         ("loss_mask",),

@@ -82,11 +82,11 @@ def grade_property(function: Correct, wanted: Property, *, batches: int = BATCHE
         batches: batches that are drawn.
     """
     subject = Subject(function)
-    obstacles = [_obstacle(subject, wanted, options) for options in wanted.variants]
-    usable = [options for options, (verdict, _) in zip(wanted.variants, obstacles, strict=True) if verdict == "pass"]
-    worst = next((obstacle for obstacle in obstacles if obstacle[0] == "error"), obstacles[0])
-    if not usable or worst[0] == "error":
-        return Grade(wanted, *worst)
+    readiness = [_obstacle(subject, wanted, options) for options in wanted.variants]
+    usable = [options for options, (verdict, _) in zip(wanted.variants, readiness, strict=True) if verdict == "pass"]
+    blocking = next((grade for grade in readiness if grade[0] == "error"), readiness[0])
+    if not usable or blocking[0] == "error":
+        return Grade(wanted, *blocking)
 
     # A property has its own generator, so an edit to one leaves the batches of the others as they are.
     random = Random(wanted.number)

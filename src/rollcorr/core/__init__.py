@@ -1,4 +1,4 @@
-"""Pure tensor math: torch and the standard library, shapes but never values, one behavior per function.
+"""Pure tensor functions: they use torch and the standard library, and read shapes, never values.
 
 Names are imported on first use; `__init__.pyi` lists them.
 """

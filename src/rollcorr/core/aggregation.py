@@ -38,8 +38,8 @@ class Denominators:
 def denominators_of_lengths(lengths: Tensor, weight_sums: Tensor | None = None) -> Denominators:
     """Compute tokens = Σ_i k_i, sequences = #{i: k_i > 0}; with weights, tokens = Σ_i W_i, sequences = Σ_i W_i / k_i.
 
-    W_i / k_i is the mean kept weight of sequence i. A sequence-level weight is its own mean, so weights of 1 give the
-    plain counts, and a per-token loss that is the same constant everywhere aggregates to that constant.
+    W_i / k_i is the mean kept weight of sequence i. Weights of 1 give the plain counts; a loss that is
+    constant before weighting aggregates to that constant.
 
     Args:
         lengths: k_i, the counted tokens of each full sequence, (B,).

@@ -221,7 +221,7 @@ def _clip_statistics(steps: _StepInputs, ratio: Tensor, high: Tensor, low: Tenso
 
 
 def mean_kl(mean: Tensor, old_mean: Tensor, std: Tensor, active: Tensor) -> Tensor:
-    """Compute mean_D (m − m_old)² / 2s² of each step, (b, w); 0 where inactive, whose means are not read."""
+    """Compute mean_D (m − m_old)² / 2s² of each step, (b, w); 0 for inactive steps, whose means are not read."""
     if mean.shape != old_mean.shape or mean.shape[:2] != active.shape or mean.dim() < 3:
         raise ValueError(
             f"mean {tuple(mean.shape)} and old_mean {tuple(old_mean.shape)} must be (b, w, …) with (b, w) = "

@@ -66,34 +66,35 @@ _METRIC_LIMITS: dict[str, tuple[str, float | None, float | None, float | None, f
 # metric: meaning of a value beyond its limit, and the recommended fix
 _METRIC_ADVICE = {
     "rollout_is_mean": (
-        "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
-        "comparable, or that truncation or underflow removed the mass",
+        "under the rollout policy, weights average 1; if their mean is far from 1, the log-probs are not comparable, "
+        "or truncation or underflow removed weight",
         "check that both sides score the same tokens at the same temperature with the same sampling settings; "
-        "then look at the saturation and truncation shares",
+        "then look at the shares of clamped and truncated weights",
     ),
     "rollout_is_std": (
         "weights of high variance let a few samples decide the gradient",
-        "lower the threshold, move from sequence to token level, or reject the outliers",
+        "lower the threshold, use token weights instead of sequence weights, or reject the outliers",
     ),
     "rollout_is_eff_sample_size": (
-        "fewer than a third of the samples carry the update",
-        "lower the threshold, move from sequence to token level, or shorten responses; " + _CLOSER_POLICIES_ADVICE,
+        "fewer than a third of the samples determine the update",
+        "lower the threshold, use token weights instead of sequence weights, or shorten responses; "
+        + _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_veto_fraction": (
-        "many sequences hold a token that is almost impossible for the trainer",
+        "many sequences contain a token that is almost impossible under the trainer's policy",
         "check the log-probs first (shift by one, wrong temperature, top-p); then lower the veto threshold "
         "(1e-4 to 1e-6)",
     ),
     "rollout_is_catastrophic_token_fraction": (
-        "impossible tokens are not rare: the two sides do not compute the same distribution",
+        "almost impossible tokens are not rare, so the two sides do not compute the same distribution",
         "check alignment, temperature and truncation of the log-probs",
     ),
     "rollout_is_ratio_fraction_high": (
-        "truncation acts on many units, so its bias is large",
+        "truncation changes many weights, so its bias is large",
         "raise the threshold, or " + _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_ratio_fraction_low": (
-        "many units count for almost nothing",
+        "many weights are below the lower limit, so their units count little",
         _CLOSER_POLICIES_ADVICE,
     ),
     "rollout_is_seq_max_deviation": (
@@ -101,8 +102,8 @@ _METRIC_ADVICE = {
         "inspect the worst sequences; reject outliers with a geometric or k3 criterion",
     ),
     "rollout_rs_masked_fraction": (
-        "much of the batch is thrown away, so the gradient is noisy and skewed toward what survives",
-        "widen the band, or find out why so much lies outside it; bands around 1 on products depend on length",
+        "much of the batch is rejected, so the gradient is noisy and biased toward the kept part",
+        "widen the band, or find out why so much lies outside it; a band on products rejects more of longer responses",
     ),
     "kl": (
         "the policies differ by more than precision explains",
@@ -113,24 +114,24 @@ _METRIC_ADVICE = {
         "find the cause first: log rollouts, run `rollcorr check`; " + _CLOSER_POLICIES_ADVICE,
     ),
     "ppl_ratio": (
-        "above 1 the trainer is less sure of the sampled tokens than the sampler was",
+        "above 1, sampled tokens are less likely under the trainer than under the sampler",
         _CLOSER_POLICIES_ADVICE,
     ),
     "t_times_kl": (
-        "at mean length × KL ≥ the safety bound most sequence weights are clamped and correct nothing",
+        "if mean length × KL reaches the safety bound, most sequence weights are clamped and correct nothing",
         "use weights per token, shorten responses, or lower the KL at its source",
     ),
     "capped_fraction": (
-        "log-ratios beyond 20 nats mean that the two sides scored different things (k3, chi2 are capped)",
+        "log-ratios beyond 20 nats mean that the two sides scored different tokens or contexts (k3, chi2 clamp them)",
         "check alignment, padding and the processing of the log-probs",
     ),
     "nonfinite_count": (
         "log-probs are missing or not finite on response tokens",
-        "find out why the engine returns none for them; `nonfinite=` says what the correction does with them",
+        "find out why the engine does not return them; `nonfinite=` sets how the correction treats these tokens",
     ),
     "zero_probability_count": (
         "the trainer gives sampled tokens probability zero, as recomputed top-p or top-k masks do",
-        "score with the full softmax, or replay the sampler's own keep mask",
+        "score with the full softmax, or replay the sampler's kept sets",
     ),
 }
 

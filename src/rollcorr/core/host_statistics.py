@@ -70,31 +70,32 @@ class HostStatistics:
     @cached_property
     def sums(self) -> Mapping[str, float]:
         """Return name → Σ x."""
-        return {name: number for name, (number,) in self._named_rows("sums")}
+        return {name: number for name, (number,) in self._iter_rows_of_kind("sums")}
 
     @cached_property
     def moments(self) -> Mapping[str, Moments]:
         """Return name → count, mean and M2."""
-        return {name: Moments(*row) for name, row in self._named_rows("moments")}
+        return {name: Moments(*row) for name, row in self._iter_rows_of_kind("moments")}
 
     @cached_property
     def extremes(self) -> Mapping[str, Extremes]:
         """Return name → smallest and largest value."""
-        return {name: Extremes(*row) for name, row in self._named_rows("extremes")}
+        return {name: Extremes(*row) for name, row in self._iter_rows_of_kind("extremes")}
 
     @cached_property
     def histograms(self) -> Mapping[str, Sequence[float]]:
         """Return name → counts, BINS long."""
-        return dict(self._named_rows("histograms"))
+        return dict(self._iter_rows_of_kind("histograms"))
 
     @cached_property
     def tops(self) -> Mapping[str, tuple[Entry, ...]]:
         """Return name → existing entries, worst first."""
         return {
-            name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)]) for name, row in self._named_rows("tops")
+            name: host_entries([row[i : i + 3] for i in range(0, 3 * TOP, 3)])
+            for name, row in self._iter_rows_of_kind("tops")
         }
 
-    def _named_rows(self, kind: str) -> Iterator[tuple[str, list[float]]]:
+    def _iter_rows_of_kind(self, kind: str) -> Iterator[tuple[str, list[float]]]:
         """Yield the rows of a kind, with their names."""
         for row, place in row_places(self.names).items():
             of, _, name = row.partition(":")

@@ -25,21 +25,23 @@ class OlderName(NamedTuple):
     change: str = ""
 
 
-_APPLIED = "of the applied weights; was before truncation"
-_CLIPPED = "of the applied weights; was of ratios clipped to [lower, upper]"
-_CRITERION = "of −log ρ in nats; was of the ratio. The name contains the criterion: token_k1, seq_sum_k1 or seq_mean_k1"
-_SIGN = "train − rollout; was rollout − train"
+_APPLIED = "describes applied weights; in 2025, weights before truncation"
+_CLIPPED = "describes applied weights; in 2025, ratios clipped to [lower, upper]"
+_CRITERION = (
+    "describes −log ρ in nats; in 2025, the ratio. For seq_sum_k1 and seq_mean_k1, today's name contains the criterion"
+)
+_SIGN = "train − rollout; in 2025, rollout − train"
 
 _CHANGED_WEIGHTS = {
-    "mean": f"{_APPLIED}: rollout_is_raw_mean",
+    "mean": f"{_APPLIED} (today rollout_is_raw_mean)",
     "std": _CLIPPED,
-    "min": f"{_APPLIED}: rollout_is_raw_min; of sequences exp(rollout_is_log_min)",
-    "max": f"{_APPLIED}: rollout_is_raw_max; of sequences exp(rollout_is_log_max)",
-    "ratio_fraction_high": "over the unit of the level; was over tokens at the geometric level",
-    "ratio_fraction_low": "over the unit of the level; was over tokens at the geometric level",
-    "eff_sample_size": "over the unit of the level, in [0, 1]; was over tokens, of ratios clipped to [lower, upper]",
-    "seq_mean": "mean over sequences, of the applied weights. It equals rollout_is_mean, a mean over tokens, only at "
-    "equal lengths",
+    "min": f"{_APPLIED} (today rollout_is_raw_min; of sequence weights, exp(rollout_is_log_min))",
+    "max": f"{_APPLIED} (today rollout_is_raw_max; of sequence weights, exp(rollout_is_log_max))",
+    "ratio_fraction_high": "over sequences at the geometric level; in 2025, over tokens",
+    "ratio_fraction_low": "over sequences at the geometric level; in 2025, over tokens",
+    "eff_sample_size": "over tokens or sequences, in [0, 1]; in 2025, over tokens, of ratios clipped to [lower, upper]",
+    "seq_mean": "mean over sequences of the applied weights. It equals rollout_is_mean, a mean over tokens, only if "
+    "all lengths are equal",
     "seq_std": _APPLIED,
     "seq_min": _APPLIED,
     "seq_max": _APPLIED,
@@ -58,11 +60,11 @@ _GAP = {
     "k3_kl": "",
     "log_ppl_diff": _SIGN,
     "log_ppl_abs_diff": "",
-    "log_ppl_diff_max": f"{_SIGN}: minus the older minimum",
-    "log_ppl_diff_min": f"{_SIGN}: minus the older maximum",
-    "ppl_ratio": "mean of exponentials; was the exponential of the mean: ppl_ratio_geo",
+    "log_ppl_diff_max": f"{_SIGN}, so it is minus the older minimum",
+    "log_ppl_diff_min": f"{_SIGN}, so it is minus the older maximum",
+    "ppl_ratio": "mean of exponentials; in 2025, exponential of the mean (today ppl_ratio_geo)",
 }
-_REJECTED = "of every criterion and the veto together; of one criterion: rollout_rs_{criterion}_"
+_REJECTED = "of all criteria and the veto together; of one criterion, rollout_rs_{criterion}_"
 _BAND = ("mean", "std", "min", "max", "seq_mean", "seq_std", "seq_min", "seq_max", "seq_max_deviation")
 _BAND_SIDES = ("seq_fraction_high", "seq_fraction_low", "ratio_fraction_high", "ratio_fraction_low")
 
@@ -85,11 +87,13 @@ OLDER_NAMES: dict[str, OlderName] = {
     **{
         f"rollout_corr/rollout_rs_{name}": OlderName(
             f"rollout_rs_token_k1_{name.removeprefix('ratio_')}",
-            "The name contains the criterion: token_k1, seq_sum_k1 or seq_mean_k1",
+            "for seq_sum_k1 and seq_mean_k1, today's name contains the criterion",
         )
         for name in _BAND_SIDES
     },
-    "rollout_corr/rollout_rs_eff_sample_size": OlderName("rollout_is_eff_sample_size", "of weights only"),
+    "rollout_corr/rollout_rs_eff_sample_size": OlderName(
+        "rollout_is_eff_sample_size", "today reported only for weights"
+    ),
     **{f"mismatch/mismatch_{name}": OlderName(name, text) for name, text in _GAP.items()},
     **{f"rollout_corr/{name}": OlderName(name) for name in ("chi2_token", "chi2_seq", *_GAP)},
 }

@@ -1,4 +1,4 @@
-"""The correction of a batch, the losses, and what they are divided by."""
+"""The correction of a batch, the losses, and their denominators."""
 
 from rollcorr.correction.denominators import loss_denominators
 from rollcorr.correction.losses import PolicyLogProbs, loss_metrics, policy_loss

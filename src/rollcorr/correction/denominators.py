@@ -62,13 +62,14 @@ def count_denominators(
     group: ProcessGroup | None = None,
     context_group: ProcessGroup | None = None,
 ) -> Denominators:
-    """Count the tokens of a mask and the sequences with such a token, or sum their weights: 0-d float64 tensors.
+    """Count the tokens in a mask and the sequences with one; with weights, sum token weights and mean sequence weights.
 
-    With groups, all ranks are counted. Every sequence counts once, even if several ranks have a slice of it.
+    Both are 0-d float64. With groups, all ranks are counted. Every sequence counts once, even if several ranks have a
+    slice of it.
 
     Args:
-        mask: this rank's tokens of the optimizer step: the loss mask for "kept" and "weights", the response mask for
-            "original". (B, T), or (N,) when packed; read as ≠ 0.
+        mask: this rank's tokens of the optimizer step, (B, T), or (N,) when packed; read as ≠ 0. The loss mask; the
+            response mask for "original".
         weights: the weights that the loss applies, for the normalizer "weights". Same shape; never read outside the
             mask. By default, tokens and sequences are counted.
         cu_seqlens: (B + 1,) token offsets, only when packed.

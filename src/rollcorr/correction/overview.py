@@ -107,6 +107,7 @@ def described(config: RolloutCorrectionConfig | None) -> str:
         bound += "" if config.rollout_is_floor is None else f", at least {config.rollout_is_floor:g}"
         use = "" if config.weights_reach_loss else ", measured only"
         level = config.rollout_is if config.rollout_is != "horizon" else f"horizon {config.rollout_is_horizon}"
+        level += " per turn" if config.rollout_is_horizon_per_turn else ""
         parts.append(f"{level} weights{bound}{use}")
     if config.rollout_rs is not None:
         parts.append(f"rejection by {config.rollout_rs} beyond {config.rollout_rs_threshold}")

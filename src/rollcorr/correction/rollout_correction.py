@@ -250,7 +250,7 @@ def _run_correction(
     """Run the kernel, merge its statistics over the ranks, and normalize its weights."""
     with torch.set_grad_enabled(False):
         if config.rollout_is == "horizon" and context_group is not None:
-            _check_slice_order(inputs, detail.position_ids if isinstance(detail, Detail) else None, context_group)
+            _check_rank_slice_order(inputs, detail.position_ids if isinstance(detail, Detail) else None, context_group)
 
         # Decisions about a sequence depend on all of its slices: the kernel merges their sums over the context group.
         output = _run_kernel(inputs, config, context_group, out, impl)
@@ -301,7 +301,7 @@ def _with_chosen_horizon(
     return config.with_options(rollout_is_horizon=decay)
 
 
-def _check_slice_order(inputs: Batch, position_ids: Tensor | None, context_group: ProcessGroup) -> None:
+def _check_rank_slice_order(inputs: Batch, position_ids: Tensor | None, context_group: ProcessGroup) -> None:
     """Raise `ValueError` if a slice does not lie behind those of earlier ranks: a wait for the device."""
     if position_ids is None:
         raise ValueError(
@@ -314,10 +314,12 @@ def _check_slice_order(inputs: Batch, position_ids: Tensor | None, context_group
     firsts, lasts = gather(torch.stack(ends), context_group).unbind(1)
     mixed = -firsts[1:] <= lasts.cummax(0).values[:-1]
     if mixed.any():
+        rank, sequence = mixed.nonzero()[0].tolist()
+        first, last = -firsts[rank + 1, sequence], lasts[: rank + 1, sequence].max()
         raise ValueError(
-            "rollout_is='horizon' needs slices in the order of the ranks, and those of sequence "
-            f"{int(mixed.any(0).nonzero()[0])} overlap (zig-zag?): gather whole sequences "
-            "(rollcorr.layouts.whole_tokens), or choose another level"
+            "rollout_is='horizon' needs slices in the order of the ranks (no zig-zag): in sequence "
+            f"{sequence} rank {rank + 1} begins at position {first:g}, and an earlier rank has {last:g}; it may begin "
+            f"at {last + 1:g}: gather whole sequences (rollcorr.layouts.whole_tokens), or choose another level"
         )
 
 

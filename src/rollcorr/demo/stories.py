@@ -136,12 +136,12 @@ def train(
         correction = correct(old_log_prob, rollout_log_prob, rows.mask, RolloutCorrectionConfig.preset(preset))
         log_prob = logits.log_softmax(-1)[rows.states, rows.tokens].float()
         policies = PolicyLogProbs(log_prob=log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
-        advantages = grpo_advantages(_score_responses(rows), groups)[:, None].expand(-1, LENGTH)
+        advantages = grpo_advantages(_compute_rewards(rows), groups)[:, None].expand(-1, LENGTH)
         loss = policy_loss(policies, advantages, rows.mask, correction=correction).loss
 
         own = sample_rows(replace(start, trainer=policy_now, rollout=policy_now), EVALUATED, generator)
         rollouts.append(rows)
-        rewards.append(float(_score_responses(own).mean()))
+        rewards.append(float(_compute_rewards(own).mean()))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -149,7 +149,7 @@ def train(
     return rollouts, rewards
 
 
-def _score_responses(rows: SequenceRows) -> Tensor:
+def _compute_rewards(rows: SequenceRows) -> Tensor:
     """Compute R = 1 − |points − target| / T of each response, (n,)."""
     points = rows.pair.rule.points[rows.states, rows.tokens].sum(-1)
     return (1 - (points - TARGET).abs() / LENGTH).float()

@@ -121,9 +121,12 @@ def in_excess_at_start(case: Case) -> Refutation | None:
     named = next((finding for finding in case.from_null if finding.severity != "note"), None)
     if named is not None and named.evidence.get("ratio_of_first_step", 0.0) >= STARTS_IN_EXCESS:
         return Refutation("the mismatch was in excess before any update that a sampler could miss", named.code)
-    if evidence is None or evidence.noise is None or not (evidence.noise.is_null and evidence.starts_in_excess):
-        return None
-    if not (evidence.differs_from_start or evidence.is_fresh_on_record):
+    if (
+        evidence is None
+        or evidence.noise is None
+        or not (evidence.noise.is_null and evidence.starts_in_excess)
+        or not (evidence.differs_from_start or evidence.is_fresh_on_record)
+    ):
         return None
     return Refutation("the mismatch was in excess before any update that a sampler could miss", "above_null")
 

@@ -35,7 +35,7 @@ _ROWS = (
         number="lag",
         limit="0",
         title="log-probs are shifted: each belongs to a neighboring token",
-        fix="log-prob t belongs to token t given the tokens before it; cut off the first or the last one",
+        fix="align them: log-prob t belongs to token t given the tokens before it; drop the first or last log-prob",
         confirm="score one row by hand: the first log-prob belongs to the first response token",
     ),
     Fault(
@@ -48,7 +48,7 @@ _ROWS = (
         limit="near 1",
         title="some rows have the log-probs of another request",
         fix="join the engine's answers to their prompts by request id, not by their order of arrival",
-        confirm="score one of the rows again with the engine, alone",
+        confirm="score one of these rows alone with the engine",
     ),
     Fault(
         code="wrong_unit",
@@ -93,7 +93,7 @@ _ROWS = (
         number="clamped_share",
         limit="0",
         title="log-probs are clamped",
-        fix="log log-probs before any clamp; a floor belongs into the loss, not into the log",
+        fix="write log-probs to the log before any clamp; apply a floor only in the loss",
         confirm="look for a clamp between the log-softmax and the file: its limit is the value that repeats",
     ),
     Fault(
@@ -142,7 +142,7 @@ _ROWS = (
     Fault(
         code="contradicted_zeros",
         kind="data",
-        needs="metrics",
+        needs="pairs",
         part="filled",
         score=3,
         explained_by=(*_FILLED, "truncated", "zeros"),
@@ -161,9 +161,9 @@ _ROWS = (
         needs="metrics",
         part="nothing",
         title="degenerate: both policies agree to the last bit",
-        fix="in bypass mode measure the current policy against the rollout (log_prob, not old_log_prob); else check "
-        "that the trainer recomputes its log-probs, and that the sampler's are its own. If one program does both, no "
-        "correction is needed",
+        fix="in bypass mode, compare log_prob (not old_log_prob) with the rollout; else check that the trainer "
+        "recomputes its log-probs, and that the sampler reports its own. A program that samples and trains needs no "
+        "correction",
     ),
     Fault(
         code="skipped_updates",
@@ -173,7 +173,7 @@ _ROWS = (
         title="updates were skipped",
         reason="the loss or a gradient was not finite, or everything was rejected; the weights were left as they were",
         fix="lower the learning rate, clip gradients, and look at nonfinite_count, rejected shares and the "
-        "largest weights then",
+        "largest weights of these steps",
     ),
     # Settings of sampling, of prompts and of schedules.
     Fault(
@@ -199,7 +199,7 @@ _ROWS = (
         title="only one side's log-probs are truncated (top-p, top-k or min-p)",
         fix="sample with top_p=1, top_k=-1, min_p=0, or replay the engine's kept sets (support 'replayed'), or "
         "subtract the log of the kept mass",
-        confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: the certain tokens must vanish",
+        confirm="sample a few prompts with top_p=1, top_k=-1, min_p=0: log-probs of exactly 0 become rare",
     ),
     Fault(
         code="raw",
@@ -211,7 +211,7 @@ _ROWS = (
         limit="1",
         title="the sampler's log-probs leave its sampling settings out (raw log-probs)",
         fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
-        confirm="look up logprobs_mode of the engine, or give the trainer's logits and the token ids",
+        confirm="look up logprobs_mode of the engine, or pass the trainer's logits and the token ids to the check",
     ),
     Fault(
         code="not_the_sampled_distribution",
@@ -223,7 +223,7 @@ _ROWS = (
         reason="the mean of −log μ over drawn tokens is the mean entropy of μ; raw log-probs leave out the sampler's "
         "temperature, top-p or penalties",
         fix="have the engine return log-probs after its transforms (vLLM: logprobs_mode=processed_logprobs)",
-        confirm="sample with temperature 1, top_p 1 and no penalty: the two means then agree",
+        confirm="sample with temperature 1, top_p 1 and no penalty: the mean of −log μ then equals the mean entropy",
     ),
     Fault(
         code="recorded_settings",
@@ -243,8 +243,7 @@ _ROWS = (
         limit="near 1",
         title="the two sides saw other prompts",
         fix="give both sides the same prompt ids: one template, one BOS, and left padding that is masked",
-        confirm="compare the ids that the engine was fed with `prompt_ids`; if they agree, sample without a prefix "
-        "cache",
+        confirm="compare the ids that the engine received with `prompt_ids`; if they agree, disable the prefix cache",
     ),
     Fault(
         code="turn_drift",
@@ -255,7 +254,7 @@ _ROWS = (
         number="times_expected",
         limit="near 1",
         title="the two sides differ more after a turn",
-        fix="score the ids that the engine sampled and saw, in one sequence, without tokenizing text anew",
+        fix="score the engine's own ids of prompt, turns and response in one sequence; do not tokenize text again",
         confirm="compare the ids of one row on both sides across the turn, and score it without a prefix cache",
     ),
     Fault(
@@ -285,7 +284,7 @@ _ROWS = (
         title="the densities are not those of the steps that were sampled",
         fix="compare the schedules (`rollcorr check-schedule`), score with the σ and σ_next of the step that was "
         "sampled, and convert a CPS sampler's log-prob (`density_from_cps`)",
-        confirm="the schedules of both sides, entry by entry",
+        confirm="compare the schedules of both sides, entry by entry",
     ),
     Fault(
         code="loss_pass_differs",
@@ -294,8 +293,8 @@ _ROWS = (
         part="nothing",
         score=2,
         title="the trainer differs from itself before the first update",
-        fix="compute old_log_prob and the loss alike: dropout off, one temperature, one precision and kernel, and "
-        "micro-batches of one size",
+        fix="compute old_log_prob as the loss does: without dropout, with the same temperature, precision, kernel and "
+        "micro-batch size",
         confirm="score one micro-batch twice, as old_log_prob and as in the loss: the two must agree",
     ),
     # Weights, and noise that no setting explains.
@@ -338,9 +337,9 @@ _ROWS = (
         score=2,
         title="some pictures were scored with another prompt, or other inputs",
         reason="their exact KL is far above that of the other pictures of the same steps",
-        fix="score each picture with the prompt embeddings that sampled it: check the order of prompts, groups and "
+        fix="score each picture with the sampler's prompt embeddings: check the order of prompts, groups and "
         "shards between sampler and trainer",
-        confirm="score one of these pictures alone with its own prompt: its KL falls to that of the others",
+        confirm="score one of these pictures alone with its own prompt: its KL falls to the other pictures' KL",
     ),
     Fault(
         code="guidance_differs",
@@ -351,7 +350,7 @@ _ROWS = (
         title="the two sides condition differently: guidance, or the embedding of every prompt",
         reason="the velocities differ by more than any precision makes, or unevenly from prompt to prompt, and from "
         "the first step on",
-        fix="score with the guidance scale, the empty prompt and the prompt embeddings that sampled",
+        fix="score with the sampler's guidance scale, empty prompt and prompt embeddings",
         confirm="score a few pictures with the sampler's guidance: the KL falls to the null's",
     ),
     Fault(
@@ -362,7 +361,7 @@ _ROWS = (
         refuted_by=(present_from_start, resets_with_sync),
         title="more noise than the null's in every picture: the precision of one side",
         reason="the excess is the same at every step, timestep and picture, from the first step on",
-        fix="compare dtype and quantization of sampler and trainer; a null of this sampler judges its other faults",
+        fix="compare dtype and quantization of both sides; to find other faults too, measure a null with this sampler",
         confirm="sample a few pictures in the null's precision: the excess vanishes",
     ),
     Fault(
@@ -371,7 +370,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="a penalty on ids that were seen before acts on one side only",
+        title="a repetition, presence or frequency penalty acts on one side only",
         fix="set the engine's penalties to none; vLLM reads defaults from the model's generation_config.json",
         confirm="sample a few prompts with repetition_penalty=1: the excess vanishes",
     ),
@@ -381,7 +380,7 @@ _ROWS = (
         needs="null",
         score=1,
         title="the last token of the responses carries the mismatch",
-        fix="give both sides the same last token: one end-of-sequence id, no pad in its place, none after it",
+        fix="give both sides the same last token: one end-of-sequence id, without padding in its place or after it",
         confirm="compare the last id and its log-prob on both sides in one row",
     ),
     Fault(
@@ -390,7 +389,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="some rows differ, the others match the null: their context, or one replica of the engine",
+        title="some rows exceed the null, the rest match it: another context, or one faulty replica of the engine",
         fix="look at what these rows share: a replica, a worker, a prompt without its system part, padding",
         confirm="score one of these rows alone on both sides; group the rows by engine replica and by worker",
     ),
@@ -431,7 +430,7 @@ _ROWS = (
         refuted_by=(present_from_start, resets_with_sync),
         title="one side draws anew in each forward pass (dropout, or another random layer)",
         fix="put the trainer in evaluation mode while it scores (`model.eval()`), and set dropout to 0",
-        confirm="score the same rows twice: the two answers differ",
+        confirm="score the same rows twice: the two results differ",
     ),
 )
 

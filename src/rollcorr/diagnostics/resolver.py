@@ -109,14 +109,20 @@ def resolve_findings(
             entry.finding = replace(entry.finding, follows_from=declared[0])
 
     # A cause of few rows explains the entire mismatch only if the remaining rows are ordinary.
-    rest_is_ordinary = any(entry.finding.code == "ordinary_noise" for entry in entries)
+    ordinary = [entry.finding for entry in entries if entry.finding.code == "ordinary_noise"]
     causes = sorted(
         (e for e in entries if e.stands and is_cause(e.finding)), key=lambda e: (not e.wide, -e.score, *_rank(e))
     )
     courses = sorted((e for e in entries if e.stands and e.row.kind == "course"), key=lambda e: -e.score)
     for cause in (*causes, *courses):
         if cause.stands:
-            _remove(cause, entries, everything=cause.wide or (rest_is_ordinary and cause.row.part != "nothing"))
+            _remove(cause, entries, everything=cause.wide or (bool(ordinary) and cause.row.part != "nothing"))
+
+    # A declared precision explains a mismatch that is as large as in its null.
+    sizes = [e for e in entries if e.stands and e.row.kind in ("symptom", "no finding")]
+    for entry in sizes if any(finding.evidence.get("declared") for finding in ordinary) else []:
+        if entry.finding.metric not in entry.row.apart:
+            entry.finding = replace(entry.finding, severity="note", follows_from="ordinary_noise")
     return tuple(_calibrated(entry.finding) for entry in sorted(entries, key=_rank))
 
 
@@ -190,9 +196,7 @@ def _remove(cause: _Entry, entries: Sequence[_Entry], *, everything: bool) -> No
 def _rank(entry: _Entry) -> tuple[bool, bool, bool, float, float]:
     """Return the sort key: causes, then consequences, then the unexplained, then notes; the most certain first."""
     finding = entry.finding
-    share = finding.row_share
-    if share is None:
-        share = float(entry.wide or entry.row.part == "nothing")
+    share = float(entry.wide or entry.row.part == "nothing") if finding.row_share is None else finding.row_share
     return (
         finding.severity == "note",
         finding.follows_from is not None,

@@ -55,8 +55,7 @@ def run_health(run: Run, *, diffusion: bool = False, tokens: bool = False) -> He
     Args:
         run: result of `rollcorr.read_run`.
         diffusion: judge the run as a diffusion sampler, even if its configuration does not show that; default False.
-        tokens: also read logged rollouts, up to `MOST_BYTES`; default False. Pictures are judged only by their rollouts
-            and their null.
+        tokens: also read logged rollouts of at most `MOST_BYTES`; default False.
 
     Raises:
         BadInputError: the null cannot be read.
@@ -78,7 +77,7 @@ def run_health(run: Run, *, diffusion: bool = False, tokens: bool = False) -> He
         report = report_of(evidence, found, checked.health.judged_against)
         return replace(report, not_judged=(*checked.health.not_judged, *report.not_judged))
 
-    # If the tokens were compared with the null too, their answer replaces that of the metrics.
+    # If the tokens were compared with the null too, drop the metrics' less precise finding `above_null`.
     again = any(finding.code == "measure_null_again" for finding in checked.hypotheses)
     if checked.null is not None and (checked.causes or again):
         measured = tuple(finding for finding in measured if finding.code != "above_null")

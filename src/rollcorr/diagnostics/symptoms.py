@@ -8,8 +8,10 @@ SYNC = (
     "check the weight sync: that it runs and covers every parameter (head, tied ones, adapters); then the "
     "sampler's quantization, and settings of the model such as RoPE"
 )
-CHECKSUM = "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls back to its start"
-_NULL_OR_IDS = "a null (`rollcorr null`) or response_ids in the log"
+CHECKSUM = (
+    "compare a checksum of one parameter on both sides after a sync, or sync by hand: k3 falls to its initial value"
+)
+_NULL_OR_IDS = "compare with a null (`rollcorr null`), or add response_ids to the log"
 
 SYMPTOMS = (
     # When and by how much the mismatch changed.
@@ -33,7 +35,7 @@ SYMPTOMS = (
         title="the mismatch has been growing since step {onset}",
         reason="it grows with the steps, as where a sync has stopped, or where the engine gets worse with its age",
         fix="check the weight sync from that step on; then restart the engine, and look at the learning rate",
-        confirm="sync by hand, and restart the engine: the one that brings k3 back to its start tells the cause",
+        confirm="sync by hand, then restart the engine: the action that lowers k3 to its initial value shows the cause",
     ),
     Fault(
         code="surprise_jumped",
@@ -60,7 +62,7 @@ SYMPTOMS = (
         needs="null",
         score=0.2,
         title="the two sides differ beyond the null, and no known cause fits",
-        confirm="score one row of this place by hand on both sides, with the ids that the engine saw",
+        confirm="score one affected row by hand on both sides, with the ids that the engine received",
     ),
     Fault(
         code="step_divergence",
@@ -102,7 +104,7 @@ SYMPTOMS = (
         needs="metrics",
         title="weights saturate at the safety bound",
         reason="log weights beyond it are cut there: their size is lost, and chi-squared understates the mismatch",
-        fix="move from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
+        fix="change weights from sequence to token or geometric level, or reject these sequences (seq_mean_k3, veto)",
     ),
     Fault(code="sustained_rejection", kind="symptom", needs="metrics"),
     Fault(
@@ -125,16 +127,16 @@ SYMPTOMS = (
         needs="metrics",
         title="the rejection band is narrower than the mismatch",
         reason="the mean per-token gap of a typical sequence already lies outside the band, so most are rejected",
-        fix="widen the band to a few times the measured gap, or use seq_mean_k3, which grows with its square",
+        fix="widen the band to a few times the measured gap, or use seq_mean_k3, which grows with the gap's square",
     ),
     Fault(
         code="length_dependence",
         kind="symptom",
         needs="metrics",
-        title="the bound on products depends on length here",
+        title="the bound on sequence ratios depends on length",
         reason="at the mean length the product of ratios is already past the bound: longer responses are "
         "down-weighted or rejected for being long",
-        fix="use a criterion per token mean (seq_mean_k1, seq_mean_k3) or token weights",
+        fix="use a criterion on means over tokens (seq_mean_k1, seq_mean_k3), or token weights",
     ),
     Fault(
         code="low_weights",
@@ -205,6 +207,6 @@ SYMPTOMS = (
         kind="no finding",
         needs="record",
         title="the rows were not all sampled alike",
-        fix="check the rows of each setting by themselves; a fault of some of them is diluted here",
+        fix="check the rows of each setting separately: together, a fault in some rows is diluted",
     ),
 )

@@ -34,16 +34,16 @@ class DiffusionActorConfig:
 
     Attributes:
         loss_mode: "flow_grpo", "grpo_guard" or "flow_dppo" (`rollcorr.core.diffusion_losses`).
-        clip_ratio: ε of the clip, > 0. Useful values shrink as 1/D.
-        kl_mask_threshold: flow_dppo only: largest KL/D, nats, > 0.
+        clip_ratio: ε of the clip, > 0. Useful values are proportional to 1/D.
+        kl_mask_threshold: largest KL/D of a step, nats, > 0; only for flow_dppo.
         adv_clip_max: advantages are clipped to ± this, > 0.
-        kl_coef: weight of KL(π_θ‖π_ref) / D, ≥ 0. It includes rejected steps and is never rescaled.
-        reduction: the power on which importance weights and rejection act: "mean" (1/D), "sum" (1: the real likelihood
-            ratio, so thresholds have the same meaning as for language models), or a number.
+        kl_coef: weight of KL(π_θ‖π_ref) / D, ≥ 0. It includes rejected steps, and no rejection rescales it.
+        reduction: power of the likelihood ratio that importance weights and rejection use: "mean" (1/D), "sum" (1, so
+            thresholds have the same meaning as for language models), or a number.
         rollout_correction: a configuration, a preset's name or a dictionary of any generation; optional, no correction
             by default. `rollout_rs` may contain `step_kl`: the exact KL of a step, over all D dimensions, in nats.
-        rs_denominator: divisor of the policy gradient: "all" steps, the "kept" ones, or their "weights"; optional,
-            the correction's `normalizer` by default.
+        rs_denominator: divisor of the policy gradient: the number of "all" steps, of "kept" steps, or the sum of their
+            "weights"; optional, the correction's `normalizer` by default.
         min_keep_fraction: in [0, 1]. An optimizer step is skipped if a smaller share of its steps is kept, and always
             if no step is kept.
 

@@ -106,7 +106,7 @@ def apply_rollout_correction_to_diffusion_batch(
         )
 
     # All ranks of a group must use the same values for the breakdown, but each rank knows only its own batch's.
-    values = _timestep_values(batch) if schedule is None and group is None else schedule
+    values = _distinct_timesteps(batch) if schedule is None and group is None else schedule
     correction = correct_steps(
         old,
         rollout,
@@ -125,7 +125,7 @@ def apply_rollout_correction_to_diffusion_batch(
     return batch, {} if statistics is None else diffusion_metrics(statistics, actor)
 
 
-def _timestep_values(batch: Batch) -> list[float] | None:
+def _distinct_timesteps(batch: Batch) -> list[float] | None:
     """Return the timestep values of a batch, from noise to data."""
     if "timesteps" not in batch:
         return None

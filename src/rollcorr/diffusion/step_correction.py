@@ -99,7 +99,7 @@ def correct_steps(
     correction = correct(scale * train, scale * rollout, every, config.log_prob_correction, group=group, densities=True)
     keep, statistics = correction.loss_mask, correction.statistics
     assert statistics is not None, "there is no rollout_correction to compute"
-    own = _step_rows(train - rollout, finite, exact_kl, timesteps, dimensions, schedule)
+    own = _compute_step_statistics(train - rollout, finite, exact_kl, timesteps, dimensions, schedule)
     replaced = list(_PROBABILITY_ROWS)
 
     # The exact KL judges each step separately, in addition to the token criteria. Recompute the rows it changes.
@@ -126,7 +126,7 @@ def _log_prob_factor(config: DiffusionActorConfig, dimensions: int | None) -> fl
     return dimensions * power_of(config.reduction, dimensions)
 
 
-def _step_rows(
+def _compute_step_statistics(
     log_ratio: Tensor,
     finite: Tensor,
     exact_kl: Tensor | None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def row_seed(seed: int, *names: int | str) -> int:
-    """Compute a 63-bit seed from a seed and any names: half of the first 8 bytes of BLAKE2b("seed/name/…").
+    """Compute a 63-bit seed from a seed and any names: the upper 63 bits of the 8-byte BLAKE2b of "seed/name/…".
 
     Args:
         seed: seed of the run, or of a step.

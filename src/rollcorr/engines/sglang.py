@@ -143,7 +143,7 @@ class SglangEngine(RemoteEngine):
         bodies = [
             {
                 "input_ids": row,
-                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},  # `score` rejects others
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }

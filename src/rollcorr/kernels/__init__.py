@@ -1,4 +1,4 @@
-"""Fused twins of `core`: the correction in one pass, and log-probs without the logits.
+"""Fast implementations of `core`: the correction in one pass, and log-probs without the logits.
 
 Names are imported on first use; `__init__.pyi` lists them.
 """

@@ -1,4 +1,4 @@
-"""Others' tensors in and out: lists, one long row, rows of prompt and response, context-parallel slices.
+"""Convert tensor layouts: lists, one long row, rows of prompt and response, context-parallel slices.
 
 `correct` and the losses take (B, T), or (N,) with `cu_seqlens`. Trainers keep the same numbers in other shapes. Each
 function here converts between two shapes, and has an inverse:

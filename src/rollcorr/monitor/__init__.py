@@ -1,4 +1,4 @@
-"""One object in anyone's training loop: metrics, alarms and logs over a run.
+"""The Monitor, an object in your training loop: metrics, alarms and logs of a run.
 
 run_monitor        `Monitor`: correct, then step
 run_writer         the thread that writes to files and trackers

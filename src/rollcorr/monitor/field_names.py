@@ -150,8 +150,8 @@ def _required_names(names: Framework) -> tuple[tuple[str, ...], ...]:
 
 
 def _missing_tensors(held: Mapping[str, Any], names: Framework) -> dict[str, str]:
-    """Return the tensors that are missing or `None`, as in TRL where they were not computed: names → fix for `None`."""
-    fixes = (
+    """Return missing tensors: names → a fix if the value is None (TRL: not computed), or "" if absent."""
+    fixes = (  # in the order of `_required_names`
         "compute it first (the trainer's forward pass over this batch, before the update)",
         "let the sampler report the log-probs of its tokens",
         "it marks the sampled tokens with 1",

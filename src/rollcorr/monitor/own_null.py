@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rollcorr.correction.weight_probe import ROUNDING, STALE, WeightProbe
 from rollcorr.diagnostics.health.health_check import FIRST_STEPS
-from rollcorr.diagnostics.health.trend import AGE, NULL_IS_VETTED, NULL_K3, NULL_STD
+from rollcorr.diagnostics.health.trend import AGE, NULL_IS_LARGE, NULL_IS_VETTED, NULL_K3, NULL_STD
 from rollcorr.monitor.rollout_sample import HostRows, rollout_batch
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -120,7 +120,7 @@ class OwnNull:
 
     def _publish(self) -> None:
         """Compute the metrics of the null, and save it once its weights are known to be equal."""
-        from rollcorr.diagnostics.null.run_null import noise_of
+        from rollcorr.diagnostics.null.run_null import is_large
 
         null, probe = self.null, self._probe
         if null is None:
@@ -133,10 +133,13 @@ class OwnNull:
             self._probe = None
         if self._is_vetted:
             null = replace(null, unvetted="", doubted="")
-        noise = noise_of(null, is_null=self._is_vetted)
-        k3 = null.profile.k3
-        self.numbers = {NULL_K3: k3, NULL_STD: noise.sigma, NULL_IS_VETTED: float(noise.is_null)}
-        if noise.is_null and self._file is not None:
+        self.numbers = {
+            NULL_K3: null.profile.k3,
+            NULL_STD: null.profile.std,
+            NULL_IS_VETTED: float(self._is_vetted),
+            NULL_IS_LARGE: float(is_large(null)),
+        }
+        if self._is_vetted and is_large(null) and self._file is not None:
             try:
                 null.save(self._file)
             except OSError as error:

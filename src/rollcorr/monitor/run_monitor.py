@@ -29,7 +29,7 @@ from rollcorr.correction.rollout_correction import configuration_of
 from rollcorr.correction.weight_probe import WeightProbe
 from rollcorr.diagnostics.health.evidence import RECENT_STEPS, bare_metrics
 from rollcorr.diagnostics.health.health_check import Verdict
-from rollcorr.diagnostics.health.trend import AGE, NULL_IS_VETTED, NULL_K3, NULL_STD, WATCHED
+from rollcorr.diagnostics.health.trend import AGE, NULL_IS_LARGE, NULL_IS_VETTED, NULL_K3, NULL_STD, WATCHED
 from rollcorr.monitor.batch_at_hand import BatchAtHand, first_cause
 from rollcorr.monitor.field_names import read_fields
 from rollcorr.monitor.lag_split import LagSplit
@@ -313,9 +313,9 @@ class Monitor:
             self._totals.add_statistics("loss", measured)
         elif isinstance(measured, WeightProbe):
             self._probed.update({f"probe/{name}": value for name, value in asdict(measured).items()})
-            self._analyze(WriteTask(ANALYSIS, self.steps, partial(self._null.add_probe, measured)))
+            self._queue_analyses(WriteTask(ANALYSIS, self.steps, partial(self._null.add_probe, measured)))
         elif isinstance(measured, RolloutBatch):
-            self._analyze(WriteTask(ANALYSIS, self.steps, partial(self._null.add_measurement, measured)))
+            self._queue_analyses(WriteTask(ANALYSIS, self.steps, partial(self._null.add_measurement, measured)))
         elif isinstance(measured, Correction):
             if measured.statistics is not None:
                 counts = self._counts_here(measured)
@@ -356,7 +356,7 @@ class Monitor:
             TimeoutError: only with `strict`: files or sinks hang. The step has ended.
         """
         self._totals.forget_values()
-        measured = {**self._unwritten_counts(), **self._null.numbers, **self._probed}
+        measured = {**self._count_unwritten_data(), **self._null.numbers, **self._probed}
         for name, value in {**measured, "reward": reward, **own}.items():
             if value is not None:
                 self._totals.add_value(name, value)
@@ -376,7 +376,7 @@ class Monitor:
             if self._files is not None and self._files.put(*tasks) and self._trackers is not None and self._sinks:
                 self._trackers.put(WriteTask(SINKS, step, partial(self._sinks.write, step, dict(metrics))))
         if self._analyzes:
-            self._analyze(*self._analysis_tasks(step, metrics, at_hand))
+            self._queue_analyses(*self._analysis_tasks(step, metrics, at_hand))
         if self._strict:
             self._flush_or_raise(step)
         return metrics
@@ -504,7 +504,7 @@ class Monitor:
         held.enter_context(run_lock(self.directory.path))
 
         # Keep all metrics of the last steps, and only the metrics that the judge reads of earlier ones.
-        read = (*WATCHED, AGE, *COUNTS, NULL_K3, NULL_STD, NULL_IS_VETTED)
+        read = (*WATCHED, AGE, *COUNTS, NULL_K3, NULL_STD, NULL_IS_VETTED, NULL_IS_LARGE)
         watched = ["step", *(prefix + name for name in read for prefix in ("", PREFIX))]
         earlier: list[dict[str, Any]] = []
         later: list[int] = []
@@ -587,7 +587,7 @@ class Monitor:
         logger.error("%s", line)
         self._errors.append(error)
 
-    def _unwritten_counts(self) -> dict[str, float | None]:
+    def _count_unwritten_data(self) -> dict[str, float | None]:
         """Return this rank's counts of unwritten data. As metrics of the step they are then equal on every rank."""
         counts: dict[str, int] = {}
         if self._files is not None:
@@ -635,7 +635,7 @@ class Monitor:
             self._judge.explain(alarms, cause)
             logger.warning("%s", alarm_text(step, cause))
 
-    def _analyze(self, *tasks: WriteTask) -> None:
+    def _queue_analyses(self, *tasks: WriteTask) -> None:
         """Queue analyses for the writer thread, on the rank that has one."""
         if tasks and self._analyzes and self._files is not None:
             self._files.put(*tasks)

@@ -30,7 +30,7 @@ from rollcorr.diagnostics.health.health_check import (
 )
 from rollcorr.diagnostics.health.noise import Noise
 from rollcorr.diagnostics.health.rules import COMPARISON
-from rollcorr.diagnostics.health.trend import NULL_IS_VETTED, NULL_K3, NULL_STD, SeriesWatch
+from rollcorr.diagnostics.health.trend import NULL_IS_LARGE, NULL_IS_VETTED, NULL_K3, NULL_STD, SeriesWatch
 from rollcorr.monitor.step_totals import LOSS_PREFIX
 
 AlarmKey = tuple[str, str | None]  # code and metric
@@ -157,7 +157,7 @@ class RunningJudge:
                 keep their prefix.
             config: the configuration of the correction.
         """
-        warnings = _foreign_rows(bare)
+        warnings = _check_correction_rows(bare)
         if "token_count" in bare:
             self.remember(step, bare)
             history, changes = list(self._history), self._watch.changes
@@ -174,7 +174,7 @@ class RunningJudge:
 
             # Check only metrics with a recent value outside its range: no other median can be outside.
             found_now = judge(evidence, broken=dict.fromkeys(chain.from_iterable(self._broken)))
-            warnings += tuple(finding for finding in found_now if finding.severity == "warning")
+            warnings += tuple(finding for finding in found_now if finding.severity != "note")
         elif not warnings:
             return Changes((), ())
         found = {(finding.code, finding.metric): finding for finding in warnings}
@@ -215,17 +215,19 @@ def _own_noise(bare: Mapping[str, float]) -> Noise | None:
     """Return the noise of the null that the Monitor measured; None without one."""
     if NULL_K3 not in bare or NULL_STD not in bare:
         return None
-    is_null = bare.get(NULL_IS_VETTED, 0.0) > 0
+    unusable = "" if bare.get(NULL_IS_LARGE, 1.0) else "has too few tokens; measure it again after the next syncs"
+    if not bare.get(NULL_IS_VETTED):
+        unusable = UNVETTED
     return Noise(
         sigma=bare[NULL_STD],
         source="the null of this run",
         k3=bare[NULL_K3],
-        is_null=is_null,
-        unusable="" if is_null else UNVETTED,
+        is_null=not unusable,
+        unusable=unusable,
     )
 
 
-def _foreign_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
+def _check_correction_rows(bare: Mapping[str, float]) -> tuple[Finding, ...]:
     """Return a warning if a loss on a device, where `policy_loss` cannot raise, applied a correction of other rows."""
     share = bare.get(f"{LOSS_PREFIX}{MISMATCH}", 0.0)
     if not share > 0:  # true for NaN as well

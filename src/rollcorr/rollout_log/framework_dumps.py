@@ -30,8 +30,8 @@ PRIME_RL = Framework(
                 "log_prob": "trainer_logprobs",
                 "advantages": "advantages",
             },
-            layout="prompt and response in one row: the response begins at the first true of loss_mask; tokens that "
-            "the policy did not sample (weights of neither rl nor ref_kl) are masked; there is no π_old",
+            layout="prompt and response in one row: the response begins at the first true of loss_mask; tokens with "
+            "neither rl nor ref_kl weight (not sampled) are masked; π_old is not logged",
         ),
         Dump(
             name="traces",
@@ -81,7 +81,7 @@ SLIME = Framework(
                 "old_log_prob": "train with a policy loss",
             },
             layout="the last response_lengths tokens are the response; the other columns have its length. With "
-            "--use-rollout-logprobs and several updates per rollout, log_probs are those of the update (π_θ)",
+            "--use-rollout-logprobs and several updates per rollout, log_probs are π_θ, not π_old",
         ),
         Dump(
             name="rollout_data",
@@ -137,11 +137,11 @@ SKYRL = Framework(
             },
             recorded_with={
                 "rollout_log_prob": "set generator.sampling_params.logprobs=1",
-                "old_log_prob": "use a loss or a trainer.algorithm.off_policy_correction that reads π_old: where "
-                "nothing does, SkyRL leaves out the forward pass",
+                "old_log_prob": "use a loss or a trainer.algorithm.off_policy_correction that reads π_old; "
+                "otherwise SkyRL skips its forward pass",
             },
-            layout="tensors of a batch: the last tokens of attention_mask, as many as response_mask has, are the "
-            "response; the other columns are taken where response_mask is 1; rows that only pad the batch are left out",
+            layout="tensors of a batch: the response is the last tokens of attention_mask, as many as response_mask "
+            "has; other columns are read where response_mask is 1; padding rows are dropped",
         ),
         Dump(
             name="dumped_evals",
@@ -185,7 +185,7 @@ NEMO_RL = Framework(
                 "advantages": "advantages",
             },
             recorded_with={"old_log_prob": "set loss_fn.force_on_policy_ratio=false: else NeMo-RL logs zeros"},
-            layout="each value is a list of one; prompt and response in one row of input_lengths tokens, then padding: "
+            layout="each value is a one-item list; a row has input_lengths tokens (prompt, response), then padding; "
             "the response begins at the first 1 of token_loss_mask; a row with sample_loss_mask 0 has no sampled token "
             "and no reward",
         ),

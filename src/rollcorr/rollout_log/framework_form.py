@@ -35,7 +35,7 @@ class Dump:
     lacks: str = ""
     instead: str = ""
     recorded_with: Mapping[str, str] = field(default_factory=dict)
-    layout: str = "nothing is taken"
+    layout: str = "nothing is read"
 
     def step_of(self, path: str) -> int | None:
         """Return the number at `{step}` in the name of a file; `None` if the name has a different form."""

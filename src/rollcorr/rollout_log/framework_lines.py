@@ -28,7 +28,7 @@ VERL = Framework(
             fields={"step": "step", "reward": "score", "sequence_id": "request_id"},
             lacks="verl's dump of generations contains text and scores, and no log-prob of a token; no setting of verl "
             "makes it write them",
-            layout="text; step, score and request_id are taken, and the columns that the lines below add",
+            layout="text; step, score and request_id are read, and the columns that the lines below add",
         ),
     ),
     needs="set actor_rollout_ref.rollout.calculate_log_probs=True",
@@ -62,7 +62,7 @@ TRL = Framework(
             fields={"step": "step"},
             lacks="TRL's table of completions contains text, rewards and one advantage per row, and no log-prob of a "
             "token; no setting of TRL makes it write them",
-            layout="text; only step is taken: the weights that sum the reward functions are not in the file",
+            layout="completions: text; only step is read: the file lacks the reward functions' weights",
         ),
     ),
     needs="set use_vllm=True",
@@ -94,7 +94,7 @@ AREAL = Framework(
             recognized_by=frozenset({"task_id", "sample_idx", "head_version", "tail_version"}),
             fields={"reward": "reward"},
             lacks="AReaL's dump of trajectories contains text and rewards, and no log-prob of a token",
-            layout="text; only the reward is taken",
+            layout="text; only the reward is read",
         ),
     ),
     needs="set actor.recompute_logprob=true or actor.use_decoupled_loss=true",

@@ -201,7 +201,7 @@ def _check_kept_sets(batch: RolloutBatch) -> RowFindings:
     """Check that offsets of kept sets are valid, that the ids of a set are distinct, and that it has the sampled id."""
     yield from _check_kept_offsets(batch)
     usable = _rows_with_sets(batch)
-    yield from _check_selected_rows(usable, _check_duplicates, batch)
+    yield from _check_selected_rows(usable, _check_repeated_kept_ids, batch)
     if batch.has("response_ids"):
         yield from _check_selected_rows(usable & _ragged_numbers(batch, "response_ids")[2], _check_membership, batch)
 
@@ -243,7 +243,7 @@ def _kept_ids_and_tokens(batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
     return kept.ids.numpy(), _row_of_value(kept.offsets.diff())
 
 
-def _check_duplicates(batch: RolloutBatch) -> RowFindings:
+def _check_repeated_kept_ids(batch: RolloutBatch) -> RowFindings:
     """Check that no id occurs twice in the kept set of a token, because its probability would count twice."""
     ids, token = _kept_ids_and_tokens(batch)
 

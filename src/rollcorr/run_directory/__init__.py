@@ -1,4 +1,4 @@
-"""What a run leaves behind, written and read: configuration, metrics, checkpoints, events.
+"""Write and read run directories: configuration, metrics, checkpoints, events.
 
     directory      the paths of a run directory
     run_lock       the lock that admits one process at a time

@@ -239,7 +239,7 @@ class ConsoleProgress:
                 self._live.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step.
+        """Advance the bar. Without a terminal, print every tenth step, the first and the last.
 
         Args:
             step: number of the step.

@@ -33,10 +33,13 @@ Estimators = dict[str, RolloutCorrectionConfig | None]
 
 
 def every_estimator() -> Estimators:
-    """Return each preset, then weights and criteria that no preset has, each configuration once."""
+    """Return each preset, then weights and criteria that no preset has, each configuration once.
+
+    Horizons are left out: `experiments/laboratory/reward_shapes.md` compares them.
+    """
     named: Estimators = {
         NONE: None,
-        **{name: RolloutCorrectionConfig.preset(name) for name in PRESETS},
+        **{name: RolloutCorrectionConfig.preset(name) for name in PRESETS if "_horizon_" not in name},
         **{
             name: RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold)  # type: ignore[arg-type]
             for name, (level, threshold) in _WEIGHT_ESTIMATORS.items()

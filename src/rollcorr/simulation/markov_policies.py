@@ -129,7 +129,7 @@ def expected_reward(policy: MarkovPolicy, rule: RewardRule, length: int) -> Tens
         J, 0-d float64, differentiable in the logits.
     """
     if rule.goal is not None:
-        return _probability_of_goal(policy, rule.points.long(), rule.goal, length)
+        return _compute_tail_probability(policy, rule.points.long(), rule.goal, length)
     visits = state_visits(policy, length)
     return (visits[:, None] * policy.logits.softmax(-1) * rule.points).sum() / length
 
@@ -191,7 +191,7 @@ def expected_product(policy: MarkovPolicy, log_factors: Tensor, length: int) -> 
     return log_scale + reached.sum().log()
 
 
-def _probability_of_goal(policy: MarkovPolicy, points: Tensor, goal: float, length: int) -> Tensor:
+def _compute_tail_probability(policy: MarkovPolicy, points: Tensor, goal: float, length: int) -> Tensor:
     """Compute P(total ≥ goal): move the mass of each (state, total so far) by one token at a time."""
     probabilities = policy.logits.softmax(-1)[:, :, None]
     lowest, highest = int(points.min()), int(points.max())

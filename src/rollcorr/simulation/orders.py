@@ -68,7 +68,7 @@ class OrderCheck:
 def independent_pair(
     train: Iterable[float], rollout: Iterable[float], points: Iterable[float], length: int, goal: float | None = None
 ) -> PolicyPair:
-    """Create a pair with independent tokens (S = 1) from probabilities, and normalize these.
+    """Create a pair with independent tokens (one state) from probabilities, which it normalizes.
 
     Args:
         train: π of each token, V of them.

@@ -75,18 +75,18 @@ class SequenceRows:
     def score_sums(self, coefficients: Tensor) -> Tensor:
         """Compute Σ_t c_t ∇_θ log π(y_t | s_t) of each row. (n, S, V) float64.
 
-        ∇ log π(a | s) is 1 at (s, a), minus π(· | s) in row s.
+        ∇ log π(a | s) is e_a − π(· | s) in row s, else 0.
 
         Args:
             coefficients: c, of shape (n, T).
         """
         states, vocabulary = self.pair.trainer.logits.shape
         rows = torch.arange(len(self), device=self.tokens.device)[:, None]
-        place = (rows * states + self.states) * vocabulary + self.tokens
+        index = (rows * states + self.states) * vocabulary + self.tokens
         size = len(self) * states * vocabulary
-        placed = torch.bincount(place.flatten(), weights=coefficients.flatten(), minlength=size)
-        placed = placed.view(len(self), states, vocabulary)
-        return placed - placed.sum(-1, keepdim=True) * self.pair.trainer.log_probs.exp()
+        sums = torch.bincount(index.flatten(), weights=coefficients.flatten(), minlength=size)
+        sums = sums.view(len(self), states, vocabulary)
+        return sums - sums.sum(-1, keepdim=True) * self.pair.trainer.log_probs.exp()
 
     def score_squares(self) -> Tensor:
         """|∇_θ log π(y_t | s_t)|² = 1 − 2 π(y_t | s_t) + Σ_a π(a | s_t)², (n, T)."""

@@ -59,7 +59,8 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a name is unknown (the nearest one is suggested), a value is invalid, or an override has no `=`.
+        ValueError: a name is unknown (the nearest one is suggested), a value is invalid, two paths of the file set an
+            option differently, or an override has no `=`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -69,8 +70,8 @@ def read_config(path: str | os.PathLike[str] | None, overrides: Sequence[str], c
     check_paths(name for options in written for name, _ in options)
     layers = []
     for options in written:
-        own = dict(translated(name, value, known) for name, value in options)
-        layers.append(expand_dotted({name: value for name, value in own.items() if name}))
+        own = (translated(name, value, known) for name, value in options)
+        layers.append(expand_dotted((name, value) for name, value in own if name))
         _check_names(layers[-1], known)
 
     # Options of 2025-10 lie in `algorithm` itself, which shows their generation, so `resolve` needs their place too.
@@ -148,7 +149,7 @@ def check_trusted(config: RunConfig, overrides: Sequence[str], path: str = "") -
 
 
 def _read_layers(path: str | os.PathLike[str] | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the options of the file and of each override, checked one by one; the later one wins."""
+    """Return the options of the file, then of each override, each checked. Merged, later layers take precedence."""
     layers = [] if path is None else [_read_yaml(Path(path))]
     for text in overrides:
         layer = parse_override(text)

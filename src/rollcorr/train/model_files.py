@@ -46,7 +46,7 @@ def model_directory(path: str | os.PathLike[str]) -> Path:
 def demo_model_directory(name: str) -> Path:
     """Return the directory of a small model of the demos: `"demo"` or `"shapes"`.
 
-    A separate distribution contains them, because they are larger than this package. A clone has both.
+    A separate distribution contains the models, because they are larger than this package. A clone contains them too.
 
     Raises:
         FileNotFoundError: the distribution is not installed.

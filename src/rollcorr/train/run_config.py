@@ -24,13 +24,13 @@ class OptimConfig:
     Attributes:
         lr: learning rate after `lr_warmup_steps`, constant from there.
         lr_warmup_steps: training steps over which the learning rate rises linearly.
-        betas: decay of the first and second moment.
-        weight_decay: decoupled decay.
-        max_grad_norm: gradients are scaled down to this norm.
+        betas: decay rates of the first and second moments.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: larger gradients are scaled to this norm.
         ppo_epochs: passes over a batch.
         mini_batch_size: rows per optimizer step; defaults to the full batch.
-        micro_batch_size: rows per forward pass, gradients being accumulated; null for a mini-batch. It changes memory
-            and speed, never the result.
+        micro_batch_size: rows per forward pass; gradients are accumulated over them. Defaults to the mini-batch. It
+            changes memory and speed, not the result.
     """
 
     lr: float = 3e-4
@@ -53,7 +53,7 @@ class CheckpointConfig:
 
     Attributes:
         every: training steps between checkpoints; 0 saves only at the end and on interruption.
-        keep: newest checkpoints to keep.
+        keep: number of newest checkpoints that are kept.
     """
 
     every: int = 25
@@ -88,9 +88,9 @@ class AlgorithmConfig:
     """Advantages and correction.
 
     Attributes:
-        advantage: "grpo" (divides by the group's deviation), "dr_grpo" (does not) or "rloo" (leave one out).
-        rollout_correction: preset name, block of options of any generation, or null to disable it; an empty block only
-            measures the mismatch.
+        advantage: "grpo" (divided by the group's standard deviation), "dr_grpo" (undivided) or "rloo" (leave one out).
+        rollout_correction: name of a preset, block of options of any generation, or null to disable it; an empty block
+            only measures the mismatch.
     """
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
@@ -107,15 +107,15 @@ class RunConfig:
     """The options of every run. A recipe adds its own blocks.
 
     Attributes:
-        recipe: names this kind of run; `rollcorr.train.recipes` lists all.
-        run_dir: directory of the run; one process at a time runs there.
+        recipe: kind of run; `rollcorr.train.recipes` lists all kinds.
+        run_dir: directory of the run; only one process at a time may use it.
         resume: "auto" starts a run, continues it, or reports that it is finished; true only continues; false only
             starts.
         stop_after_minutes: save and exit after this time in minutes; the same command resumes. Defaults to no limit.
-        seed: decides the order of the data, all noise and shuffles.
+        seed: seed of the data order, of all noise and of shuffles.
         steps: training steps in total.
         device: where the policy trains and samples, for example "cpu" or "cuda".
-        threads: CPU threads of torch; defaults to torch's choice. Bit-for-bit repetition needs the same number.
+        threads: CPU threads of torch; defaults to torch's choice. Bit-identical repetition needs an equal number.
         checkpoint: when to save.
         log: metrics and files to write.
     """

@@ -34,7 +34,7 @@ def derived_seed(seed: int, purpose: str, step: int = 0) -> int:
 
     Args:
         seed: the run's seed.
-        purpose: name of the random stream, for example "problems" or "sampling"; two purposes never share one.
+        purpose: name of the random stream, for example "problems" or "sampling"; a different one gives other draws.
         step: the training step, or any other counter.
     """
     return row_seed(seed, purpose, step)

@@ -28,8 +28,10 @@ KNOWN_DRIFT = frozenset({"stale_by_lag"})
 """Causes that a correction is designed for: weights whose recorded age explains the mismatch."""
 DECLARED = "weights_differ"
 """Cause that the user declares with `intended`."""
-OF_A_FAULT = frozenset({"zero_probability_count", "nonfinite_count"})
-"""Metrics whose violated range means faulty log-probs."""
+OF_A_FAULT = frozenset(
+    {"zero_probability_count", "nonfinite_count", "contradicted_zeros", "placeholder", "recorded_settings"}
+)
+"""Metrics whose violated range means faulty log-probs, and codes of such findings."""
 
 FEW_ROWS = 0.01
 """Share of rows. With `intended`, a fault in at most this share does not block a correction."""
@@ -160,15 +162,13 @@ def _faults(result: CheckResult, expected: frozenset[str]) -> tuple[Finding, ...
     others = [
         finding
         for finding in result.health.findings
-        if finding.code not in named and (finding.severity == "error" or _shows_fault(finding))
+        if finding.code not in named
+        and (
+            finding.severity == "error"
+            or (finding.severity == "warning" and {finding.metric, finding.code} & OF_A_FAULT)
+        )
     ]
     return (*causes, *others)
-
-
-def _shows_fault(finding: Finding) -> bool:
-    return finding.severity == "warning" and (
-        finding.metric in OF_A_FAULT or finding.code in ("contradicted_zeros", "placeholder", "recorded_settings")
-    )
 
 
 def _repair_first(repairs: tuple[Finding, ...]) -> Advice:

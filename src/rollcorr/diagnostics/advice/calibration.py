@@ -288,7 +288,7 @@ def _limits_at(
     yield limit("veto", "rollout_token_veto_threshold", None, _ratio(veto, 1))
 
 
-def _extremes(lowest: Floats, highest: Floats) -> Floats:
+def _compute_maxima(lowest: Floats, highest: Floats) -> Floats:
     """Compute the largest k2, k3 and −d of sequences from the extremes of d: (3, r)."""
     size = np.maximum(np.abs(lowest), np.abs(highest))
     return np.stack([size**2 / 2, np.maximum(k3_of(lowest), k3_of(highest)), -lowest])
@@ -297,10 +297,10 @@ def _extremes(lowest: Floats, highest: Floats) -> Floats:
 def _quantile_estimator(
     length: int, source: Source, parts: UnitRows, rate: float, seed: int, halves: Floats
 ) -> Callable[[int, float], QuantileEstimate]:
-    """Return a function that estimates a quantile of a column: `SUMS`, then `_extremes`."""
+    """Return a function that estimates a quantile of a column: `SUMS`, then `_compute_maxima`."""
     count = max(length / float(parts.tokens.mean()), 1e-9)
     sums = at_length(parts.tokens, parts.sums, length, token_means(parts))
-    columns = np.concatenate([sums, _extremes(parts.lowest, parts.highest)])
+    columns = np.concatenate([sums, _compute_maxima(parts.lowest, parts.highest)])
 
     # P(max of k independent parts ≤ x) is the k-th power of P(part ≤ x).
     def of_parts(column: int, q: float) -> QuantileEstimate:
@@ -318,7 +318,7 @@ def _quantile_estimator(
             drawn = at_length(rows.tokens, rows.sums, length, token_means(rows))
         else:
             made = splices(rows, length, count, random, row_levels(halves))
-            drawn = np.concatenate([made[: len(SUMS)], _extremes(*made[len(SUMS) :])])
+            drawn = np.concatenate([made[: len(SUMS)], _compute_maxima(*made[len(SUMS) :])])
         return np.quantile(drawn, wanted, axis=1, method="weibull").T
 
     value, rows = quantiles(parts, SPLICES, halves), halves.shape[-1]
@@ -408,13 +408,9 @@ def _binned_quantiles(profile: MismatchProfile, rate: float) -> list[QuantileEst
     for size in (lambda x: x * x / 2, k3_of):
         values = size(np.array([one.value for one in bins]))
         chosen = at(counts, values.argsort(), 1 - rate)
-        found.append(QuantileEstimate(*_sorted_by_value(size(np.array(chosen)))))
+        sizes = size(np.array(chosen))  # a decreasing function swaps low and high
+        found.append(QuantileEstimate(float(sizes[0]), float(sizes.min()), float(sizes.max())))
     return found
-
-
-def _sorted_by_value(ends: Floats) -> tuple[float, float, float]:
-    """Return value, low and high of an estimate whose ends a decreasing function swapped."""
-    return float(ends[0]), float(ends.min()), float(ends.max())
 
 
 def _alarms_at(length: int, rows: UnitRows, alarm_rate: float, sequences: int, seed: int) -> Iterator[CalibratedAlarm]:

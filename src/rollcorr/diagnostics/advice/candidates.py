@@ -203,7 +203,7 @@ class CandidateTotals:
 
         # Divide by the mean weight: a common factor does not change the direction. Report errors relative to the
         # gradient's norm, if it is known.
-        whole, own = self._per_weight(WHOLE_HISTORY), self._per_weight(name)
+        whole, own = self._normalize_by_mean_weight(WHOLE_HISTORY), self._normalize_by_mean_weight(name)
         size, _ = squared_size(whole)
         if has_advantages and size > 0:
             noise = math.sqrt(squared_size(own)[1] / size)
@@ -220,11 +220,10 @@ class CandidateTotals:
             bias=bias,
         )
 
-    def _per_weight(self, name: str) -> Sums:
+    def _normalize_by_mean_weight(self, name: str) -> Sums:
         """Return the coefficients of a candidate, divided by its mean weight."""
         weight = float(self.sums[name][OF_A_CANDIDATE.index("weight")])
-        per_weight: Sums = self.coefficients[name] * (self.tokens / weight if weight else 0.0)
-        return per_weight
+        return np.asarray(self.coefficients[name] * (self.tokens / weight if weight else 0.0))
 
 
 def squared_size(folds: Sums) -> tuple[float, float]:

@@ -69,7 +69,7 @@ def _customary_limits() -> list[tuple[str, str, str, RolloutCorrectionConfig]]:
             vetoes[preset.rollout_token_veto_threshold] = None
         if row.source == VERL_2025_11:  # the same bands under older names
             continue
-        if preset.rollout_is is not None:
+        if preset.rollout_is is not None and preset.rollout_is != "horizon":
             weights[preset.rollout_is, str(preset.rollout_is_threshold)] = None
         if isinstance(preset.rollout_rs, str):
             criteria[preset.rollout_rs, preset.rollout_rs_threshold] = None

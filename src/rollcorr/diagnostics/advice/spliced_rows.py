@@ -95,11 +95,9 @@ def rows_for(length: int, rows: UnitRows, sample: Sequence[Floats]) -> tuple[Sou
         return "recorded", rows.taken(near)
     if (rows.tokens > length).mean() >= 0.5:
         windows = UnitRows.of_windows(sample, length)
-        if len(windows) >= FEWEST:
-            return "cut", windows
 
         # Without tokens to cut, rescale the sums of entire rows to the length.
-        return "cut", rows
+        return "cut", windows if len(windows) >= FEWEST else rows
     return "spliced", rows.taken(rows.tokens <= length * NEAR)
 
 
@@ -123,8 +121,7 @@ def at_length(tokens: Floats, sums: Floats, length: int, means: Floats) -> Float
 
 def token_means(rows: UnitRows) -> Floats:
     """Compute the mean of `SUMS` per token, (3,) nats."""
-    means: Floats = rows.sums.sum(1) / rows.tokens.sum()
-    return means
+    return np.asarray(rows.sums.sum(1) / rows.tokens.sum())
 
 
 class RowLevels(NamedTuple):

@@ -48,8 +48,8 @@ _CLOSER = (
 # Metrics whose healthy range applies to denoising steps → (reason, fix) of a value outside the range.
 STEP_ADVICE: Mapping[str, tuple[str, str]] = {
     "rollout_is_mean": (
-        "under the rollout policy the weights average 1; a mean far from it says that the log-probs are not "
-        "comparable, or that truncation removed the mass",
+        "under the rollout policy the weights average 1; if their mean is far from 1, the log-probs are not "
+        "comparable, or truncation removed weight",
         "check that both sides use the same schedule and the same steps; then " + _CLOSER,
     ),
     "rollout_is_std": (
@@ -57,16 +57,16 @@ STEP_ADVICE: Mapping[str, tuple[str, str]] = {
         "lower the threshold, or reject the outliers by their exact KL (rollout_rs=step_kl)",
     ),
     "rollout_is_eff_sample_size": (
-        "fewer than a third of the samples carry the update",
+        "fewer than a third of the samples determine the update",
         "lower the threshold; then " + _CLOSER,
     ),
     "rollout_rs_masked_fraction": (
-        "much of the batch is thrown away, so the gradient is noisy and skewed toward what survives",
+        "much of the batch is rejected, so the gradient is noisy and biased toward the kept part",
         "widen the band, or find out why so much lies outside it; then " + _CLOSER,
     ),
     "nonfinite_count": (
         "log-probs of denoising steps are missing or not finite",
-        "find out why the sampler returns none for them; `nonfinite=` says what the correction does with them",
+        "find out why the sampler does not return them; `nonfinite=` sets how the correction treats these steps",
     ),
 }
 
@@ -92,7 +92,7 @@ def expected_at(exact_kl: float) -> dict[str, float]:
 
 
 def range_at(exact_kl: float, steps: float) -> dict[str, tuple[float, float]]:
-    """Compute the 95 % range of the mean of −J, nats, over a number of denoising steps of variance 2 KL each.
+    """Compute the 95 % range of `kl_joint`, the mean of −log(π/μ) over steps of variance 2 KL each, in nats.
 
     Args:
         exact_kl: exact KL per step, nats.

@@ -113,9 +113,8 @@ class Evidence:
     @property
     def start_k3(self) -> float:
         """Return k3 of the step before the first update, nats; NaN if that step is not recorded."""
-        if self.first is None or self.first[0] > FIRST_STEP:
-            return math.nan
-        return self.first[1].get("k3_kl", math.nan)
+        recorded = self.first[1] if self.first is not None and self.first[0] <= FIRST_STEP else {}
+        return recorded.get("k3_kl", math.nan)
 
     @property
     def starts_in_excess(self) -> bool:

@@ -387,9 +387,7 @@ def limit_in_words(limits: HealthyRange) -> str:
         return "0"
     if high is not None:
         return f"−{high:g} to {high:g}" if limits.absolute else f"at most {high:g}"
-    if low is not None:
-        return f"at least {low:g}"
-    return f"ideally {limits.ideal}"
+    return f"ideally {limits.ideal}" if low is None else f"at least {low:g}"
 
 
 def is_broken(name: str, value: float) -> bool:

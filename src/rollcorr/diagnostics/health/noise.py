@@ -157,7 +157,7 @@ def ranges_from_noise(noise: Noise, metrics: Mapping[str, float]) -> dict[str, t
         of_sequence = _Normal(token.mean, sigma / math.sqrt(length))
         ranges |= {
             "t_times_kl": _interval(length * k3, length * error),
-            "chi2_seq": _mean_of_exp(_sequence_log_weight(sigma, length).times(2), rows, less=1.0),
+            "chi2_seq": _mean_of_exp(_model_sequence_log_weight(sigma, length).times(2), rows, less=1.0),
             "ppl_ratio": _mean_of_exp(of_sequence.times(-1), rows),
         }
     return {name: within for name, within in ranges.items() if within is not None and name in metrics}
@@ -226,7 +226,9 @@ def _expected_weights(sigma: float, length: float | None, config: RolloutCorrect
         found["rollout_is_std"] = math.sqrt(max(second - first**2, 0.0))
         found["rollout_is_eff_sample_size"] = min(first**2 / second, 1.0)
     if length is not None and config.is_upper is not None:
-        found["rollout_is_low_weight_fraction"] = _sequence_log_weight(sigma, length).below(-math.log(config.is_upper))
+        found["rollout_is_low_weight_fraction"] = _model_sequence_log_weight(sigma, length).below(
+            -math.log(config.is_upper)
+        )
     return found
 
 
@@ -292,10 +294,10 @@ def _rejected(sigma: float, length: float | None, criterion: Criterion) -> float
     if length is None or criterion.kind != "k1":
         return None
     if criterion.scope == "seq_sum":
-        return _sequence_log_weight(sigma, length).outside(low, high)
+        return _model_sequence_log_weight(sigma, length).outside(low, high)
     return _Normal(-(sigma**2) / 2, sigma / math.sqrt(length)).outside(low, high)
 
 
-def _sequence_log_weight(sigma: float, length: float) -> _Normal:
+def _model_sequence_log_weight(sigma: float, length: float) -> _Normal:
     """Return the distribution of a sequence's sum of log-ratios, nats."""
     return _Normal(-length * sigma**2 / 2, sigma * math.sqrt(length))

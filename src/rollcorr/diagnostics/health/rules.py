@@ -123,6 +123,8 @@ def deceptive_effective_sample_size(evidence: Evidence) -> Finding | None:
 def saturation(evidence: Evidence) -> Finding | None:
     """Return a finding if more than `SATURATED` of the weights are clamped to the safety bound."""
     low, high = evidence.get("saturated_low_fraction"), evidence.get("saturated_high_fraction")
+
+    # The value is the sum of both fractions; the metric names the larger one.
     return fault("saturation").above(
         evidence,
         "saturated_high_fraction" if high > low else "saturated_low_fraction",
@@ -167,7 +169,7 @@ def sustained_rejection(evidence: Evidence) -> Finding | None:
 def gap_at_start(evidence: Evidence) -> Finding | None:
     """Return a finding if |Δ log ppl| per sequence exceeds 1 nat from the first step on."""
     name = "log_ppl_abs_diff"
-    value = max(_first_steps(evidence, name), default=math.nan)
+    value = max(_early_values(evidence, name), default=math.nan)
 
     # If the first step was in range, the setup is correct, and a later step caused the gap.
     measured = [step[name] for _, step in (*filter(None, [evidence.first]), *evidence.history) if name in step]
@@ -197,7 +199,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
 
     # A float32 weight truncated at the threshold may lie a rounding error below it.
     threshold = config.is_upper * (1 - 1e-5)
-    first = _first_steps(evidence, name)
+    first = _early_values(evidence, name)
     if of_tokens or not first or sum(value >= threshold for value in first) < PINNED_SHARE * len(first):
         return None
     return fault("pinned_at_threshold").broken(
@@ -214,7 +216,7 @@ def pinned_at_threshold(evidence: Evidence) -> Finding | None:
 
 def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
     """Return a finding if a geometric band (seq_mean_k1) is narrower, in nats, than the mean |Δ log ppl|."""
-    width = min(_band_widths(evidence, "seq_mean"), default=math.inf)
+    width = min(_collect_k1_bounds(evidence, "seq_mean"), default=math.inf)
     limit = f"at most {width:.4g} nats, the half-width of the seq_mean_k1 band"
     return fault("band_narrower_than_mismatch").above(evidence, "log_ppl_abs_diff", width, limit=limit)
 
@@ -222,7 +224,7 @@ def band_narrower_than_mismatch(evidence: Evidence) -> Finding | None:
 def length_dependence(evidence: Evidence) -> Finding | None:
     """Return a finding if T × KL at the mean length exceeds the bound of a seq_sum band or of a sequence weight."""
     config = evidence.config
-    widths = _band_widths(evidence, "seq_sum")
+    widths = _collect_k1_bounds(evidence, "seq_sum")
     if config is not None and config.rollout_is == "sequence" and config.is_upper is not None and config.is_upper > 1:
         widths.append(math.log(config.is_upper))
 
@@ -324,14 +326,14 @@ STEP_RULES: tuple[Rule, ...] = (
 """Rules that also apply to denoising steps; the remaining rules are about tokens and the length of responses."""
 
 
-def _first_steps(evidence: Evidence, name: str) -> list[float]:
+def _early_values(evidence: Evidence, name: str) -> list[float]:
     """Return a metric's values within the first fifty steps; without a series, the current value."""
     if not evidence.history:
         return [evidence.current[name]] if name in evidence.current else []
     return [value for step, value in evidence.series(name) if step <= FIRST_STEPS]
 
 
-def _band_widths(evidence: Evidence, scope: str) -> list[float]:
+def _collect_k1_bounds(evidence: Evidence, scope: str) -> list[float]:
     """Return |log bound|, nats, of every bound of the k1 criteria of a scope."""
     criteria = evidence.config.criteria if evidence.config is not None else ()
     bounds = [b for c in criteria if c.scope == scope and c.kind == "k1" for b in (c.lower, c.upper)]

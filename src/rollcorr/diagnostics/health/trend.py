@@ -95,12 +95,12 @@ def _deviations(level: float, after: Array) -> Iterator[tuple[float, Shape]]:
     slope = float(u @ (after - level) / (u @ u))
     yield float(np.square(after - level - slope * u).sum()), "growth"
     for power in POWERS:
-        fitted = _fitted_power(level, after, u**power)
+        fitted = _fit_growth(level, after, u**power)
         if fitted is not None:
             yield float(np.square(after - fitted).sum()), "growth"
 
 
-def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
+def _fit_growth(level: float, after: Array, growth: Array) -> Array | None:
     """Fit ln(a + c g), with c from the median rate and two Gauss–Newton steps; return `None` without growth."""
     start = math.exp(level)
     rate = float(np.median((np.exp(after) - start) / growth))
@@ -110,8 +110,7 @@ def _fitted_power(level: float, after: Array, growth: Array) -> Array | None:
         fitted = np.log(start + rate * growth)
         share = rate * growth / (start + rate * growth)  # d fitted / d ln rate
         rate *= math.exp(min(max(float(share @ (after - fitted) / (share @ share)), -1.0), 1.0))
-    fitted_values: Array = np.log(start + rate * growth)
-    return fitted_values
+    return np.asarray(np.log(start + rate * growth))
 
 
 FEWEST_FIRST_STEPS = 5
@@ -149,7 +148,12 @@ WATCHED: Mapping[str, float] = {
     "exact_kl_mean": 1e-9,
 }
 """Watched metric → lower bound of its values: below it a change is rounding, or has no meaning."""
-NULL_K3, NULL_STD, NULL_IS_VETTED = "monitor/null_k3", "monitor/null_std", "monitor/null_is_vetted"
+NULL_K3, NULL_STD, NULL_IS_VETTED, NULL_IS_LARGE = (
+    "monitor/null_k3",
+    "monitor/null_std",
+    "monitor/null_is_vetted",
+    "monitor/null_is_large",
+)
 """Metrics of a null that a Monitor measures again during the run."""
 AT_START = 5
 """Steps of a run within which a change counts as present from the start, without healthy steps before it."""
@@ -222,6 +226,7 @@ class SeriesWatch:
         self._detectors: dict[str, ChangeDetector] = {}
         self._age = AgeWatch()
         self._first_null: dict[str, float] = {}
+        self._of_first_null: dict[str, float] = {}
 
     def add(self, step: int, bare: Mapping[str, float]) -> None:
         """Add the metrics of a step, by bare name; missing metrics are ignored.
@@ -237,11 +242,12 @@ class SeriesWatch:
                 detector.add(step, max(bare[name] * self._growth_of_null(name, bare), least), age=bare.get(AGE))
 
     def _growth_of_null(self, name: str, bare: Mapping[str, float]) -> float:
-        """Return the metric's first null over its newest one; 1 without a null of equal weights."""
+        """Return the metric's first null over its newest one, at most 1; 1 without a null of equal weights."""
         null = bare.get({"k3_kl": NULL_K3, "log_ratio_std": NULL_STD}.get(name, ""), 0.0)
-        if not (null > 0 and bare.get(NULL_IS_VETTED)):
-            return 1.0
-        return self._first_null.setdefault(name, null) / null
+        if null > 0 and bare.get(NULL_IS_VETTED):
+            # A few tokens suffice. After a restart the last null applies until the next measurement.
+            self._of_first_null[name] = min(1.0, self._first_null.setdefault(name, null) / null)
+        return self._of_first_null.get(name, 1.0)
 
     @property
     def changes(self) -> dict[str, Change]:
@@ -388,8 +394,12 @@ class ChangeDetector:
         if self._since_found in (SETTLED // 4, SETTLED // 2, SETTLED):
             change = self._locate_change(found=change.found, level=math.log(change.baseline))
         latest = median(value for _, value in list(self._values)[-FEWEST_STEPS:])
-        z = (latest - math.log(change.baseline)) / self._error()
-        change = replace(change, value=math.exp(latest), z=z, lasted=step - change.onset + 1)
+        change = replace(
+            change,
+            value=math.exp(latest),
+            z=(latest - math.log(change.baseline)) / self._error(),
+            lasted=step - change.onset + 1,
+        )
 
         self._well = self._well + 1 if excess <= 0 else 0
         if self._well >= WELL_STEPS:

@@ -174,7 +174,8 @@ class Gap(NamedTuple):
 
 def step_gaps(values: Mapping[str, float]) -> tuple[Gap, ...]:
     """Return the three gaps of a step from its metrics, by bare name; empty if a KL is missing."""
-    if not {f"{FIRST}policy_kl", "actor/policy_kl", "k3_kl"} <= values.keys():
+    # Ask for each name: the size of `values` is costly, if they are medians that a Monitor computes on demand.
+    if not all(name in values for name in (f"{FIRST}policy_kl", "actor/policy_kl", "k3_kl")):
         return ()
     first, drift = (sum(values.get(prefix + name, 0.0) for name in CLIPPED) for prefix in (FIRST, "actor/"))
     return (

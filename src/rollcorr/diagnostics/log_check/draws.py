@@ -55,8 +55,8 @@ def draw_sums(batch: RolloutBatch, ratios: TokenRatios) -> dict[int | None, Draw
     """Compute the sums of a batch by step; without steps, the key is None."""
     entropy = batch.packed("rollout_entropy").double().numpy()
     used = ratios.valid & np.isfinite(entropy)
-    off = np.where(used, ratios.surprise - entropy, 0.0)
-    columns = (used, off, off * off, np.where(used, entropy, 0.0))
+    excess = np.where(used, ratios.surprise - entropy, 0.0)
+    columns = (used, excess, excess * excess, np.where(used, entropy, 0.0))  # in the order of DrawSums
     table = np.stack([slice_sums(column, ratios.lengths) for column in columns])
     if not batch.has("step"):
         return {None: DrawSums(*table.sum(1).tolist())}

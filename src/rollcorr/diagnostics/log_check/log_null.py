@@ -14,11 +14,11 @@ from rollcorr.diagnostics.log_check.log_tally import one_thread, read_log
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Measurement, Tally
 from rollcorr.diagnostics.null import MismatchProfile, PictureNull
 from rollcorr.diagnostics.null.excess import MIN_ROWS
-from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, NullPart, Sides, unvetted_by_ids
+from rollcorr.diagnostics.null.null_file import FEW_TOKENS, Kind, MismatchNull, NullPart, Sides
 from rollcorr.diagnostics.null.other_rows import NOT_OF_THEIR_TOKENS, enough, other_rows
 from rollcorr.diagnostics.null.picture_judgment import guarded_null
 from rollcorr.diagnostics.null.token_share import FIRST_IDS
-from rollcorr.diagnostics.null.weight_judgment import doubt_of, judge_weights
+from rollcorr.diagnostics.null.weight_judgment import doubt_of, judge_weights, share_of, unvetted_by_ids
 from rollcorr.diagnostics.provenance.pair_sample import PairSample
 from rollcorr.rollout_log import FileLimits, RolloutBatch
 from rollcorr.rollout_log.reader import Paths
@@ -167,7 +167,7 @@ def _null_of(
 
     # Check recorded settings as well: raw log-probs of short, confident answers agree even if settings differ.
     findings = (*tally.claims.values(), *(f for f in tally.sample.estimate().warnings if fault(f.code).number))
-    two_weights = () if engine_precision else judge_weights(profile, None).findings
+    two_weights = () if engine_precision else judge_weights(profile, None, sample=tally.sample).findings
     for finding in findings or two_weights:
         raise BadInputError(f"these rollouts are no null: {finding if placed is None else placed(finding)}")
 
@@ -188,13 +188,14 @@ def _described(
     low, high = steps or (-math.inf, math.inf)
     own = [step for step in tally.parts if step is not None and low <= step <= high]
     first, last = (min(own), max(own)) if own else (None, None)
+    share = share_of(profile, tally.sample if steps is None else _sample_of_steps(tally))
     return {
         "profile": profile,
-        "share": profile.share,
+        "share": share,
         "origin": tally.origin,
         "engine_precision": engine_precision,
-        "unvetted": unvetted_by_ids(profile),
-        "doubted": "" if engine_precision else doubt_of(profile),
+        "unvetted": unvetted_by_ids(profile, share),
+        "doubted": "" if engine_precision else doubt_of(profile, share),
         "measured": (NullPart(first, last, profile.row_count, profile.tokens, profile.k3),),
     }
 
@@ -264,13 +265,13 @@ def first_steps_null(tally: Tally, steps: tuple[int, int] | None) -> Baseline | 
     )
 
     # Requested steps must pass the same checks as any null. The default first steps are not claimed to be correct.
-    if steps is not None and (two := judge_weights(profile, None).findings):
+    if steps is not None and (two := judge_weights(profile, None, sample=_sample_of_steps(tally)).findings):
         return replace(baseline, null=None, remark=f"they are no null: {two[0]}")
-    return _without_certain_rows(baseline, _sample_of_steps(tally))
+    return _exclude_faulty_rows(baseline, _sample_of_steps(tally))
 
 
-def _without_certain_rows(baseline: Baseline, sample: PairSample) -> Baseline:
-    """Return a baseline without the rows of a certain finding; it has no null if not enough rows remain."""
+def _exclude_faulty_rows(baseline: Baseline, sample: PairSample) -> Baseline:
+    """Return a baseline without the rows of findings with high confidence; it has no null if not enough rows remain."""
     others = other_rows(sample, sample.estimate())
     if others is None or baseline.null is None:
         return baseline

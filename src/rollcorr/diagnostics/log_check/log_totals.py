@@ -126,9 +126,7 @@ class PresetTotals:
 
     def rows(self) -> tuple[WhatIf, ...]:
         """Return the effect of each preset, in the order of the table of presets; empty without a valid token."""
-        if not self.log[1]:
-            return ()
-        return tuple(self._row(name, sums) for name, sums in self.presets.items())
+        return tuple(self._row(name, sums) for name, sums in self.presets.items() if self.log[1])
 
     def _row(self, name: str, sums: Sums) -> WhatIf:
         log = dict(zip(OF_THE_LOG, self.log.tolist(), strict=True))
@@ -180,9 +178,12 @@ def _random_error(log: Mapping[str, float], accepted: Mapping[str, float], *, by
 
 
 def _presets_once() -> tuple[dict[str, RolloutCorrectionConfig], dict[str, tuple[str, ...]]]:
-    """Return the presets with distinct effects on a log, and for each the names of its duplicates."""
+    """Return the presets with distinct effects on a log, and for each the names of its duplicates.
+
+    Horizons are left out: they are experimental, and their scan would cost more than all other presets.
+    """
     alike: dict[object, list[str]] = {}
-    configs = {name: RolloutCorrectionConfig.preset(name) for name in PRESETS}
+    configs = {name: RolloutCorrectionConfig.preset(name) for name in PRESETS if "_horizon_" not in name}
     for name, config in configs.items():
         weights = (config.rollout_is, config.rollout_is_threshold) if config.weights_reach_loss else None
         alike.setdefault((weights, config.criteria, config.rollout_token_veto_threshold), []).append(name)

@@ -25,10 +25,10 @@ from rollcorr.diagnostics.log_check.log_null import first_steps_null
 from rollcorr.diagnostics.log_check.log_tally import metrics_of_parts
 from rollcorr.diagnostics.log_check.tally import FIRST_STEPS, Part, Tally, part_of, without_sentinels
 from rollcorr.diagnostics.null import MismatchNull, MismatchProfile, NullMismatchError, noise_of
-from rollcorr.diagnostics.null.other_rows import OtherRows, judge_other_rows, other_rows, profile_of
+from rollcorr.diagnostics.null.other_rows import OtherRows, enough, judge_other_rows, other_rows, profile_of
 from rollcorr.diagnostics.null.token_ratios import TokenRatios
 from rollcorr.diagnostics.null.weight_judgment import FACTOR, NOT_JUDGED, WeightJudgment, judge_weights
-from rollcorr.diagnostics.provenance.pair_sample import SampleRow
+from rollcorr.diagnostics.provenance.pair_sample import PairSample, SampleRow
 from rollcorr.diagnostics.provenance.provenance_findings import Provenance
 
 
@@ -69,7 +69,7 @@ def judge_log_weights(
             if not tally.claims:
                 raise
             unused = f"{null.name} was not used: it is of other settings, and those that this log records are a fault"
-            judged = judge_weights(tally.profile, None)
+            judged = judge_weights(tally.profile, None, sample=tally.sample)
             return None, replace(judged, not_judged=(f"{NOT_JUDGED}: {unused}",) * bool(judged.not_judged))
         judged = _compared(tally, tally.profile, null, other_rows, courses)
         return null, replace(judged, remarks=(*remarks, *judged.remarks))
@@ -77,9 +77,9 @@ def judge_log_weights(
     # Without any null, only differences by token id can show different weights.
     first = first_steps_null(tally, null_steps)
     if first is None or first.null is None:
-        judged = judge_weights(
-            other_rows.alike().profile if other_rows and other_rows.judgeable else tally.profile, None
-        )
+        others = other_rows.alike() if other_rows and enough(other_rows.profile) else None
+        profile, rows = (others.profile, PairSample(rows=others.rows)) if others else (tally.profile, tally.sample)
+        judged = judge_weights(profile, None, sample=rows)
         if first is None:
             return None, judged
         steps = f"steps {first.steps[0]} to {first.steps[1]} were not used"
@@ -264,7 +264,7 @@ def judge_rows(
         kept = None if others is None else others.alike()
         if kept is not None:
             zeros_from = _zeros_from(provenance, kept.cause)
-            if kept.judgeable:
+            if enough(kept.profile):
                 measured = metrics_of_parts(_sums_by_step(kept.rows, config), kept.profile, ages)
                 course = evidence_of(measured.whole, config, series=measured.history)
         used, weights = judge_log_weights(
@@ -274,7 +274,7 @@ def judge_rows(
         # Without a null, only values that are the log-probs of their tokens show noise. The null may be wrong.
         if used is not None:
             noise = noise_of(used, is_null=False)
-        elif others is not None and kept is not None and others.judgeable:
+        elif others is not None and kept is not None and enough(others.profile):
             words = "as observed in the other rows; the noise itself was not judged"
             noise = Noise(sigma=kept.profile.std, source=words)
         return JudgedRows(

@@ -314,7 +314,7 @@ class Measurement:
             parts=dict(self._parts(batch, train, rollout, mask, ratios)),
             findings=merge_findings(validate_batch(batch)),
             sample=sample,
-            claims=_claims(batch),
+            claims=_check_recorded_settings(batch),
             rows=len(batch),
             profile=profile,
             # Usually a batch contains one step: reuse its profile.
@@ -327,7 +327,7 @@ class Measurement:
             first_samples=first_samples,
             origin=Origin.of(batch),
             versions=_versions(spans, ratios),
-            turns=_turns(batch, ratios),
+            turns=_sum_k3_by_turn(batch, ratios),
             draws=draw_sums(batch, ratios) if batch.has("rollout_entropy") else {},
             routing=routing,
             presets=PresetTotals.of(batch, train, rollout, mask, ratios) if self.what_if else PresetTotals(),
@@ -420,7 +420,7 @@ def without_sentinels(log_prob: Tensor) -> Tensor:
     return log_prob.masked_fill_(sentinels, torch.nan) if bool(sentinels.any()) else log_prob
 
 
-def _turns(batch: RolloutBatch, ratios: TokenRatios) -> StepCells:
+def _sum_k3_by_turn(batch: RolloutBatch, ratios: TokenRatios) -> StepCells:
     """Compute k3 by step and turn; without steps, the step is 0."""
     step = batch.values("step").numpy() if batch.has("step") else np.zeros(len(batch), dtype=np.int64)
     begin = np.flatnonzero(turn_begins(ratios.mask, ratios.lengths))
@@ -461,7 +461,7 @@ def _prompts(batch: RolloutBatch) -> Sequence[Tensor] | None:
     return torch.from_numpy(ids.to_numpy(zero_copy_only=False).astype(np.int64)).split(lengths.tolist())
 
 
-def _claims(batch: RolloutBatch) -> dict[str, Finding]:
+def _check_recorded_settings(batch: RolloutBatch) -> dict[str, Finding]:
     """Return reason → finding, for recorded settings whose log-probs differ from the sampled distribution."""
     if not batch.has("sampling"):
         return {}

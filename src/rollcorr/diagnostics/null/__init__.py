@@ -1,4 +1,4 @@
-"""Null mismatch of two equal policies, the excess of a log over it, and the profiles of both."""
+"""Nulls (the mismatch of two equal policies), the excess of a log over a null, and the profiles of both."""
 
 import lazy_loader as _lazy
 

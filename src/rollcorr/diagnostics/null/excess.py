@@ -42,7 +42,7 @@ class Excess:
         share: share of Var(d) explained by the token id in the log.
         null_share: the same share in the null.
         repeats: True if responses repeat few tokens, so that neither id nor position identifies a cause; default False.
-        covered: fraction of the log's tokens in bins where the null has `BIN_TOKENS` tokens or more; default 1.
+        covered: k3 / expected of the log's tokens in bins where the null has `BIN_TOKENS` tokens or more; default ∞.
     """
 
     k3: float
@@ -52,7 +52,7 @@ class Excess:
     share: TokenShare
     null_share: TokenShare
     repeats: bool = False
-    covered: float = 1.0
+    covered: float = math.inf
 
 
 def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
@@ -70,7 +70,8 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
     ratio = k3 / max(expected, ROUNDING)
     error = math.sqrt(_relative_variance(profile) + _relative_variance(null.profile) + SYSTEMATIC**2)
     share, null_share = profile.share, null.share
-    own, of_null = profile.cells[0], null.profile.cells[0]
+    own, covered = profile.cells, null.profile.cells[0] >= BIN_TOKENS
+    predicted = float((own[0] * k3_by_surprise(null.profile))[covered].sum())
     return Excess(
         k3=k3,
         expected=expected,
@@ -79,7 +80,7 @@ def compare_with_null(profile: MismatchProfile, null: MismatchNull) -> Excess:
         share=share,
         null_share=null_share,
         repeats=profile.ids.repeats,
-        covered=float(own[of_null >= BIN_TOKENS].sum() / max(own.sum(), 1.0)),
+        covered=float(own[3][covered].sum()) / max(predicted, ROUNDING * profile.tokens),
     )
 
 
@@ -102,8 +103,7 @@ def k3_by_surprise(null: MismatchProfile) -> NDArray[np.float64]:
 def pooled_mean(count: NDArray[np.float64], k3: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return k3 per token of each bin from token counts and Σ k3, (bins,) each; neighbors pool `BIN_TOKENS` tokens."""
     group = pooled_bins(count)
-    mean: NDArray[np.float64] = (np.bincount(group, k3) / np.bincount(group, count))[group]
-    return mean
+    return np.asarray((np.bincount(group, k3) / np.bincount(group, count))[group])
 
 
 def pooled_bins(count: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcorr.diagnostics.null.excess_tokens import ExcessTokens, Floats, Ints
+from rollcorr.diagnostics.null.excess_tokens import FEWEST, ExcessTokens, Floats, Ints
 
 MOST = 0.8
 """Smallest share of the excess that a place carries."""
@@ -23,8 +23,6 @@ ORDINARY = 1.5
 """Ratio of k3 to the null's up to which the other tokens match the null."""
 NARROW = 0.9
 """Largest share of the noise that a place has."""
-FEWEST = 200
-"""Fewest tokens for a search."""
 SHOWN = 5
 """Largest number of values of a place in a sentence."""
 EXACT = 64
@@ -105,8 +103,8 @@ def places(tokens: ExcessTokens) -> list[Place]:
     """
     if len(tokens) < FEWEST:
         return []
-    found = [place for axis in AXES for place in _places_on_axis(tokens, axis) if place.share >= MOST]
-    found = [place for place in found if place.of_noise <= NARROW]
+    every = (place for axis in AXES for place in _places_on_axis(tokens, axis))
+    found = [place for place in every if place.share >= MOST and place.of_noise <= NARROW]
     return sorted(found, key=lambda place: (not place.whole, place.of_noise / place.share))
 
 

@@ -99,9 +99,8 @@ class ExcessTokens:
     def first_step(self) -> float:
         """Return `ratio` before any update; NaN if the log starts later or has few tokens in that step."""
         step = self.places.get("step")
-        if step is None or step.min() > FIRST_STEP or (step == step.min()).sum() < FEWEST:
-            return math.nan
-        return self.chosen(step == step.min()).ratio
+        is_first = np.zeros(0, dtype=np.bool_) if step is None or step.min() > FIRST_STEP else step == step.min()
+        return self.chosen(is_first).ratio if is_first.sum() >= FEWEST else math.nan
 
     @property
     def since_start(self) -> ExcessTokens:
@@ -140,13 +139,13 @@ class ExcessTokens:
             kind = kind * SURPRISE_BINS + surprise_bins(-self.rollout.astype(np.float32))
         return abs(self._share_within(kind, self.places["seen"]))
 
-    def of_neighbors(self) -> float:
-        """Compute the share of Var(d) that "equals the previous id", or the next one, explains at one position.
+    def share_of_equal_neighbors(self) -> float:
+        """Compute the share of Var(d), at equal positions, that equality with the previous or next id explains.
 
-        The larger of both; 0 unless such tokens are spared and their d is higher, or if ids are not recorded.
+        The larger of both; 0 unless such tokens are spared (`SPARED`); negative if their d is lower.
         """
         repeats, size = self.places.get("repeats", np.zeros(len(self), dtype=np.int64)), np.abs(self.clipped)
-        equal = [(repeats & side) > 0 for side in (1, 2)]
+        equal = [(repeats & side) > 0 for side in (1, 2)]  # bit 1: equals the previous id, bit 2: the next
         spared = [x for x in equal if x.any() and size[x].mean() < SPARED * size[~x].mean()]
         return max((self._share_within(self.places["positions"], x) for x in spared), default=0.0)
 
@@ -187,6 +186,7 @@ _AXES: dict[str, _Axis] = {
     "prompt_length": lambda index, row, where: None if row.context is None else np.full(len(where), row.context.length),
     "context_length": lambda index, row, where: None if row.context is None else row.context.length + where,
     "pair": lambda index, row, where: None if row.response_ids is None else _bigrams(row.response_ids.numpy())[where],
+    "context": lambda index, row, where: None if row.response_ids is None else row.contexts[where],
     "pair_at": lambda index, row, where: (
         None if row.response_ids is None else _bigrams(row.response_ids.numpy())[where] * 1_000_003 + where
     ),

@@ -139,7 +139,7 @@ def other_context(tokens: ExcessTokens, context: TokenShare) -> str:
         context: share of Var(d) explained by bigrams.
     """
     healed = healing_ratio(tokens)
-    if tokens.of_neighbors() >= DISPLACED:
+    if tokens.share_of_equal_neighbors() >= DISPLACED:
         return ", and a token beside an equal one is spared: one side is a token ahead or behind"
     if share_by_position(tokens, context) >= BY_POSITION and context.share < OF_PAIRS:
         share = tokens.share("pair_at").share

@@ -187,13 +187,14 @@ class MismatchProfile:
         )
 
     def without(self, part: MismatchProfile) -> MismatchProfile:
-        """Return the profile of the remaining rows; `part` is the profile of some rows of this one."""
-        own = self.ids if self.ids.limit == part.ids.limit else self.ids.folded(part.ids.limit)
+        """Return this profile without the rows of `part`, which must be among its rows."""
+        # Fold to the same limit, so that sums can be subtracted.
+        ids = self.ids if self.ids.limit == part.ids.limit else self.ids.folded(part.ids.limit)
         return MismatchProfile(
             cells=self.cells - part.cells,
             sizes=self.sizes - part.sizes,
             row_count=self.row_count - part.row_count,
-            ids=own.without(part.ids),
+            ids=ids.without(part.ids),
             rows=self.rows.without(part.rows),
             missing=self.missing - part.missing,
         )

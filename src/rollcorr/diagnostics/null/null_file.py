@@ -23,7 +23,6 @@ from rollcorr.config.documents import load_json, open_input
 from rollcorr.diagnostics.null.mismatch_profile import CELL, FIELDS, MismatchProfile, RowTable
 from rollcorr.diagnostics.null.origin import Origin
 from rollcorr.diagnostics.null.token_share import STEP_IDS, TokenShare, TokenSums
-from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS
 from rollcorr.run_directory.durable_files import write_text_durably
 from rollcorr.run_directory.stored_run import BadInputError
 
@@ -315,16 +314,6 @@ def _from_document(document: Mapping[str, Any], name: str) -> MismatchNull:
         measured=tuple(NullPart(**part) for part in document["measured"]),
         **{name: str(document[name]) for name in ("engine_precision", "unvetted", "doubted")},
     )
-
-
-def unvetted_by_ids(profile: MismatchProfile) -> str:
-    """Return why token ids cannot separate different weights from noise in a null; empty if they can."""
-    effective = profile.ids.effective
-    if not math.isfinite(effective):
-        return "without token ids, other weights cannot be told from noise"
-    if profile.ids.repeats:
-        return f"its responses repeat {effective:.2g} tokens, {FEW_IDS} are needed to tell other weights from noise"
-    return ""
 
 
 def _pool_shares(one: TokenShare, other: TokenShare) -> TokenShare:

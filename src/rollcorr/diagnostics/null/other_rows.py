@@ -64,11 +64,6 @@ class OtherRows:
         """Compute the mismatch profile of these rows."""
         return profile_of(self.rows)
 
-    @property
-    def judgeable(self) -> bool:
-        """Return whether the rows suffice to judge weights."""
-        return enough(self.profile)
-
     def outside(self, steps: tuple[int, int] | None) -> OtherRows:
         """Return these rows without the rows of some steps, given as (first, last)."""
         if steps is None:
@@ -130,9 +125,10 @@ def other_rows(sample: PairSample, provenance: Provenance, *, settings: bool = F
     others: dict[int, SampleRow] = {}
     in_part = 0
     for (index, row), covered in zip(rows.items(), parts, strict=True):
-        if _is_mostly_uncovered(covered, row.mask.bool()):
-            others[index] = row._replace(mask=row.mask.bool() & ~covered)
-            in_part += bool((covered & row.mask.bool()).any())
+        mask, hit = row.mask.bool(), int((covered & row.mask.bool()).sum())
+        if hit < MOSTLY * int(mask.sum()):
+            others[index] = row._replace(mask=mask & ~covered)
+            in_part += hit > 0
     return OtherRows(
         cause=max(certain, key=lambda finding: finding.tokens or 0),
         rows=others,
@@ -225,11 +221,6 @@ def _mean_k3(row: SampleRow) -> float:
     """Return mean k3 per token of a row, nats; 0 without tokens."""
     log_ratio = row.log_ratio
     return float(k3_of(log_ratio).mean()) if len(log_ratio) else 0.0
-
-
-def _is_mostly_uncovered(covered: Tensor, mask: Tensor) -> bool:
-    """Return whether less than `MOSTLY` of a row's tokens are covered."""
-    return float((covered & mask).sum()) < MOSTLY * float(mask.sum())
 
 
 def _ratio_to_null(row: SampleRow, null: MismatchNull) -> float:

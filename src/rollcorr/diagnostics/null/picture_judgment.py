@@ -178,7 +178,7 @@ def _findings(rows: PictureRows, null: PictureNull | None) -> Iterator[Finding]:
     times, ordinary = float(np.mean(course.ratio)), float(np.median(course.ratio))
 
     # Densities that differ act from the start, so they exclude a rise.
-    rise = _rise(course)
+    rise = _find_rise(course)
     if rise is not None and densities is None:
         yield rise
     if densities is None and course.far.any():
@@ -198,7 +198,7 @@ def _findings(rows: PictureRows, null: PictureNull | None) -> Iterator[Finding]:
         yield from _steady_excess_finding(course)
 
 
-def _rise(course: _Course) -> Finding | None:
+def _find_rise(course: _Course) -> Finding | None:
     """Return the finding that R grew with the age of the weights or since the first step; None if it did not."""
     factor, code = course.growth_with_age, "stale_by_lag"
     if not factor > RISE:
@@ -237,9 +237,11 @@ def _outlier_findings(course: _Course, *, rest_is_ordinary: bool) -> Iterator[Fi
 
 
 def _steady_excess_finding(course: _Course) -> Iterator[Finding]:
-    """Yield the cause of an excess without growth, guidance or precision, unless old weights may explain it."""
+    """Yield guidance or precision as cause of a steady excess, unless old weights may explain it."""
     fresh = course.steps[0] in FIRST_STEPS or not np.nanmax(course.ages, initial=-1)
     uneven = course.spread > SPREAD
+
+    # An age of −1 means that none is recorded.
     if not (fresh or uneven):
         return
     code = "guidance_differs" if course.depends_on_prompts else "precision_differs"

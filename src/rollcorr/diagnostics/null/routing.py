@@ -22,6 +22,7 @@ from rollcorr.diagnostics.null.excess import NOTICEABLE, SYSTEMATIC, k3_by_surpr
 from rollcorr.diagnostics.null.mismatch_profile import SURPRISE_BINS, surprise_bins
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
 from rollcorr.diagnostics.null.token_ratios import Floats, TokenRatios, slice_sums
+from rollcorr.diagnostics.null.weight_judgment import Z
 from rollcorr.diagnostics.numbers import format_number
 
 FEW_ROUTED = 200
@@ -30,8 +31,6 @@ TIMES = 3.0
 """Ratio of their k3 to k3 of equal routing at the same probability, from which routing matters."""
 CARRIES = 0.5
 """Share of all k3 beyond equal routing from which routing is the cause."""
-Z = 4.0
-"""Standard errors from which a difference is significant."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +145,5 @@ def judge_routing(sums: RoutingSums, null: MismatchNull | None, *, in_excess: bo
         tokens=tokens,
         evidence=found,
     )
-    if is_cause:
-        return (finding,)
-    return (replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note"),)
+    note = replace(finding, title="tokens that are routed to other experts differ more", fix="", severity="note")
+    return (finding if is_cause else note,)

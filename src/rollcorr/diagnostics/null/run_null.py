@@ -85,7 +85,7 @@ def noise_of(null: MismatchNull, *, is_null: bool = True) -> Noise:
 
 
 def any_null_beside(run: str | os.PathLike[str]) -> MismatchNull | PictureNull | None:
-    """Return the null in a run directory, named by its path; None if the file is missing or a link.
+    """Return a run directory's null, with its path as name; None if the file is missing or a link.
 
     Raises:
         BadInputError: the file cannot be read as a null, or its null compares one side with itself.

@@ -115,9 +115,8 @@ class TokenSums:
 
     def with_limit(self, limit: int) -> TokenSums:
         """Return the same tokens with sums for fewer ids; does not count a queue without counted tokens."""
-        if self.known.size:
-            return self.folded(limit)
-        return TokenSums(self.known, self.largest, limit, self.waiting)
+        queued = TokenSums(self.known, self.largest, limit, self.waiting)
+        return self.folded(limit) if self.known.size else queued
 
     def merge(self, other: TokenSums) -> TokenSums:
         """Return the sums of both; they have the same limit."""

@@ -52,7 +52,7 @@ class StepCells:
         k3: NDArray[np.float64],
         tokens: NDArray[np.float64],
     ) -> Cells:
-        """Compute the cells of rows or spans: step, value, Σ k3 in nats and tokens, (n,) each."""
+        """Sum k3 (nats) and tokens by (step, value). Each argument has one number per row or span: (n,)."""
         steps, of_step = np.unique(step, return_inverse=True)
         values, of_value = np.unique(value, return_inverse=True)
         cell, size = of_step.reshape(-1) * len(values) + of_value.reshape(-1), len(steps) * len(values)
@@ -196,21 +196,21 @@ def lag_metrics(rows: Iterable[LagRow]) -> dict[str, float]:
 
 
 def judge_versions(versions: VersionCells) -> tuple[Finding, ...]:
-    """Return the finding that k3 grows with the recorded age of the weights within a step; empty if it does not.
+    """Return a finding if, within a step, k3 grows with the recorded age of the weights; else empty.
 
-    The same policy scores all rows of a step, so only the age of the sampler's weights separates them. Growth over the
-    steps is a rule of the series (`weight_sync_rules`).
+    The same policy scores all rows of a step, so only the age of the sampler's weights separates them.
+    `weight_sync_rules` judges growth over the steps.
     """
-    youngest, oldest, steps = versions.growth_with_age()
-    if not steps or oldest < BY_LAG * youngest:
+    k3_newest, k3_oldest, steps = versions.growth_with_age()
+    if not steps or k3_oldest < BY_LAG * k3_newest:
         return ()
-    growth = oldest / youngest
+    growth = k3_oldest / k3_newest
     finding = replace(
         fault("stale_by_lag").finding,
         metric="k3_kl",
         title="the mismatch grows with the age of the weights",
-        value=oldest,
-        limit=f"below {BY_LAG:g} times {format_number(youngest)}, that of the newest weights",
+        value=k3_oldest,
+        limit=f"below {BY_LAG:g} times {format_number(k3_newest)}, that of the newest weights",
         reason=f"within a step, k3 of the oldest weights is {format_number(growth)} times that of the newest ({steps} "
         "steps have both)",
         confidence=0.95,

@@ -77,7 +77,7 @@ CONCENTRATED = 0.45
 MOST_ROWS = 0.5
 """Largest share of the rows that different weights spare."""
 OF_CONTEXT = 0.1
-"""Smallest share explained by bigrams to name different weights."""
+"""Smallest share explained by bigrams or trigrams, beyond its error, to name different weights."""
 EDGE = 0.5
 """Ratio of k3 in the later half of a place to k3 in all of it, below which the place fades."""
 SMALL = 0.03
@@ -132,13 +132,13 @@ class _Excess:
 
     @cached_property
     def mass(self) -> tuple[float, float]:
-        """Compute the mean of π / μ, which is 1 for two policies over the same tokens, and its z-score."""
+        """Compute the mean of π / μ, which is 1 for two policies over the same tokens, and its standard error."""
         ratio = np.exp(np.clip(self.tokens.d, -CAP, CAP)) - 1
         _, row = np.unique(self.tokens.places["rows"], return_inverse=True)
         sums, count = np.bincount(row.reshape(-1), ratio), np.bincount(row.reshape(-1))
         mean = float(ratio.mean())
         error = float(np.sqrt(np.square(sums - mean * count).sum())) / len(ratio)
-        return 1 + mean, mean / error if error > 0 else 0.0
+        return 1 + mean, error
 
     @cached_property
     def by_row(self) -> tuple[Ints, Floats]:
@@ -163,8 +163,8 @@ class _Excess:
     @property
     def mass_lost(self) -> bool:
         """Return whether the mean of π / μ is surely below 1."""
-        mass, z = self.mass
-        return mass < LOST and z < -4
+        mass, error = self.mass
+        return mass + 2 * error < LOST and mass + 4 * error < 1
 
     @property
     def no_policy(self) -> bool:
@@ -377,23 +377,26 @@ def _stochastic(seen: _Excess) -> list[Finding]:
 
 def _test_model_weights(seen: _Excess) -> list[Finding]:
     """Test whether d is a function of the last tokens, at every position and on both sides of 0."""
-    known = seen.known
-    grows = refutation("stochastic_trainer", seen.case) is not None
     mixed = seen.repeated and seen.same.share < MIXED[1]
     one_sided = abs(float((seen.tokens.d > 0).mean()) - 0.5) > ONE_SIDED and seen.context.share < OF_BIGRAMS
     placed = any(p.axis in ("ids", "probability") and p.of_noise < CONCENTRATED for p in seen.found)
     spared = bool((seen.by_row[1] > HIT).any()) and seen.spared > MOST_ROWS
-    no_function = known and seen.context.share - seen.context.error < OF_CONTEXT
+
+    # An equal prompt and response explains itself, and counts once.
+    prefix = seen.tokens.places.get("prefix", np.arange(len(seen.tokens)))
+    once = seen.tokens.chosen(np.isin(np.arange(len(prefix)), np.unique(prefix, return_index=True)[1]))
+    explained = max(share.share - share.error for share in (seen.context, once.share("context")))
+    no_function = seen.known and explained < OF_CONTEXT
     looks_otherwise = seen.repeats or mixed or one_sided or placed or spared or no_function
-    heals = seen.fixed and healing_ratio(seen.tokens) < MAY_HEAL
-    if not grows and (seen.no_policy or heals or (looks_otherwise and not seen.fixed)):
+    refuted = healing_ratio(seen.tokens) < MAY_HEAL if seen.fixed else looks_otherwise
+    if refutation("stochastic_trainer", seen.case) is None and (seen.no_policy or refuted):
         return []
     id_share = seen.evidence.get("token_id_share")
     reason = ""
     if id_share is not None:
         of_null = f"the null's: {max(seen.evidence['null_token_id_share'], 0.0):.0%}"
         reason = f", and the token id explains {max(id_share, 0.0):.0%} of the variance ({of_null})"
-    confidence = 0.95 if known else 0.8
+    confidence = 0.95 if seen.known else 0.8
     if seen.repeats:
         reason += "; the responses repeat few tokens, so the cause shows less clearly"
         confidence = 0.5

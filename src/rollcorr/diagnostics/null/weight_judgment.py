@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from rollcorr.config.finding import Finding
 from rollcorr.diagnostics.faults import fault
 from rollcorr.diagnostics.health.evidence import Evidence
 from rollcorr.diagnostics.null.excess import MIN_ROWS, NOTICEABLE, ROUNDING, Excess, cause, compare_with_null
 from rollcorr.diagnostics.null.mismatch_profile import MismatchProfile
 from rollcorr.diagnostics.null.null_file import FEW_TOKENS, MismatchNull
+from rollcorr.diagnostics.null.token_share import TokenShare, TokenSums
 from rollcorr.diagnostics.null.weight_causes import name_causes
 from rollcorr.diagnostics.numbers import format_number
-from rollcorr.diagnostics.provenance.pair_sample import PairSample
+from rollcorr.diagnostics.provenance.pair_sample import FEW_IDS, PairSample
 
 SHARE, WIDE_SHARE = 0.2, 0.3
 """Share of Var(d) explained by the id, above which weights differ at any size of k3: with a vocabulary of up to `WIDE`
@@ -41,8 +44,6 @@ DECLARE = "measure it with equal weights, or declare a quantized engine (rollcor
 """Fix for a doubtful null."""
 OF_ALL_TOKENS = ("weights_differ", "noise_without_pattern", "stochastic_trainer", "unknown")
 """Causes of a small excess that an outdated null would show as well."""
-OF_NOISE, COVERED = ("noise_without_pattern", "stochastic_trainer"), 0.5
-"""Causes of any excess over a null with few tokens as probable as the log's; and the share of tokens that it covers."""
 AGAIN = "measure the null again: rollcorr null --engine NAME --model DIR --prompts LOG -o NULL"
 """Fix for a null that may not match the policy any more."""
 _START = "the start was not judged; give --null FILE, or --null-steps if these steps are known to be right"
@@ -90,9 +91,11 @@ def judge_weights(
         Findings, or the reasons why the weights were not judged.
     """
     if null is None:
-        return _without_null(profile)
+        return _without_null(profile, sample)
 
     excess = compare_with_null(profile, null)
+    if _token_id_explains_excess(excess, share_limit(profile)):
+        excess = replace(excess, share=share_of(profile, sample, leave_out=leave_out))
     findings, not_judged = _with_null(profile, null, excess, sample or PairSample(), leave_out, course)
     if not start_is_right:
         unchanged = not findings and not not_judged
@@ -104,7 +107,7 @@ def judge_weights(
         reason = f"k3 is {format_number(excess.ratio)} times what {null.name} predicts at these probabilities"
         limit = f"below {NOTICEABLE:g} times {format_number(excess.expected)}, the null's"
         row = fault("ordinary_noise").finding
-        numbers = _numbers(excess)
+        numbers = _numbers(excess) | {"declared": float(bool(null.engine_precision))}
         findings = [replace(row, metric="k3_kl", value=excess.k3, limit=limit, reason=reason, evidence=numbers)]
 
     # Report no null if the judgment could not use it, for example because it is small.
@@ -112,11 +115,11 @@ def judge_weights(
     return WeightJudgment(findings=tuple(findings), not_judged=tuple(not_judged), judged_against=against, excess=excess)
 
 
-def _without_null(profile: MismatchProfile) -> WeightJudgment:
+def _without_null(profile: MismatchProfile, sample: PairSample | None) -> WeightJudgment:
     """Judge the weights by the share of the token id only."""
-    share, limit = profile.share, share_limit(profile)
+    share, limit = share_of(profile, sample), share_limit(profile)
     explains = share.share >= max(limit, 2 * share.error) and not profile.ids.repeats
-    if share.tokens >= FEW_TOKENS and explains and profile.k3 > ROUNDING:
+    if profile.share.tokens >= FEW_TOKENS and explains and profile.k3 > ROUNDING:
         reason = (
             f"the token id explains {share.share:.0%} of the variance of the log-ratio; rounding explains less than "
             f"{limit:.0%} at this size of the vocabulary"
@@ -137,14 +140,57 @@ def _without_null(profile: MismatchProfile) -> WeightJudgment:
     return WeightJudgment(not_judged=(sentence,))
 
 
-def doubt_of(profile: MismatchProfile) -> str:
+def doubt_of(profile: MismatchProfile, share: TokenShare) -> str:
     """Return the reason why a null is doubtful; empty if it shows no more than a 16-bit engine does."""
-    share, limit = profile.share, DOUBTFUL * share_limit(profile)
+    limit = DOUBTFUL * share_limit(profile)
     if profile.k3 > LARGE_K3:
         return f"its k3 of {format_number(profile.k3)} nats is above {LARGE_K3:g}, more than rounding to 16 bits makes"
-    if share.tokens >= FEW_TOKENS and not profile.ids.repeats and share.share - 2 * share.error >= limit:
+    enough = profile.share.tokens >= FEW_TOKENS and not profile.ids.repeats
+    if enough and share.share - 2 * share.error >= limit:
         return f"the token id explains {share.share:.0%} of its variance, above {limit:.0%}"
     return ""
+
+
+def unvetted_by_ids(profile: MismatchProfile, share: TokenShare) -> str:
+    """Return why token ids cannot separate different weights from noise in a null; empty if they can."""
+    effective, distinct = profile.ids.effective, share.tokens < profile.share.tokens
+    if not math.isfinite(effective):
+        return "without token ids, other weights cannot be told from noise"
+    if profile.ids.repeats:
+        return f"its responses repeat {effective:.2g} tokens, {FEW_IDS} are needed to tell other weights from noise"
+    if distinct and not 2 * share.error < share_limit(profile):
+        return f"its responses repeat {share.tokens:,} contexts, too few to tell other weights from noise"
+    return ""
+
+
+def share_of(
+    profile: MismatchProfile, sample: PairSample | None, *, leave_out: tuple[int, int] | None = None
+) -> TokenShare:
+    """Compute the share explained by the id, or that of mean d by context if it is smaller or unknown.
+
+    Rounding noise is a function of the context. In greedy or short responses a few contexts recur in every row, and
+    their noise looks like a property of their ids. Contexts are compared only if the share of all tokens could accuse.
+
+    Args:
+        profile: mismatch of the log.
+        sample: its complete rows; None if there are none.
+        leave_out: first and last step whose rows are skipped; defaults to no steps.
+    """
+    share = profile.share
+    if sample is None or share.share + 2 * share.error < DOUBTFUL * share_limit(profile):
+        return share
+    tokens = [
+        (row.response_ids.numpy()[row.known], row.log_ratio, row.contexts[row.known])
+        for row in sample.rows.values()
+        if row.response_ids is not None and (leave_out is None or not row.within(leave_out))
+    ]
+    if not tokens:
+        return share
+    ids, log_ratio, contexts = map(np.concatenate, zip(*tokens, strict=True))
+    _, first, context, count = np.unique(contexts, return_index=True, return_inverse=True, return_counts=True)
+    mean = np.bincount(context.reshape(-1), log_ratio) / count
+    of_contexts = TokenSums.of(ids[first], mean, limit=profile.ids.limit).share()
+    return share if share.share <= of_contexts.share else of_contexts
 
 
 def _with_null(
@@ -163,7 +209,7 @@ def _with_null(
         return [], []
 
     larger = excess.ratio >= NOTICEABLE and excess.z >= Z
-    by_id = _id_explains_more(excess, share_limit(profile))
+    by_id = _token_id_explains_excess(excess, share_limit(profile))
     if not larger and not by_id:
         if excess.z <= -Z and excess.expected > ROUNDING:
             return [], [
@@ -184,8 +230,8 @@ def _with_null(
     code, reason = found[0].code, f"k3 is {format_number(excess.ratio)} times that of {null.name}: "
     if excess.ratio < FACTOR and not by_id and code in OF_ALL_TOKENS:
         reason += "other weights, or a sharper policy"
-    elif excess.covered < COVERED and code in OF_NOISE:
-        reason += f"more noise, or a sharper policy: the null has tokens as probable as {excess.covered:.0%} of these"
+    elif excess.covered < FACTOR and not by_id:
+        reason += f"but {format_number(excess.covered)} times at probabilities of which the null has tokens"
     else:
         return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []
     again = replace(_measure_again(excess, reason, AGAIN), where=found[0].where)
@@ -197,7 +243,7 @@ def share_limit(profile: MismatchProfile) -> float:
     return SHARE if profile.ids.largest < WIDE else WIDE_SHARE
 
 
-def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
+def _token_id_explains_excess(excess: Excess, limit: float = SHARE) -> bool:
     """Return whether the token id explains more than in the null, beyond chance.
 
     A mismatch of about the null's size must reach the limit, or exceed the null by more than half of it: a quantized
@@ -208,9 +254,8 @@ def _id_explains_more(excess: Excess, limit: float = SHARE) -> bool:
         return False
     error = math.hypot(share.error, null.error)
     beyond = share.share - null.share
-    if beyond < max(MORE, (Z + 1) * error):
-        return False
-    return share.share >= limit or excess.ratio >= NOTICEABLE or beyond - 2 * error >= limit / 2
+    supported = share.share >= limit or excess.ratio >= NOTICEABLE or beyond - 2 * error >= limit / 2
+    return supported and beyond >= max(MORE, (Z + 1) * error)
 
 
 def _measure_again(excess: Excess, reason: str, fix: str) -> Finding:

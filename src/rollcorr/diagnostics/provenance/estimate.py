@@ -65,7 +65,7 @@ def estimate_provenance(
     if token_ids is not None and token_ids.shape != train_log_prob.shape:
         raise ValueError(f"token_ids {tuple(token_ids.shape)} and log-probs {tuple(train_log_prob.shape)} differ")
     vocabulary = None if token_ids is None or not token_ids.numel() else int(token_ids.max()) + 1
-    recorded = replace(_rows(train_log_prob, rollout_log_prob, mask, cu_seqlens, steps), vocabulary=vocabulary)
+    recorded = replace(_pack_pairs(train_log_prob, rollout_log_prob, mask, cu_seqlens, steps), vocabulary=vocabulary)
 
     # Undo misreported values first, so that later tests compare log-probs of the same tokens.
     stored = find_storage(recorded)
@@ -90,7 +90,9 @@ def estimate_provenance(
     )
 
 
-def _rows(train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None, steps: Tensor | None) -> PairRows:
+def _pack_pairs(
+    train: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor | None, steps: Tensor | None
+) -> PairRows:
     """Pack both sides into rows, on the CPU."""
     if cu_seqlens is None:
         rows = train.shape[0]

@@ -7,6 +7,7 @@ tests compare log-probs of the same tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,13 +46,13 @@ FEW_MATES = 0.1
 """Share of the unrelated rows below which the matches found in other rows may be chance."""
 OWN_FIT = 3.0
 """Standard errors by which rows must match their own trainer's side to rule out another request."""
-UNITS = {
-    "log2": "log base 2",
-    "log10": "log base 10",
-    "sign": "the negative of the log-prob",
-    "probability": "the probability itself",
+UNITS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "log base 2": lambda values: values * math.log(2),
+    "log base 10": lambda values: values * math.log(10),
+    "the negative of the log-prob": torch.neg,
+    "the probability itself": lambda values: torch.where(values > 0, values, torch.nan).log(),
 }
-"""Units that are detected, with their names."""
+"""Name of each unit that is detected → its conversion to nats."""
 
 
 def undo_misreported(pairs: PairRows) -> RepairedPairs:
@@ -88,19 +89,18 @@ def find_units(pairs: PairRows) -> RepairedPairs:
     if int(count.sum()) < MIN_PAIRS or small:
         return RepairedPairs(pairs)
     sides = (("rollout", pairs.rollout, pairs.train), ("trainer", pairs.train, pairs.rollout))
-    turned = [(side, unit, _in_nats(unit, own), own, other) for side, own, other in sides for unit in UNITS]
+    turned = [(side, unit, in_nats(own), own, other) for side, own, other in sides for unit, in_nats in UNITS.items()]
     best, which = torch.stack([apart(fixed, other) for _, _, fixed, _, other in turned]).min(0)
 
     findings, repaired = [], pairs
     for index, (side, unit, fixed, own, other) in enumerate(turned):
         rows = suspicious & (which == index) & (best < 0.3 * off)
         tokens = pairs.of_rows(rows) & both
-        if int(tokens.sum()) < MIN_PAIRS or not pairs.enough(rows):
-            continue
-        if not _one_factor(pairs, fixed, own, other, rows, tokens):
+        enough = int(tokens.sum()) >= MIN_PAIRS and pairs.enough(rows)
+        if not (enough and _one_factor(pairs, fixed, own, other, rows, tokens)):
             continue
         evidence = {"residual": float(best[rows].sum() / off[rows].sum())}
-        reason = f"the {side}'s values are {UNITS[unit]}, not natural log-probs: that explains all but "
+        reason = f"the {side}'s values are {unit}, not natural log-probs: that explains all but "
         reason += f"{evidence['residual']:.0%} of the difference"
         finding = provenance_finding("wrong_unit", reason, confidence_of(math.sqrt(int(tokens.sum()))), evidence)
         findings.append(replace(finding, **extent(pairs, rows, tokens)))
@@ -109,16 +109,6 @@ def find_units(pairs: PairRows) -> RepairedPairs:
         else:
             repaired = replace(repaired, train=torch.where(tokens, fixed, repaired.train))
     return RepairedPairs(repaired, findings)
-
-
-def _in_nats(unit: str, values: Tensor) -> Tensor:
-    if unit == "log2":
-        return values * math.log(2)
-    if unit == "log10":
-        return values * math.log(10)
-    if unit == "sign":
-        return -values
-    return torch.where(values > 0, values, torch.nan).log()
 
 
 def _one_factor(pairs: PairRows, fixed: Tensor, own: Tensor, other: Tensor, rows: Tensor, tokens: Tensor) -> bool:
@@ -148,7 +138,7 @@ def find_shifts(pairs: PairRows) -> RepairedPairs:
     late_lag, tail = _late_lags(pairs, of_rows)
     late = late_lag != 0
     lag_of = torch.where(late, late_lag, of_rows)
-    pooled = _pooled_lag(pairs) if not lag_of.any() else 0
+    pooled = _find_pooled_shift(pairs) if not lag_of.any() else 0
     if pooled:
         lag_of = torch.full_like(lag_of, pooled)
     for lag in LAGS:
@@ -319,7 +309,7 @@ def _select_rows(pairs: PairRows, rows: Tensor) -> PairRows:
     )
 
 
-def _pooled_lag(pairs: PairRows) -> int:
+def _find_pooled_shift(pairs: PairRows) -> int:
     """Return the lag of all rows pooled, for logs of short rows; 0 without a clear lag."""
     by_lag = {0: _pooled_correlation(pairs, pairs.rollout)}
     if by_lag[0] >= SAME:
@@ -361,9 +351,9 @@ def find_other_requests(pairs: PairRows) -> RepairedPairs:
     # With a different policy's log-probs the trainer's are lower; with a different request's both are equally high.
     tokens = pairs.of_rows(unrelated) & valid
     one_sided = abs(float(distance[tokens].clamp(-3, 3).mean())) / float(distance[tokens].abs().clamp(max=3).mean())
-    fits = _fits_of_rows(pairs, unrelated)
+    fits = _correlate_rows(pairs, unrelated)
     mates = _matching_rows(fits)
-    if len(mates) < FEW_MATES * len(fits.wanted) and _own_fit(fits) > OWN_FIT:
+    if len(mates) < FEW_MATES * len(fits.wanted) and _score_own_match(fits) > OWN_FIT:
         return RepairedPairs(pairs)
     others = (count >= 12) & ~unrelated
     others_agree = bool(others.any()) and float(together[others].median()) >= SAME
@@ -416,7 +406,7 @@ class _Fits(NamedTuple):
     Attributes:
         wanted: indices of these rows, (w,) int.
         correlation: Pearson's correlation of `doubt` over the tokens that both rows have, (w, rows); 0 with fewer than
-            12 tokens.
+            12 tokens, and for rows of other steps.
         tokens: number of these tokens, (w, rows).
     """
 
@@ -425,7 +415,7 @@ class _Fits(NamedTuple):
     tokens: Tensor
 
 
-def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
+def _correlate_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
     """Correlate the rollout's side of each unrelated row with the trainer's side of every row, by the first tokens."""
     wanted = unrelated.nonzero().squeeze(-1)[:MATE_ROWS]
     valid = pairs.valid & (pairs.position < MATE_TOKENS)
@@ -441,7 +431,10 @@ def _fits_of_rows(pairs: PairRows, unrelated: Tensor) -> _Fits:
     covariance = (x @ train.T) / n - mean_x * mean_y
     variance = (x.square() @ mask.T / n - mean_x.square()) * (m @ train.square().T / n - mean_y.square())
     correlation = covariance / variance.clamp(min=1e-16).sqrt()
-    correlation[(n < 12) | (variance < 1e-16)] = 0.0
+
+    # In another step, a row of the same tokens has the log-probs of other weights, such as those of a stale sampler.
+    step = torch.zeros(pairs.rows, device="cpu") if pairs.step is None else pairs.step
+    correlation[(n < 12) | (variance < 1e-16) | (step[wanted].unsqueeze(-1) != step)] = 0.0
     return _Fits(wanted, correlation, n)
 
 
@@ -455,7 +448,7 @@ def _matching_rows(fits: _Fits) -> dict[int, int]:
     return {int(wanted[i]): int(best.indices[i]) for i in sure.nonzero().squeeze(-1).tolist()}
 
 
-def _own_fit(fits: _Fits) -> float:
+def _score_own_match(fits: _Fits) -> float:
     """Compute the standard errors by which these rows match their own trainer's side better than other rows' sides.
 
     With a different request's log-probs the rank of the own side among all rows is uniform, with mean ½ and variance

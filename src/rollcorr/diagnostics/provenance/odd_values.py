@@ -49,9 +49,8 @@ def find_clamped(pairs: PairRows) -> Found:
         tokens = valid & (own == floor)
 
         # Repeated responses repeat the log-probs of both sides, so require distinct values on the other side.
-        if floor == 0 or len(other[tokens].unique()) < max(FEWEST, int(tokens.sum()) // 2):
-            continue
-        if float((other[tokens] < floor).double().mean()) < BEYOND:
+        few = len(other[tokens].unique()) < max(FEWEST, int(tokens.sum()) // 2)
+        if floor == 0 or few or float((other[tokens] < floor).double().mean()) < BEYOND:
             continue
         share = float(tokens.sum() / valid.sum())
         reason = (

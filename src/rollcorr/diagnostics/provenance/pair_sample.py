@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ FEW_IDS = 10.0
 MANY, ONE_EXPONENT = 100, 0.01
 """Fewest likely and unlikely tokens, and largest share of violations of a common exponent, for a certain temperature in
 repetitive responses: measured 0.001 under a temperature, at least 0.03 under other weights, dropout or prompts."""
+CONTEXT, REPEATS = 3, 4
+"""Number of last ids, the token's own included, that count as its context: where they are equal, d hardly differs. And
+the tokens per context, on average, from which the tokens of one context count as one observation."""
 TOKENS = 1 << 16
 """Target number of tokens in the sample: it contains at most twice as many, and at least one sequence."""
 
@@ -86,8 +90,17 @@ class SampleRow(NamedTuple):
     @property
     def log_ratio(self) -> NDArray[np.float64]:
         """Return log π − log μ at the positions `known`, (k,) float64, nats."""
-        d: NDArray[np.float64] = (self.train.double() - self.rollout).numpy()[self.known]
-        return d
+        return np.asarray((self.train.double() - self.rollout).numpy()[self.known])
+
+    @property
+    def contexts(self) -> NDArray[np.int64]:
+        """Return a hash of the last `CONTEXT` ids at each token, (c,) int64; needs recorded ids."""
+        recorded = [x.numpy() for x in (self.prompt, self.response_ids) if x is not None]
+        ids = np.concatenate([np.full(CONTEXT, -1), *recorded]).astype(np.int64)
+        last = np.lib.stride_tricks.sliding_window_view(ids, CONTEXT)[-len(self.train) :]
+
+        # Equal hashes of other contexts are rare, and lose one token each.
+        return np.asarray(last @ np.int64(1_000_003) ** np.arange(CONTEXT))
 
     def located(self) -> SampleRow:
         """Return the row with its tokens' context; the row itself if the ids of prompt or response are missing."""
@@ -177,7 +190,8 @@ class PairSample:
         Returns:
             The findings; `first_row` is an index in the log, counted over all of its files. Repetitive responses keep
             only findings that other weights cannot cause: there an update moves the few log-probs in the same way as a
-            temperature does, and every response is uncertain only at its beginning.
+            temperature does, and every response is uncertain only at its beginning. If the same contexts recur, a
+            setting must show in one token of each.
         """
         order = sorted(self.rows)
         rows = [self.rows[index] for index in order]
@@ -188,26 +202,38 @@ class PairSample:
         train, rollout, mask = (torch.cat([torch.zeros(0, device="cpu"), *column]) for column in columns)
         ids = [row.response_ids for row in rows if row.response_ids is not None]
         token_ids = torch.cat(ids) if ids and len(ids) == len(rows) else None
-        cu_seqlens = sizes.cumsum(0)
-        found = estimate_provenance(train, rollout, mask, cu_seqlens=cu_seqlens, token_ids=token_ids, steps=steps)
+        estimate = partial(
+            estimate_provenance, train, rollout, cu_seqlens=sizes.cumsum(0), token_ids=token_ids, steps=steps
+        )
+        found = estimate(mask)
         of_log = [
             finding if finding.first_row is None else replace(finding, first_row=order[finding.first_row])
             for finding in found.findings
         ]
-        found = replace(found, findings=tuple(of_log))
         if token_ids is None:
-            return found
+            return replace(found, findings=tuple(of_log))
         count = torch.bincount(token_ids[mask.bool()].clamp(min=0)).double()
         different = float(count.sum() ** 2 / count.square().sum().clamp(min=1))
-        if different >= FEW_IDS:
-            return found
-        sure = [f for f in of_log if _is_sure(f) or (fault(f.code).kind != "settings" and f.code != "processed")]
-        return replace(found, findings=tuple(sure))
+        allowed: Collection[str] = found.codes
+        if different < FEW_IDS:
+            allowed = {finding.code for finding in of_log if _is_sure(finding)}
+        elif any(map(_is_of_settings, of_log)):
+            sampled = mask.bool().nonzero().squeeze(-1)
+            contexts = np.concatenate([row.contexts + 998_244_353 * (row.step or 0) for row in rows])[sampled]
+            one_each = sampled[np.unique(contexts, return_index=True)[1]]
+            if len(one_each) * REPEATS < len(sampled):
+                allowed = estimate(torch.zeros_like(mask).index_fill(0, one_each, 1)).codes
+        return replace(found, findings=tuple(f for f in of_log if not _is_of_settings(f) or f.code in allowed))
 
     @property
     def few(self) -> bool:
         """Return whether the sample is within its limit of tokens, or has at most one row."""
         return self.held <= 2 * TOKENS or len(self.rows) <= 1
+
+
+def _is_of_settings(finding: Finding) -> bool:
+    """Return whether a finding is about sampling settings."""
+    return fault(finding.code).kind == "settings" or finding.code == "processed"
 
 
 def _is_sure(finding: Finding) -> bool:

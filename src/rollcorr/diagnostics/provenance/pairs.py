@@ -126,7 +126,9 @@ def slope(base: Tensor, other: Tensor) -> Slope:
     """
     x, y = base - base.mean(), other - other.mean()
     product, square = float(x @ y), float(x @ x)
-    if product <= 0 or square == 0:
+
+    # A few tokens far from the mean would set the slope, and their noise is not in the error.
+    if product <= 0 or square**2 < FEW * float(x.pow(4).sum()) or square == 0:
         return Slope(1.0, 1.0, math.inf)
     low, high = product / square, float(y @ y) / product
     return Slope(low, high, math.sqrt(max(low * (high - low), 0.0) / len(base)) + 1e-9)

@@ -80,7 +80,7 @@ def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False)
         if abs(line.exponent - 1) >= EXPONENT and line.z >= Z and _is_a_power(train, rollout, line):
             ratio = 1 / line.exponent
             reason = f"the rollout's temperature is about {ratio:.2g} times the trainer's, or further off"
-            return _tempered(train, rollout, ratio, line.z, reason, {"slope": line.exponent})
+            return _judge_temperature(train, rollout, ratio, line.z, reason, {"slope": line.exponent})
     # A sign test: by chance the share is 1/2, with a standard error of 1 / (2 √likely).
     z = (2 * seen.share_up - 1) * seen.likely**0.5
 
@@ -106,11 +106,11 @@ def find_temperature(train: Tensor, rollout: Tensor, *, truncated: bool = False)
     reason = f"the rollout's temperature is {rough} {ratio:.2g} times the trainer's"
 
     # The first finding is the temperature itself, the second the sampler.
-    findings = _tempered(train, rollout, ratio, z, reason, evidence)
+    findings = _judge_temperature(train, rollout, ratio, z, reason, evidence)
     return findings[:1] if truncated else findings
 
 
-def _tempered(
+def _judge_temperature(
     train: Tensor, rollout: Tensor, ratio: float, z: float, reason: str, shown: Mapping[str, float]
 ) -> list[Finding]:
     """Return the temperature's finding; test by the mean ratio E[π/μ] which side's distribution the tokens follow.

@@ -39,7 +39,7 @@ TIMES = 3.0
 def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     """Find runs of tokens with a near-zero probability under the trainer: tool, template or padding tokens in the mask.
 
-    A token below p is sampled with probability V p at most, so runs of three at V p ≤ 1e-3 are practically impossible.
+    Tokens below p have a total probability of at most V p, so runs of three at V p ≤ 1e-3 are practically impossible.
 
     Returns:
         At most one finding, and the pairs without these tokens.
@@ -53,7 +53,7 @@ def find_impossible(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     tokens = length >= 3
     count, total = int(tokens.sum()), int(valid.sum())
 
-    # If most tokens are impossible, the trainer is a different model, and the spans are no evidence.
+    # If most tokens, or many outside of runs, are impossible, the trainer is a different model: no evidence.
     if count < 4 or count > 0.5 * total:
         return [], pairs
     rest = valid & ~tokens
@@ -138,9 +138,8 @@ def _find_first_tokens(pairs: PairRows) -> tuple[list[Finding], PairRows]:
     heat = _ratio_to_expected(size, expected, early & pairs.of_rows(hot))
     faded = _ratio_to_expected(size, expected, later & pairs.of_rows(hot))
     pooled, pooled_z = mean_and_z((pairs.total((size - expected) * early) / EARLY)[long_rows])
-    if float(size[early & pairs.of_rows(hot)].mean()) < 2.5 * LEAST:
-        return [], pairs
-    if z < 4 or heat < 4 or heat < 1.8 * faded or pooled <= 0 or pooled_z < 2:
+    small = float(size[early & pairs.of_rows(hot)].mean()) < 2.5 * LEAST
+    if small or z < 4 or heat < 4 or heat < 1.8 * faded or pooled <= 0 or pooled_z < 2:
         return [], pairs
     tokens = valid & (place < SETTLED) & pairs.of_rows(hot)
     evidence = {
@@ -211,7 +210,7 @@ def _drift_from(pairs: PairRows, turn: Tensor, onset: int) -> tuple[Finding, Ten
     # Require the jump at the gap itself: differences that grow steadily along the row have a different cause.
     place, left = _ordinal(pairs, valid), pairs.count(first).long()[pairs.row] - _running(pairs, first)
     near_before = first & (left < 16) & (place >= EARLY) & pairs.of_rows(rows)
-    near_after = later & (_ordinal(pairs, later) < 16)
+    near_after = later & (turn == onset) & (_ordinal(pairs, later) < 16)
     in_hot = pairs.of_rows(hot)
     times = _ratio_to_expected(size, expected, later & in_hot)
     jump = _ratio_to_expected(size, expected, near_after & in_hot) / max(

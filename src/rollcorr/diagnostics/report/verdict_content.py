@@ -90,7 +90,7 @@ def verdict_content(health: HealthReport) -> VerdictContent:
         headline=", ".join(filter(None, (health.verdict, count))),
         count=count,
         opening=tuple(_opening(health)),
-        sentences=tuple(_sentences(health)),
+        sentences=tuple(_describe_basis(health)),
         numbers=numbers,
         entries=tuple(_entry(cause, health) for cause in health.causes),
     )
@@ -170,7 +170,7 @@ def _opening(health: HealthReport) -> Iterator[str]:
         yield f"fix: {fix}"
 
 
-def _sentences(health: HealthReport) -> Iterator[str]:
+def _describe_basis(health: HealthReport) -> Iterator[str]:
     for sentence in health.not_judged:
         yield sentence if "not judged" in sentence else f"not judged: {sentence}"
     if health.judged_against:

@@ -48,9 +48,7 @@ def view_page(
 
     runs = [read_run(path) for path in paths]
     page = tokens_of_runs(runs, decode=decode, text=text, on_rows=on_rows) | {"live": live}
-    if len(runs) > 1:
-        return render_comparison(comparison_report(runs), page)
-    return render(run_report(runs[0]), page)
+    return render_comparison(comparison_report(runs), page) if len(runs) > 1 else render(run_report(runs[0]), page)
 
 
 def tokens_of_runs(

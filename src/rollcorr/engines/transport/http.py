@@ -83,7 +83,8 @@ class JsonClient:
             query, such as `?api_key=…`; errors do not.
         timeout: seconds to wait for the next byte. A server may be silent until a response is complete, so allow for
             the longest one.
-        retries: how often a request is sent again after a broken connection, a timeout, or an HTTP 500.
+        retries: how often a request is sent again after a broken connection, a timeout, or an HTTP 5xx other than 502,
+            503 and 504.
         backoff: seconds before the first retry; doubles with each retry, up to 30.
         wait_minutes: how long the server may be away during a call; 0 disables the wait.
         deadline_minutes: time limit of a call, with all its requests and waits.
@@ -304,9 +305,9 @@ class _Connections:
             verify=tls,
             limits=httpx.Limits(max_connections=count),
             follow_redirects=False,
-            trust_env=False,
+            trust_env=False,  # no proxy or .netrc from the environment
         )
-        hide_in_log("httpx")
+        hide_in_log("httpx")  # its log has URLs, which may contain keys
 
     def stream(self, method: str, path: str, body: object, *, timeout: float) -> AbstractContextManager[httpx.Response]:
         """Send a request; read the answer's body inside the `with` block."""

@@ -20,7 +20,7 @@ _SIZED |= {0xDC: (">H", "list"), 0xDD: (">I", "list"), 0xDE: (">H", "map"), 0xDF
 
 
 def parse_msgpack(body: bytearray, problem: str | None, *, limit: int, where: str) -> Any:  # noqa: ANN401
-    """Parse a body from `read_body` as MessagePack; an alternative to `parse_json`.
+    """Parse a body from `read_body` as MessagePack; raise the `problem` that `read_body` found, if any.
 
     Raises:
         EngineAnswerError: the body is incomplete or not MessagePack, is nested too deeply, or contains more lists and
@@ -34,7 +34,7 @@ def parse_msgpack(body: bytearray, problem: str | None, *, limit: int, where: st
                 return value
             problem = f"in MessagePack that ends at byte {reader.place} of {len(body)}"
     except (struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
-        problem = f"in no MessagePack: {error}"
+        problem = f"with invalid MessagePack: {error}"
     except RecursionError:
         problem = "with MessagePack that is nested too deeply"
     raise EngineAnswerError(f"{where} was answered {problem}") from None
@@ -53,20 +53,20 @@ class _Reader:
             return first if first < 0x80 else first - 0x100
         if first < 0xC0:
             small = {0x80: ("map", 15), 0x90: ("list", 15)}.get(first & 0xF0, ("text", 31))
-            return self._sized(small[0], first & small[1])
+            return self._read_sized_value(small[0], first & small[1])
         if first in _CONSTANTS:
             return _CONSTANTS[first]
         if first in _NUMBERS:
             return self._number(_NUMBERS[first])
         if first in _SIZED:
             form, kind = _SIZED[first]
-            return self._sized(kind, self._number(form))
+            return self._read_sized_value(kind, self._number(form))
         raise ValueError(f"byte {first:#x} is an extension type")
 
     def _number(self, form: str) -> Any:  # noqa: ANN401
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
-    def _sized(self, kind: str, size: int) -> Any:  # noqa: ANN401
+    def _read_sized_value(self, kind: str, size: int) -> Any:  # noqa: ANN401
         if kind == "bytes":
             return self._take(size)
         if kind == "text":

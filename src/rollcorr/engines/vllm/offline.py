@@ -142,10 +142,10 @@ class VllmEngine(VllmBase):
         return self._checkpoint
 
     def _request_choices(self, prompts: list[list[int]], seeds: list[int], parameters: Mapping[str, Any]) -> list[Any]:
-        question = {"prompts": prompts, "parameters": parameters, "seeds": seeds}
+        request = {"prompts": prompts, "parameters": parameters, "seeds": seeds}
         for restarts_left in reversed(range(self.options.restarts + 1)):
             try:
-                return list(self._ask("generate", **question)["completions"])
+                return list(self._ask("generate", **request)["completions"])
             except EngineUnavailableError:
                 if not restarts_left:
                     raise

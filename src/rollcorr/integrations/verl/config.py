@@ -34,6 +34,7 @@ WEIGHT_OPTIONS = (
     "rollout_is_batch_normalize",
     "rollout_is_floor",
     "rollout_is_horizon",
+    "rollout_is_horizon_per_turn",
     "apply_is",
     "safety_bound",
     "batch_normalize_over",
@@ -118,6 +119,7 @@ class RolloutCorrectionConfig(RawConfig):
         batch_normalize_over: compute the batch mean over all "valid" units, or over the "kept" ones.
         rollout_is_floor: optional; the smallest weight.
         rollout_is_horizon: λ of level "horizon", or "auto".
+        rollout_is_horizon_per_turn: end its sums at holes in the response mask.
         verl_parity: compute verl 0.9.1's numbers where they differ from this library's.
         impl: which kernel computes the correction, as in `rollcorr.correct`.
     """
@@ -136,6 +138,7 @@ class RolloutCorrectionConfig(RawConfig):
     batch_normalize_over: str = "valid"
     rollout_is_floor: float | None = None
     rollout_is_horizon: float | Literal["auto"] | None = None
+    rollout_is_horizon_per_turn: bool = False
     verl_parity: bool = False
     impl: str = "auto"
 

@@ -51,12 +51,12 @@ def correction_kernel(
         reduce: optional callback when this call has a part of each sequence. It merges in the other parts before any
             decision. Only "torch" supports it; the other implementations need complete sequences.
         out: optional buffers for the weights and the loss mask, already checked by `check_out`. New ones by default.
-        impl: "auto" selects the implementation that the configuration names; by default the one in the environment
-            variable ROLLCORR_IMPL if it supports this batch, else the fastest verified one that supports it.
+        impl: "auto" selects the configuration's implementation. If that is "auto" too: the one in the environment
+            variable ROLLCORR_IMPL if it supports this batch, else the fastest verified one that does.
 
     Raises:
-        ValueError: `impl` is unknown, does not support this batch, or lacks a row of the configuration; or a criterion
-            is for denoising steps only.
+        ValueError: `impl` is unknown, does not support this batch, or lacks a statistic of the configuration; or a
+            criterion is for denoising steps only.
         ImportError: `impl="cpu"`, and the library was not built; `impl="triton"`, and Triton or a GPU is missing.
     """
     if impl not in _IMPLEMENTATION_NAMES:
@@ -65,14 +65,14 @@ def correction_kernel(
     if impl in ("reference", "cpu", "triton") and reduce is not None:
         raise ValueError(f"impl={impl!r} needs whole sequences: gather them first, or use impl='auto'")
 
-    # Raise errors about rows before any implementation runs. A traced graph checks them when it is built.
+    # Reject criteria for denoising steps before any implementation runs. A traced graph checks them when it is built.
     if not torch.compiler.is_compiling():
         known_rows(config)
 
     batch = Batch(train_log_prob, rollout_log_prob, mask, cu_seqlens)
     chosen_here = impl == "auto" and reduce is None
     if chosen_here:
-        # Only the reference writes into no buffer; a transform or a trace would have to track one.
+        # Transforms and traces cannot track writes into buffers, and only the reference has none.
         functional = in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         impl = "reference" if functional else _choose(batch, config)
     if impl == "cpu":

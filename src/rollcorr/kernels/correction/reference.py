@@ -109,8 +109,13 @@ def _compute_weights(batch: _TokenInputs, config: RolloutCorrectionConfig, loss_
     if token_level:
         log_weight, units = batch.log_ratio, batch.counted
         if config.rollout_is == "horizon":
-            decay = config.horizon_decay
-            log_weight = horizon_log_weights(log_weight, batch.valid, decay=decay, cu_seqlens=batch.cu_seqlens)
+            log_weight = horizon_log_weights(
+                log_weight,
+                batch.valid,
+                decay=config.horizon_decay,
+                per_turn=config.rollout_is_horizon_per_turn,
+                cu_seqlens=batch.cu_seqlens,
+            )
     else:
         log_weight = log_product if config.rollout_is == "sequence" else log_product / count.clamp(min=1)
         units = has_counted

@@ -298,7 +298,7 @@ class Computed(NamedTuple):
             values = getattr(self, row.kind)
             if row.name not in values:
                 raise MissingRowError(
-                    f"impl={implementation!r} cannot take this batch: {_missing_row_error(row)}; compute it there"
+                    f"impl={implementation!r} cannot take this batch: {_describe_missing_row(row)}; compute it there"
                 )
             ordered[row.kind][row.name] = values[row.name]
         unlisted = [name for kind in _ROW_SHAPES for name in getattr(self, kind) if name not in ordered[kind]]
@@ -323,7 +323,7 @@ class Abilities(NamedTuple):
     @property
     def note(self) -> str:
         """Return a description of the missing rows; empty without any."""
-        return "; ".join(_missing_row_error(row) for row in self.missing)
+        return "; ".join(_describe_missing_row(row) for row in self.missing)
 
     def why_not(self, config: RolloutCorrectionConfig) -> str | None:
         """Return why the kernel cannot compute the configuration; `None` if it can."""
@@ -333,7 +333,7 @@ class Abilities(NamedTuple):
         of_criteria = {condition for criterion in config.criteria for condition in ("always", criterion.scope)}
         for row in self.missing:
             if row.when in (of_criteria if row in CRITERION_ROWS else _true_conditions(config)):
-                return _missing_row_error(row)
+                return _describe_missing_row(row)
         return None
 
 
@@ -342,5 +342,5 @@ def missing_rows(computed: Container[tuple[str, str]]) -> tuple[Row, ...]:
     return tuple(row for row in (*ROWS, *CRITERION_ROWS) if (row.kind, row.name) not in computed)
 
 
-def _missing_row_error(row: Row) -> str:
+def _describe_missing_row(row: Row) -> str:
     return f"it does not compute the row {row.name!r} ({row.kind}: {row.what})"

@@ -38,7 +38,7 @@ def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProd
     if problem.mask is not None and not problem.compact:
         problem = problem.harmless(problem.mask)
     if problem.kept is None:
-        return _score_vocabulary(problem, epilogue)
+        return _score_full_vocabulary(problem, epilogue)
 
     member = membership(problem.kept, problem.token_ids, problem.mask)
     sums = merged_sums(kept_sums(problem, member, products), None, problem.group)
@@ -51,7 +51,7 @@ def composed_log_prob(problem: Problem, epilogue: Epilogue, products: RaggedProd
     return LinearLogProb(log_prob, member.outside, entropy, log_kept_mass)
 
 
-def _score_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
+def _score_full_vocabulary(problem: Problem, epilogue: Epilogue) -> LinearLogProb:
     """Compute log-probs over the vocabulary. Compact: drop tokens that do not count before any computation.
 
     Otherwise every token is computed: the host reads no value, so it never waits.

@@ -36,8 +36,8 @@ class LoraSettings:
     """Low-rank adapters (peft): y = W x + (alpha / rank) B A x, with W frozen.
 
     Attributes:
-        rank: rank of A and B; 0 trains the full transformer.
-        alpha: numerator of the scale; defaults to `rank`.
+        rank: rank of the adapters; 0 trains the full transformer.
+        alpha: adapters are scaled by alpha / rank; defaults to `rank`.
         target_modules: names of the linear layers with adapters.
     """
 

@@ -22,11 +22,11 @@ class DiffusionModelConfig:
 
     Attributes:
         path: directory in the layout of diffusers (transformer, scheduler, text encoders, VAE), its id on the hub,
-            or a checkpoint of a run; "shapes" is the small model of rollcorr-demo-models.
-        family: `package.module:Class` or `file.py:Class` of a family of your own (`rollcorr.train.Family`); defaults
+            or a checkpoint of a run; "shapes" is the small one in the package rollcorr-demo-models.
+        family: a family of your own (`rollcorr.train.Family`), as `package.module:Class` or `file.py:Class`; defaults
             to the family of the network's class.
-        height: pixels; defaults to the model's own size, if it has one.
-        width: pixels; defaults to the height.
+        height: height of pictures in pixels; defaults to the model's own size, if it has one.
+        width: width of pictures in pixels; defaults to the height.
         lora: train adapters instead of the full transformer.
         gradient_checkpointing: recompute activations in the backward pass, to save memory.
         encoder_dtype: precision of text encoders and VAE, which are not trained.
@@ -61,9 +61,9 @@ class RewardConfig:
     """The reward of pictures.
 
     Attributes:
-        name: see `rollcorr.train.flow_grpo.rewards`.
-        color: color of the color reward.
-        function: `package.module:name` or `file.py:name`, for name=function.
+        name: name of the reward; `rollcorr.train.flow_grpo.rewards` describes them.
+        color: the rewarded color, for name=color.
+        function: the reward for name=function, as `package.module:name` or `file.py:name`.
     """
 
     name: Literal["prompt_match", "color_and_shape", "color", "jpeg_compressibility", "ocr", "function"] = (
@@ -87,19 +87,19 @@ class DiffusionRolloutConfig:
 
     Attributes:
         prompts_per_step: prompts per training step.
-        group_size: pictures of each.
+        group_size: pictures per prompt.
         num_steps: denoising steps, S.
-        noise_level: a, inside the window.
-        sde_window_size: steps with noise, W; only they are trained on.
+        noise_level: noise level a of the steps in the window.
+        sde_window_size: W, number of steps with noise; the loss uses only these.
         sde_window_range: [lo, hi): range of the window; defaults to all steps of the trajectory except the last.
         sde_window: one random window for the batch ("shared"), or one for each picture ("per_sample"); "moving" starts
             at the lowest step and moves to later ones during the training (MixGRPO).
-        sde_window_spacing: the window takes every n-th step; above 1 it has holes, which follow the ODE.
+        sde_window_spacing: distance between the steps of the window; above 1, the steps between follow the ODE.
         sde_window_interval: training steps until a moving window moves by one.
         dtype: precision of the sampling copy: "bfloat16", "float16", "fp8" (emulated), "fp8_matmul" (e4m3
             products, on a device that has them) or the trainer's "float32".
         guidance_scale: γ of classifier-free guidance, 1 disables it; a distilled model reads it as an input.
-        refresh_every: steps between two weight updates of the copy; above 1 the rollouts are stale on purpose.
+        refresh_every: training steps between weight updates of the copy; above 1, rollouts are intentionally stale.
         batch_size: pictures sampled at a time; null for all at once.
     """
 
@@ -196,15 +196,15 @@ class DiffusionLogConfig(LogConfig):
     """Logs of a run in addition to `metrics.jsonl`.
 
     Attributes:
-        evaluate: pictures drawn before and after the training, without noise; 0 disables it.
+        evaluate: pictures sampled without noise before and after the training; 0 disables it.
         images: number of pictures in the report. Above 0, the rollout log shows what both policies predicted at each
             step of the four pictures with the largest exact KL.
         rollouts: write a rollout log (Parquet) for each step, without latents. In bypass mode it has
             the pictures of the first mini-batch, with log π_θ before the update.
         null: pictures sampled and scored before the first step, with equal weights on both sides, to measure the
             mismatch of sampler and trainer (RUN/null.json); 0 disables it.
-        null_every: steps between new measurements of 8 pictures, right after a weight sync; they are merged into the
-            null, and older ones decay. 0 disables it.
+        null_every: steps between further measurements of 8 pictures, right after a weight sync. They are merged into
+            the null, and older ones count less. 0 disables it.
     """
 
     evaluate: int = 48

@@ -328,7 +328,7 @@ class FlowGrpoTrainer:
         """Compute `log_probs` (B, W) and `prev_sample_mean` (B, W, …) of trajectories under a model."""
         rows, window = trajectories.steps.shape
         parts = [
-            [self._score(trajectories, model, chunk, column) for column in range(window)]
+            [self._compute_step_log_probs(trajectories, model, chunk, column) for column in range(window)]
             for chunk in torch.arange(rows, device="cpu").split(self.micro_batch_size)
         ]
         return {
@@ -336,7 +336,9 @@ class FlowGrpoTrainer:
             for name in ("log_probs", "prev_sample_mean")
         }
 
-    def _score(self, trajectories: Trajectories, model: nn.Module, rows: Tensor, column: int) -> dict[str, Tensor]:
+    def _compute_step_log_probs(
+        self, trajectories: Trajectories, model: nn.Module, rows: Tensor, column: int
+    ) -> dict[str, Tensor]:
         """Compute log-probs (b, 1) and means (b, 1, …) of one step of the window, with gradient."""
         data = trajectories.data
         x, after = (data["latents"][rows, column + i] for i in (0, 1))
@@ -369,14 +371,14 @@ class FlowGrpoTrainer:
         for _, mini_batch in parts:
             # Before the first update π_θ is the policy that decoupled mode calls π_old.
             seen = scores if self.actor.bypass_mode and self.config.log.rollouts and not done else None
-            done.append(self._optimizer_step(batch, mini_batch, seen))
+            done.append(self._train_on_mini_batch(batch, mini_batch, seen))
 
         outputs = [output for found, _ in done for output in found]
         means = {name: sum(numbers[name] for _, numbers in done) / len(done) for name in done[0][1]}
         first = FirstScores.of(scores, batch.trajectories.steps.shape[1]) if scores else None
         return loss_step_metrics(outputs, self.actor, group=self.group) | means, first
 
-    def _optimizer_step(
+    def _train_on_mini_batch(
         self, batch: PictureBatch, rows: Tensor, seen: list[tuple[Tensor, dict[str, Tensor]]] | None
     ) -> tuple[list[PolicyLossOutput], dict[str, float]]:
         """Accumulate a mini-batch's gradients over micro-batches and steps, then step; append its scores to `seen`.
@@ -389,7 +391,7 @@ class FlowGrpoTrainer:
         with TrainingStep(self.model, self.actor, group=self.group or "local") as gradients:
             for micro_batch in own_rows(rows, self.group).split(self.micro_batch_size):
                 for column in range(window):
-                    scores = self._score(batch.trajectories, self.model, micro_batch, column)
+                    scores = self._compute_step_log_probs(batch.trajectories, self.model, micro_batch, column)
                     if seen is not None:
                         seen.append((micro_batch, {name: score.detach() for name, score in scores.items()}))
                     output = gradients.diffusion_loss(

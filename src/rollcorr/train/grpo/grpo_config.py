@@ -22,8 +22,9 @@ class ModelConfig:
 
     Attributes:
         path: directory with a causal language model and its tokenizer, or its id on the Hugging Face hub, such as
-            Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; "demo" is the tiny one of rollcorr-demo-models.
-        config: instead of `path`, fields of a `transformers` configuration for random weights over bytes.
+            Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; "demo" is the tiny one in the package
+            rollcorr-demo-models.
+        config: fields of a `transformers` configuration, for a byte-level model with random weights in place of `path`.
     """
 
     path: str | None = "demo"
@@ -43,14 +44,14 @@ class TaskConfig:
     Attributes:
         name: "arithmetic" (synthetic), "scratchpad" (synthetic, hundreds of tokens) or "gsm8k" (a JSONL file in the
             GSM8K format).
-        path: the file, for "gsm8k".
+        path: path of the JSONL file, for "gsm8k".
         max_operand: largest operand, for "arithmetic".
         additions: number of additions, for "scratchpad"; 1 to 52.
         bonus_length: tokens after the answer line that earn the full length bonus; 0 for no bonus.
-        problems: your own problems instead, `package.module:name` or `file.py:name`: a function without arguments that
+        problems: problems of your own: a function without arguments, as `package.module:name` or `file.py:name`, which
             returns rows with the texts `prompt`, `answer` and, for the warm-up, `solution`.
-        reward: your own reward instead, named like `problems`: a function of the response's text and the row that
-            returns a number; above 0 is correct. `bonus_length` is for the default reward.
+        reward: reward of your own: a function of the response's text and the row, in the notation of `problems`. It
+            returns a number, and above 0 means correct. `bonus_length` applies only to the default reward.
     """
 
     name: Literal["arithmetic", "scratchpad", "gsm8k"] = "arithmetic"
@@ -74,7 +75,7 @@ class WarmUpConfig:
     """Supervised steps before the first reinforcement step.
 
     Attributes:
-        steps: number of steps; 0 disables the warm-up.
+        steps: number of supervised steps before the training; 0 disables the warm-up.
         batch_size: problems per step.
         lr: peak learning rate.
     """
@@ -97,16 +98,16 @@ class RolloutConfig:
         engine_options: arguments of that engine's class. `${env:NAME}` in a text is replaced by the environment
             variable when the engine is built.
         prompts_per_step: problems per step.
-        group_size: responses to each problem.
-        max_new_tokens: longest response.
-        max_rounds: rounds of sampling per step at most. Above 1, groups whose rewards are all equal are replaced by
-            groups of new problems (DAPO's dynamic sampling); after the last round, they fill the batch.
-        overlong_buffer: last tokens of `max_new_tokens` in which the reward falls linearly (DAPO's soft overlong
-            punishment); 0 disables it.
-        overlong_penalty: how far the reward falls at `max_new_tokens`.
-        dtype: precision of the sampling copy, where the engine has this option.
-        refresh_every: steps between two weight updates of the engine; above 1 the rollouts are stale on purpose.
-        batch_size: rows sampled at a time, where the engine has this option; null for all at once.
+        group_size: responses per problem.
+        max_new_tokens: length limit of a response.
+        max_rounds: maximum number of sampling rounds per step. Above 1, groups with equal rewards are replaced by
+            groups of new problems (DAPO's dynamic sampling). After the last round, such groups fill up the batch.
+        overlong_buffer: number of tokens up to `max_new_tokens` over which the reward falls linearly (DAPO's soft
+            overlong punishment); 0 disables it.
+        overlong_penalty: amount by which the reward is lower at `max_new_tokens`.
+        dtype: precision of the engine's copy of the model, if the engine has this option.
+        refresh_every: training steps between weight updates of the engine; above 1, rollouts are intentionally stale.
+        batch_size: rows sampled at a time, if the engine has this option; null for all at once.
         sampling: temperature, truncation, and the kind of recorded log-probs.
     """
 
@@ -146,9 +147,9 @@ class ActorConfig:
     Attributes:
         sampling: how to score a truncated rollout: "replay" the engine's kept sets, "recompute" the truncation from
             the trainer's own logits, subtract the log of the engine's "kept_mass", or score over the "full" vocabulary.
-            All four divide by the sampling temperature. All are the same without truncation.
-        allow_incompatible: train even when the two log-probs are not comparable, which biases every ratio. For
-            experiments.
+            All four divide by the sampling temperature, and without truncation they are equal.
+        allow_incompatible: train even if the log-probs of the two sides are not comparable, which biases every ratio;
+            for experiments.
     """
 
     sampling: Literal["replay", "recompute", "kept_mass", "full"] = "replay"
@@ -176,8 +177,8 @@ class GrpoAlgorithmConfig(AlgorithmConfig):
     """Advantages, correction and loss.
 
     Attributes:
-        leave_rejected_out_of_baseline: rejected rows do not move their group's baseline; null is true in decoupled
-            mode and false in bypass mode, which rejects after the advantages.
+        leave_rejected_out_of_baseline: exclude rejected rows from their group's baseline. Null means true in decoupled
+            mode, and false in bypass mode, which rejects after advantages are computed.
         loss: clipping, aggregation, and the weights of reference KL and entropy.
     """
 
@@ -202,8 +203,8 @@ class GrpoLogConfig(LogConfig):
         rollouts: write a rollout log (Parquet) for each step.
         null: held-out problems sampled and scored before the first step, with equal weights on both sides, to measure
             the mismatch of sampler and trainer (RUN/null.json); 0 disables it.
-        null_every: steps between new measurements of 8 rows, right after a weight sync; they are merged into the null,
-            and older ones decay. 0 disables it.
+        null_every: steps between further measurements of 8 rows, right after a weight sync. They are merged into the
+            null, and older ones count less. 0 disables it.
     """
 
     evaluate: int = 256

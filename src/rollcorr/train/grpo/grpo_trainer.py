@@ -245,7 +245,7 @@ class GrpoTrainer:
         losses: list[Statistics] = []
         measured: list[Statistics] = []
         for epoch, mini_batch in mini_batches(len(batch.rewards), optim, seed=self.config.seed, step=step):
-            outputs, log_probs, step_statistics = self._optimizer_step(batch, mini_batch)
+            outputs, log_probs, step_statistics = self._train_on_mini_batch(batch, mini_batch)
             losses.append(step_statistics)
             corrections = [output.correction for output in outputs if output.correction is not None]
             measured += [part.statistics for part in corrections if part.statistics is not None]
@@ -265,7 +265,7 @@ class GrpoTrainer:
             statistics |= batch.correction.statistics
         return statistics, first_log_prob
 
-    def _optimizer_step(self, batch: GrpoBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
+    def _train_on_mini_batch(self, batch: GrpoBatch, rows: Tensor) -> tuple[list[PolicyLossOutput], Tensor, Statistics]:
         """Accumulate a mini-batch's gradients over micro-batches; step if they are finite and any token was kept.
 
         If no token was kept, the gradients are 0, but momentum and weight decay would still move the weights.

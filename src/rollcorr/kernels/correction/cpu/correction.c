@@ -148,6 +148,15 @@ static void pass_block(Block *block, const Row *data, int64_t start, Sequence *s
     }
 }
 
+static int is_valid(const char *mask, int type, int64_t i) {
+    switch (type) {
+        case MASK_INT32: return ((const int32_t *)mask)[i] != 0;
+        case MASK_INT64: return ((const int64_t *)mask)[i] != 0;
+        case MASK_FLOAT32: return ((const float *)mask)[i] != 0;
+        default: return ((const uint8_t *)mask)[i] != 0;
+    }
+}
+
 static uint32_t bits_of(const char *row, int type, int64_t i) {
     uint32_t bits;
     if (type == BFLOAT16) return (uint32_t)((const uint16_t *)row)[i] << 16;

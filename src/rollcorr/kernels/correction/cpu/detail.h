@@ -54,15 +54,6 @@ static float keep_entry(Entry *worst, double value, int64_t sequence, int64_t at
     return (float)size_of(&worst[TOP - 1]);
 }
 
-static int is_valid(const char *mask, int type, int64_t i) {
-    switch (type) {
-        case MASK_INT32: return ((const int32_t *)mask)[i] != 0;
-        case MASK_INT64: return ((const int64_t *)mask)[i] != 0;
-        case MASK_FLOAT32: return ((const float *)mask)[i] != 0;
-        default: return ((const uint8_t *)mask)[i] != 0;
-    }
-}
-
 static void see_sequence(const Detail *detail, Seen *seen, int64_t i) {
     const Job *job = detail->job;
     const uint32_t infinite = 0x7f800000u;

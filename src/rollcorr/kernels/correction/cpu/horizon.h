@@ -20,6 +20,7 @@ typedef struct { /* the valid tokens of one sequence, next to each other */
     float *weights;
     int64_t tokens;
     int64_t next_train, next_rollout; /* tokens to the next sequence, which comes from memory during this one's arithmetic */
+    const uint8_t *next_mask;         /* of the next sequence; NULL: not bytes */
 } Run;
 
 /* Of each slot of a tile: the sum over later tokens, without the own one. */
@@ -179,30 +180,32 @@ static void weigh_wide_run(Block *block, Workspace *space, const Run *run, Seque
     }
 }
 
-/* Sum the tile of a near run that starts here; returns what it and later tokens pass on to earlier ones. A full tile passes
-   on less than 1e-11 of what it gets. */
+/* Sum the tile of a near run that starts here; returns what its tokens pass on to earlier ones. A full tile passes on less
+   than 1e-11 of what it gets from later ones. */
 static double look_ahead(Block *block, Workspace *space, const Run *run, int64_t start, NearTile *tile) {
-    int64_t left = run->tokens - start;
-    int tokens = tokens_of_tile(left);
+    int tokens = tokens_of_tile(run->tokens - start), slots = slots_of_tile(tokens);
     const float *train = run->train + start, *rollout = run->rollout + start;
     const float *ahead[] = {train + run->next_train, rollout + run->next_rollout};
-    tile->is_near = tokens % (LANES * STEP) == 0;
-    if (tile->is_near) sum_near_tile(&space->near, train, rollout, tokens, ahead, tile);
-    double sum = tile->is_near ? sum_of_near_tile(&space->near, tile, tokens)
-                               : sum_wide_tile(block, space->powers, run, start, tokens);
-    if (tokens < BLOCK && tokens < left)
-        sum += pow(space->powers[1], tokens) * sum_wide_tile(block, space->powers, run, start + tokens, left - tokens);
-    return sum;
+    const float *in_blocks[] = {read_tile(train, tokens, slots, block->train_copy),
+                                read_tile(rollout, tokens, slots, block->rollout_copy)};
+    sum_near_tile(&space->near, in_blocks[0], in_blocks[1], slots, ahead, space->is_bounded, tile);
+    return tile->is_near ? sum_of_near_tile(&space->near, tile, slots)
+                         : sum_wide_tile(block, space->powers, run, start, tokens);
 }
 
 /* Weigh a near tile; returns 0, and adds nothing, where float32 sums are not good enough or a bound may act. */
-static int weigh_if_calm(const Job *job, Workspace *space, const NearTile *tile, int tokens, double before, double after,
+static int weigh_if_calm(Block *block, Workspace *space, const NearTile *tile, int tokens, double before, double after,
                          float *out) {
     double most;
+    int slots = slots_of_tile(tokens);
     Calm calm;
-    if (can_pass_cache(out)) most = weigh_near_tile(&space->near, tile, tokens, before, after, out, &calm, 1);
-    else most = weigh_near_tile(&space->near, tile, tokens, before, after, out, &calm, 0);
-    return most <= (double)NEAR_SUM && add_calm(job, &calm, tokens, &space->calm);
+#define WEIGH(to, way) weigh_near_tile(&space->near, tile, tokens, before, after, to, space->is_bounded, &calm, way)
+    if (tokens < slots) most = WEIGH((float *)block->k2, SOME_SLOTS);
+    else if (can_pass_cache(out)) most = WEIGH(out, PAST_CACHE_WHOLE);
+    else if (CUTS_VECTORS) most = WEIGH(out, PAST_CACHE_CUT);
+    else most = WEIGH(out, THROUGH_CACHE);
+    if (tokens < slots) memcpy(out, block->k2, (size_t)tokens * sizeof *out);
+    return most <= (double)NEAR_SUM && add_calm(block->job, &calm, tokens, &space->calm);
 }
 
 /* Weigh the tokens of a run with a short horizon and no huge log-ratio: of each tile, the next one has all later tokens
@@ -214,9 +217,10 @@ static void weigh_near_run(Block *block, Workspace *space, const Run *run, Seque
     for (int64_t start = 0; start < run->tokens; swap = tile, tile = next, next = swap) {
         int tokens = tokens_of_tile(run->tokens - start);
         int64_t end = start + tokens;
+        for (int64_t t = start; run->next_mask && t < end; t += 64) __builtin_prefetch(run->next_mask + t, 0, 2);
         double after = end < run->tokens ? look_ahead(block, space, run, end, next) : 0;
-        if (tile->is_near && weigh_if_calm(block->job, space, tile, tokens, before, after, run->weights + start))
-            for (int b = 0; b < tokens / FOUR; b++) before = space->near.block * before + (double)tile->of_block[EARLIER][b];
+        if (tile->is_near && weigh_if_calm(block, space, tile, tokens, before, after, run->weights + start))
+            for (int b = 0; b < slots_of_tile(tokens) / FOUR; b++) before = space->near.block * before + (double)tile->of_block[EARLIER][b];
         else
             before = weigh_wide_tile(block, space, run, start, tokens, before, after, s, rows);
         start = end;
@@ -228,6 +232,7 @@ static void weigh_run(Block *block, Workspace *space, const Run *run, Sequence *
     is_near = is_near && s->range.min >= -LARGEST_NEAR && s->range.max <= LARGEST_NEAR;
     if (run->tokens == 0) return;
     space->calm = (CalmTokens){.ends = {-INFINITY, -INFINITY}};
+    space->is_bounded = fmax(-s->range.min, s->range.max) <= 0.99 * (double)NEAR_SUM * (1 - space->powers[1]);
     if (is_near) weigh_near_run(block, space, run, s, rows);
     else weigh_wide_run(block, space, run, s, rows);
     add_calm_rows(&space->calm, s, rows);
@@ -251,7 +256,7 @@ static Run collect_tokens(Block *block, const Row *data, const Workspace *space)
             space->counted[found++] = (uint8_t)(has_ratio || job->nonfinite == NEUTRAL);
         }
     }
-    return (Run){space->train, space->rollout, space->counted, space->weights, found, 0, 0};
+    return (Run){space->train, space->rollout, space->counted, space->weights, found, 0, 0, 0};
 }
 
 static void spread_weights(Block *block, const Row *data, const Run *run) {
@@ -264,9 +269,14 @@ static void spread_weights(Block *block, const Row *data, const Run *run) {
     }
 }
 
-/* A token of probability zero gives its whole sequence weight 0. */
-static void weigh_impossible(const Job *job, const Row *data, const Derived *derived, Rows *rows) {
-    double n = derived->counted;
+/* The valid tokens of a sequence, or of one of its turns. */
+typedef struct {
+    double valid, zero, missing;
+} Counts;
+
+/* Weight 0 for all tokens that one of probability zero reaches. */
+static void weigh_impossible(const Job *job, const Row *data, const Counts *counts, Rows *rows) {
+    double n = job->nonfinite == NEUTRAL ? counts->valid : counts->valid - counts->missing;
     memset(data->weights, 0, (size_t)data->length * sizeof(float));
     add_moments(&rows->moments[MOMENTS_weight_raw], n, 0, 0);
     add_moments(&rows->moments[MOMENTS_weight], n, 0, 0);
@@ -276,34 +286,33 @@ static void weigh_impossible(const Job *job, const Row *data, const Derived *der
     add_extremes(&rows->extremes[EXTREMES_weight], 0, 0);
 }
 
-/* Where the valid tokens of a sequence begin, if they are one run of float32 without a missing one; else −1. */
-static int64_t start_of_run(const Job *job, const Row *data, const Sequence *s, const Derived *derived) {
+/* Where the valid tokens begin, if they are one run of float32 without a missing one; else −1. */
+static int64_t start_of_run(const Job *job, const Row *data, const Counts *counts) {
     const uint8_t *mask = (const uint8_t *)data->mask;
-    if (job->mask_type != MASK_BYTE || job->train_type != FLOAT32 || job->rollout_type != FLOAT32) return -1;
-    if (derived->missing > 0) return -1;
-    int64_t start = 0, run = (int64_t)s->valid;
+    if (job->train_type != FLOAT32 || job->rollout_type != FLOAT32) return -1;
+    if (counts->missing > 0) return -1;
+    int64_t start = 0, run = (int64_t)counts->valid;
     if (run == data->length) return 0;
+    if (job->mask_type != MASK_BYTE) return -1;
     while (start < data->length && mask[start] == 0) start++;
     return start + run <= data->length && leading_run(mask + start, (int)run) == run ? start : -1;
 }
 
-/* The weights of a sequence whose tokens have been measured, and their rows. */
-static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, const Derived *derived, Sequence *s,
-                               Rows *rows) {
+/* The weights of tokens that nothing outside of `data` reaches. */
+static void weigh_together(Block *block, const Row *data, Workspace *space, const Counts *counts, Sequence *s, Rows *rows) {
     const Job *job = block->job;
-    const int32_t *of = job->token_criterion;
-    if (data->length == 0) return;
-    if (s->zero > 0) {
-        weigh_impossible(job, data, derived, rows);
+    if (counts->zero > 0) {
+        weigh_impossible(job, data, counts, rows);
         return;
     }
-    int64_t start = s->valid > 0 ? start_of_run(job, data, s, derived) : 0, end = start + (int64_t)s->valid;
+    int64_t start = counts->valid > 0 ? start_of_run(job, data, counts) : 0, end = start + (int64_t)counts->valid;
     if (start >= 0) {
         float *weights = data->weights + start;
         int64_t next_train = job->offsets ? data->length : job->train_stride;
         int64_t next_rollout = job->offsets ? data->length : job->rollout_stride;
+        const uint8_t *next_mask = (const uint8_t *)data->mask + (job->offsets ? data->length : job->mask_stride);
         Run run = {(const float *)data->train + start, (const float *)data->rollout + start, 0, weights, end - start,
-                   next_train, next_rollout};
+                   next_train, next_rollout, job->mask_type == MASK_BYTE ? next_mask : 0};
         memset(data->weights, 0, (size_t)start * sizeof(float));
         weigh_run(block, space, &run, s, rows);
         memset(data->weights + end, 0, (size_t)(data->length - end) * sizeof(float));
@@ -313,6 +322,40 @@ static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, 
         for (int64_t t = 0; t < run.tokens; t++) run.weights[t] = run.counted[t] ? run.weights[t] : 0.0f;
         spread_weights(block, data, &run);
     }
+}
+
+/* Weigh each turn as if it were a sequence: a run of valid tokens, between holes of the mask. */
+static void weigh_turns(Block *block, const Row *data, Workspace *space, int is_whole, Sequence *s, Rows *rows) {
+    const Job *job = block->job;
+    for (int64_t start = 0, end; start < data->length; start = end) {
+        end = start + 1;
+        if (!is_valid(data->mask, job->mask_type, start)) {
+            data->weights[start] = 0;
+            continue;
+        }
+        while (end < data->length && is_valid(data->mask, job->mask_type, end)) end++;
+        Counts counts = {.valid = (double)(end - start)};
+        for (int64_t t = start; !is_whole && t < end; t++) {
+            int is_missing = !is_compared(job, data, t);
+            counts.missing += is_missing;
+            counts.zero += !is_missing && bits_of(data->train, job->train_type, t) == 0xff800000u;
+        }
+        Row turn = {data->train + start * width(job->train_type), data->rollout + start * width(job->rollout_type),
+                    data->mask + start * mask_width(job->mask_type), data->weights + start, data->loss_mask + start,
+                    end - start};
+        weigh_together(block, &turn, space, &counts, s, rows);
+    }
+}
+
+/* The weights of a sequence whose tokens have been measured, and their rows. */
+static void weigh_with_horizon(Block *block, const Row *data, Workspace *space, const Derived *derived, Sequence *s,
+                               Rows *rows) {
+    const Job *job = block->job;
+    const int32_t *of = job->token_criterion;
+    Counts counts = {s->valid, s->zero, derived->missing};
+    if (data->length == 0) return;
+    if (job->per_turn) weigh_turns(block, data, space, s->zero == 0 && derived->missing == 0, s, rows);
+    else weigh_together(block, data, space, &counts, s, rows);
     if (of[K1] < 0 && of[K2] < 0 && of[K3] < 0) return; /* all that are counted are kept */
     for (int64_t t = 0; t < data->length; t++) s->kept_weight += data->loss_mask[t] ? (double)data->weights[t] : 0;
 }

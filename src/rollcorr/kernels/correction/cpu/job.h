@@ -9,7 +9,7 @@
 
 #include "token_sums.h"
 
-#define ABI 10 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
+#define ABI 11 /* raise with every change of what a field or a name means; library.py compares it, and sizes */
 #define MAX_CRITERIA 11
 #define CAP 20.0 /* nats; largest d in k3 and chi², as rollcorr.core.divergence.SAFETY_BOUND */
 
@@ -92,7 +92,7 @@ typedef struct {
     int64_t sequences, length, sequences_per_task, tasks, threads, number_count;
     int64_t train_stride, rollout_stride, mask_stride; /* tokens from row to row */
     int32_t train_type, rollout_type, mask_type, level, mode, nonfinite, normalization;
-    int32_t needs_k2, vetoing, banded_below; /* flags */
+    int32_t needs_k2, vetoing, banded_below, per_turn; /* flags; per_turn: of HORIZON_WEIGHTS */
     int32_t criteria_count;
     Criterion criteria[MAX_CRITERIA];
     int32_t token_criterion[KINDS]; /* index of the token-level criterion of a kind, or -1 */

@@ -18,7 +18,7 @@ LEVELS = ("avx512", "avx2", "portable")
 
 FOLDER = Path(__file__).parent
 NOT_BUILT = "not_built.txt"
-ABI = 10
+ABI = 11
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "rollcorr_offsets_fit": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),

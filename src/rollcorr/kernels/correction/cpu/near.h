@@ -18,8 +18,8 @@
 enum { EARLIER, LATER, SIDES };
 
 typedef struct { /* powers of λ, for each lane or for all, and whose sum a lane gets in each doubling */
-    vf reached[SIDES], others[SIDES], reach[SIDES][DOUBLINGS];
-    vi from[SIDES][DOUBLINGS];
+    vf reached[SIDES], reach[SIDES][DOUBLINGS];
+    vi others[SIDES], from[SIDES][DOUBLINGS]; /* others: lanes that get a sum at all */
     float token[5];
     double block;
 } NearPowers;
@@ -42,7 +42,7 @@ static void set_near_powers(NearPowers *near, double decay) {
         for (int side = 0; side < SIDES; side++) {
             int segment = segment_of(lane), before = side == EARLIER ? segment : LANES - 1 - segment;
             near->reached[side][lane] = (float)pow(decay, 4 * before);
-            near->others[side][lane] = (float)(before > 0);
+            near->others[side][lane] = -(before > 0);
             for (int k = 0; k < DOUBLINGS; k++) {
                 int from = segment + (side == EARLIER ? -1 : 1) * (1 << k);
                 near->from[side][k][lane] = lane_of((from + LANES) % LANES);
@@ -86,15 +86,16 @@ static inline void turn_by_fours(vf row[4]) {
 
 /* The sums that the segments of a block get from others, by what each one has. */
 INLINE vf pass_on(const NearPowers *near, vf own, const int side) {
-    vf sum = permute(own, near->from[side][0]) * near->others[side];
+    vf sum = (vf)((vi)permute(own, near->from[side][0]) & near->others[side]);
 #pragma GCC unroll 4
     for (int k = 0; k < DOUBLINGS; k++) sum += permute(sum, near->from[side][k]) * near->reach[side][k];
     return sum;
 }
 
-/* Sum a tile as if it were alone; `ahead` is the same tile of the next sequence. */
-static void sum_near_tile(const NearPowers *near, const float *train, const float *rollout, int tokens, const float *ahead[2],
-                          NearTile *tile) {
+/* Sum a tile as if it were alone; `ahead` is the same tile of the next sequence. `is_bounded`: no sum can exceed NEAR_SUM. */
+static void sum_near_tile(const NearPowers *powers, const float *train, const float *rollout, int tokens, const float *ahead[2],
+                          int is_bounded, NearTile *tile) {
+    const NearPowers own = *powers, *near = &own; /* in registers: the compiler cannot tell that a tile is no part of it */
     const vf decay = splat(near->token[1]), segment = splat(near->token[4]);
     const int blocks = tokens / FOUR;
     vf most = {0};
@@ -110,22 +111,19 @@ static void sum_near_tile(const NearPowers *near, const float *train, const floa
             d[j] = load(train + at) - load(rollout + at);
         }
         turn_by_fours(d);
-        vf after[4] = {{0}};
-        rest = d[3];
+        vf rests[4] = {[3] = d[3]};
 #pragma GCC unroll 4
-        for (int j = 2; j >= 0; j--) {
-            after[j] = decay * rest;
-            rest = after[j] + d[j];
-        }
-        within[0] = rest;
+        for (int j = 2; j >= 0; j--) rests[j] = decay * rests[j + 1] + d[j];
+        rest = within[0] = rests[0];
         sum = d[0];
 #pragma GCC unroll 4
         for (int j = 1; j < 4; j++) {
             sum = decay * sum + d[j];
-            within[j] = sum + after[j];
+            within[j] = sum;
+            if (j < 3) within[j] += decay * rests[j + 1];
         }
         vf earlier = pass_on(near, sum, EARLIER), later = pass_on(near, rest, LATER);
-        most = farther(farther(most, sum), rest);
+        if (!is_bounded) most = farther(farther(most, sum), rest);
         tile->of_block[EARLIER][b] = permute(segment * earlier + sum, (vi){0} + (LANES - 1))[0];
         tile->of_block[LATER][b] = (segment * later + rest)[0];
         tile->others[EARLIER][b] = earlier;
@@ -158,12 +156,27 @@ INLINE vf add_to_calm(Calm *calm, vf log_weight) {
     return e.exp;
 }
 
+/* The same where only some are tokens. */
+INLINE vf add_counted_to_calm(Calm *calm, vf log_weight, vi counted) {
+    Exponential e = exponential_quiet(log_weight);
+    vf expm1 = where(counted, e.expm1);
+    calm->less_one += expm1;
+    calm->squares += expm1 * expm1;
+    calm->least = smaller(calm->least, choose(counted, log_weight, splat(INFINITY)));
+    calm->most = larger(calm->most, choose(counted, log_weight, splat(-INFINITY)));
+    return e.exp;
+}
+
+/* How weights reach memory; in the last of these, the last slots are no tokens. */
+enum { THROUGH_CACHE, PAST_CACHE_WHOLE, PAST_CACHE_CUT, SOME_SLOTS };
+
 /* Weights of a near tile, to memory; `before` and `after` are the sums over earlier and later tokens. Returns the largest
    |sum| that a segment gets. */
-INLINE double weigh_near_tile(const NearPowers *near, const NearTile *tile, int tokens, double before, double after, float *out,
-                              Calm *sums, const int past_cache) {
-    const int blocks = tokens / FOUR;
+INLINE double weigh_near_tile(const NearPowers *powers, const NearTile *tile, int tokens, double before, double after, float *out,
+                              int is_bounded, Calm *sums, const int way) {
+    const int blocks = (tokens + FOUR - 1) / FOUR;
     float carry[SIDES][BLOCK / FOUR];
+    const NearPowers own = *powers, *near = &own;
     vf most = {0};
     for (int b = 0; b < blocks; b++) {
         carry[EARLIER][b] = (float)before;
@@ -174,23 +187,37 @@ INLINE double weigh_near_tile(const NearPowers *near, const NearTile *tile, int 
         after = near->block * after + (double)tile->of_block[LATER][b];
     }
 
+    /* Lanes before the first cache line, where vectors are cut. */
+    const int head = (int)((0 - (uintptr_t)out / sizeof *out) % LANES);
+    vi from = {0};
+    vf last = {0};
+    vi slot = {0}; /* of each lane, before turning back */
+    for (int lane = 0; lane < LANES; lane++) from[lane] = lane + head, slot[lane] = 4 * segment_of(lane);
+
     Calm calm = no_weights();
     for (int b = 0; b < blocks; b++) {
         vf earlier = splat(carry[EARLIER][b]) * near->reached[EARLIER] + tile->others[EARLIER][b];
         vf later = splat(carry[LATER][b]) * near->reached[LATER] + tile->others[LATER][b], weight[4];
-        most = farther(farther(most, earlier), later);
+        if (!is_bounded) most = farther(farther(most, earlier), later);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             vf log_weight = splat(near->token[j + 1]) * earlier + tile->within[4 * b + j];
-            weight[j] = add_to_calm(&calm, splat(near->token[4 - j]) * later + log_weight);
+            log_weight = splat(near->token[4 - j]) * later + log_weight;
+            if (way == SOME_SLOTS) weight[j] = add_counted_to_calm(&calm, log_weight, slot + (b * FOUR + j) < tokens);
+            else weight[j] = add_to_calm(&calm, log_weight);
         }
         turn_by_fours(weight);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            if (past_cache) store_past_cache(out + b * FOUR + j * LANES, weight[j]);
-            else store(out + b * FOUR + j * LANES, weight[j]);
+            float *at = out + b * FOUR + j * LANES;
+            if (way == PAST_CACHE_WHOLE) store_past_cache(at, weight[j]);
+            else if (way != PAST_CACHE_CUT) store(at, weight[j]);
+            else if (j > 0 || b > 0) store_past_cache(at - LANES + head, cut(last, weight[j], from));
+            else store_first(at, weight[j], head);
+            last = weight[j];
         }
     }
+    if (way == PAST_CACHE_CUT) store_first(out + tokens - LANES + head, cut(last, last, from), LANES - head);
     *sums = calm;
     return largest(most);
 }

@@ -16,6 +16,7 @@ typedef struct { /* of a sequence, where no bound acts: Σ (w − 1), Σ (w − 
 typedef struct { /* a thread's memory, with room for the longest sequence */
     NearPowers near;
     CalmTokens calm;
+    int is_bounded; /* Σ λ^|k| of the largest |d| is below NEAR_SUM */
     double powers[BLOCK / LANES + 1]; /* of λ */
     double turned[BLOCK] __attribute__((aligned(64))); /* d of a tile */
     /* Of each segment: Σ λ^(distance to its end) d, then the sum over the tokens before. */
@@ -46,11 +47,9 @@ static void set_up(Workspace *space, char *memory, int64_t tokens, double decay)
     set_near_powers(&space->near, decay);
 }
 
-/* Tokens of the next tile of a near run. Only the last one may have less than whole blocks. */
-static int tokens_of_tile(int64_t left) {
-    if (left >= BLOCK) return BLOCK;
-    return (int)(left >= LANES * STEP ? left - left % (LANES * STEP) : left);
-}
+/* Tokens of the next tile, and of the blocks that a near tile needs for them: only the last one is not full. */
+static int tokens_of_tile(int64_t left) { return (int)(left < BLOCK ? left : BLOCK); }
+static int slots_of_tile(int tokens) { return (tokens + FOUR - 1) / FOUR * FOUR; }
 
 /* Tokens of a segment in the tile with so many tokens left: short sequences have short segments. */
 static int steps_of(int64_t left) {

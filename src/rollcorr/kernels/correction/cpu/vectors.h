@@ -41,7 +41,18 @@ static inline void store(float *out, vf x) { memcpy(out, &x, sizeof x); }
 #if defined(__AVX512F__)
 static inline int can_pass_cache(const float *out) { return (uintptr_t)out % sizeof(vf) == 0; }
 static inline void store_past_cache(float *out, vf x) { _mm512_stream_ps(out, (__m512)x); }
+#define CUTS_VECTORS 1 /* vectors for other addresses are cut anew where cache lines begin */
+/* The last lanes of one vector, then the first of the next; `from` counts from the lane where the result begins. */
+static inline vf cut(vf x, vf next, vi from) {
+    return (vf)_mm512_permutex2var_ps((__m512)x, (__m512i)from, (__m512)next);
+}
+static inline void store_first(float *out, vf x, int lanes) {
+    _mm512_mask_storeu_ps(out, (__mmask16)((1 << lanes) - 1), (__m512)x);
+}
 #else
+#define CUTS_VECTORS 0
+static inline vf cut(vf x, vf next, vi from) { return 0 * next[from[0] % LANES] + x; }
+static inline void store_first(float *out, vf x, int lanes) { memcpy(out, &x, (size_t)lanes * sizeof *out); }
 static inline int can_pass_cache(const float *out) { return 0 * (out != 0); }
 static inline void store_past_cache(float *out, vf x) { store(out, x); }
 #endif

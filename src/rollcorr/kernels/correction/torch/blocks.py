@@ -86,7 +86,14 @@ def _horizon_log_weights(batch: Batch, config: RolloutCorrectionConfig, gather: 
     classes = classify_tokens(train, rollout, mask)
     d = token_log_ratio(train.double(), rollout.double(), classes.measured)
     d = d.masked_fill(classes.zero_probability, -torch.inf)
-    return horizon_log_weights(d, mask, decay=config.horizon_decay, cu_seqlens=cu_seqlens, gather=gather)
+    return horizon_log_weights(
+        d,
+        mask,
+        decay=config.horizon_decay,
+        per_turn=config.rollout_is_horizon_per_turn,
+        cu_seqlens=cu_seqlens,
+        gather=gather,
+    )
 
 
 def read_blocks(

@@ -232,8 +232,10 @@ def _sequence_divergence(tally: _Tally, criterion: Criterion) -> Tensor:
 
 
 def _counted_moments(values: Tensor, counts: Tensor) -> Tensor:
-    """Return (n, mean, M2) of samples in which values[…, i] occurs counts[…, i] times, or once where counts is true."""
+    """Return (n, mean, M2) of samples: values[…, i] occurs counts[…, i] times; a bool counts as 0 or 1."""
     n = counts.sum(-1, dtype=STATISTICS_DTYPE)
+
+    # An absent value may be NaN or inf, and NaN · 0 is NaN.
     present = values.masked_fill(counts == 0, 0.0)
     mean = (present * counts).sum(-1) / n.clamp(min=1)
 

@@ -158,7 +158,7 @@ class TokenPass:
         rejectors = torch.zeros_like(valid)
         if config.nonfinite in ("reject_token", "raise"):
             rejectors = valid - self._compared
-        rejected = {c.name: self._apply_criterion(c) for c in config.criteria if c.scope == "token"}
+        rejected = {c.name: self._mark_rejected(c) for c in config.criteria if c.scope == "token"}
         for taken in rejected.values():
             rejectors.add_(taken)
         kept, once = (
@@ -174,7 +174,7 @@ class TokenPass:
             table["kept_weight"] = self._block.sum(self.weights * kept)
         return kept
 
-    def _apply_criterion(self, criterion: Criterion) -> Tensor:
+    def _mark_rejected(self, criterion: Criterion) -> Tensor:
         """Return the tokens that a token-level criterion rejects, and add its rows."""
         row, zero, (low, high) = f"rs/{criterion.name}", self._is_zero, accepted_band(criterion)
         values = self._k3 if criterion.kind == "k3" else ESTIMATES[criterion.kind](self._d)

@@ -102,7 +102,7 @@ def triton_correction(
     if config.rollout_is == "horizon":
         from rollcorr.kernels.correction.triton.horizon_pass import horizon_log_weights
 
-        log_weights = horizon_log_weights(batch, config.horizon_decay)
+        log_weights = horizon_log_weights(batch, config.horizon_decay, per_turn=config.rollout_is_horizon_per_turn)
         return torch_correction(batch._replace(mask=batch.mask != 0), config, out=out, log_weights=log_weights)
     from rollcorr.kernels.correction.triton.launch import launch_correction
 

@@ -13,7 +13,7 @@ def absorb(
     logits, local_ids, temperature, slots, largest, total, target, weighted, columns,
     MEASURE: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of a chunk to the row's running max z, Σ e, z_a and, with a slot for entropy, Σ e (z − max)."""
+    """Add a row's chunk to its running max z, Σ e (e = exp(z − max)), z_a and, if slot ≥ 0, Σ e (z − max)."""
     row = tl.program_id(0).to(tl.int64)
     tau = tl.load(temperature + row)
     sampled = tl.load(local_ids + row)
