@@ -53,7 +53,7 @@ def readme():
     live = rows(ROOT / "experiments" / "diagnosis" / "results" / "live.csv")
     right = {row["fault"]: int(row["right_first"]) for row in live if not row["fault"].startswith("healthy")}
     assert {row["logs"] for row in live} == {"10"}
-    yield f"{len(right)} faults are the first finding in ≥ {min(right.values())} of 10 logs each"
+    yield f"each of {len(right)} faults is named first in ≥ {min(right.values())} of 10 logs"
 
 
 def choosing():

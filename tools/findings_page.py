@@ -43,8 +43,8 @@ def findings_page(generated: str, table: Table) -> str:
 This page lists the findings of `rollcorr check`, `report`, `watch` and a Monitor. `--json` and Python return their
 codes in `hypotheses` and `findings`. The first four tables contain causes: a verdict names the most likely cause that
 no test refutes. The tables "Symptoms" and "Changes over the steps" list consequences, which are reported alone if no
-cause is known. The column "needs" names the required evidence. [Health](../guides/health.md) explains verdicts,
-and [the null](../guides/null.md) the findings that need a null.
+cause is known. The column "needs" names the required evidence. [Health](../guides/health.md) explains verdicts;
+[the null](../guides/null.md) explains findings that need one.
 
 {tables}
 """

@@ -253,7 +253,7 @@ C and lo are the limits of the metrics `…_fraction_high` and `…_fraction_low
 
 - With a ceiling, C is the ceiling, and lo is `rollout_is_floor` if set, else 1/C.
 - With a band (IcePop), lo and C are its ends.
-- With `rollout_is_threshold=None`, they are the band of a k1 criterion at the level of the weights. Without such a
+- With `rollout_is_threshold=None`, lo and C are the band of the k1 criterion at the weights' level. Without such a
   criterion, these metrics are absent.
 
 `rollout_is_log_min` and `rollout_is_log_max` exist only at sequence and geometric level,
@@ -264,7 +264,7 @@ C and lo are the limits of the metrics `…_fraction_high` and `…_fraction_low
 
 ## Rejection
 
-A filter is a criterion, the veto, or the policy `nonfinite`, which by default rejects tokens with a missing log-prob.
+A filter is a criterion, the veto, or the option `nonfinite`, which by default rejects tokens with a missing log-prob.
 The `rollout_rs_*` metrics of this table describe all filters together, and every configuration reports them. The two
 `rollout_is_*` metrics describe the veto, and exist only with `rollout_token_veto_threshold`.
 
@@ -286,9 +286,9 @@ k1 apply to the ratio, so "above" means a large ratio; k2 and k3 have no lower b
 
 These metrics exist if the data record which version of the weights sampled each token (`policy_versions` in a rollout
 log or in a batch for `Monitor.correct`), and if some tokens have lag 0. The lag of a token is the policy's version
-minus the token's version. The policy of step s has version s − 1, or s if a token of version s was seen. But if
-versions rise without large jumps and by less than {SLOW:g} per training step, they count weight syncs; then the
-policy's version is the newest version seen. `rollcorr check --json` lists k3 by lag with its standard error over the
+minus the token's version. The policy of step s has version s − 1, or s if a token of version s was seen. If
+versions rise without large jumps, by less than {SLOW:g} per training step, they number weight syncs: the
+policy's version is the newest seen. `rollcorr check --json` lists k3 by lag with its standard error over the
 steps. Look at this error too, because a few tokens can contribute most of k3.
 
 {_metric_table(LAG_METRICS)}
@@ -303,8 +303,8 @@ each step counts as a sequence.
 Log-probs of a step are averages over the D latent dimensions. J = D · (log π − log μ) is its joint log-ratio. In the
 metrics above, d is p · J; `reduction` sets the power p. m and m_μ are the means of the step's distribution under
 trainer and sampler, and s is its standard deviation. `log_prob_abs_diff/t_VALUE` is the mean of |J / D| at one
-timestep value. The metrics of each criterion also exist for `step_kl`, except the shares that only one filter or
-several filters reject.
+timestep value. The metrics of each criterion also exist for `step_kl`, except shares rejected by this filter alone
+or jointly.
 
 {_metric_table(DIFFUSION_METRICS)}
 

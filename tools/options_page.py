@@ -59,8 +59,8 @@ The class of the network selects the family. `model.family` sets [your own](../g
 ## Paths of verl and verl-omni
 
 `rollcorr train` also reads these paths of verl's configuration, in a file and as overrides, with or without Hydra's
-`+`. Paths with the option "none" accept only the listed values. Options of the correction may have the names of [any
-release of verl](../coming_from/migration.md).
+`+`. Paths without a matching option ("none") accept only listed values. Options of the correction may have the names
+of [any release of verl](../coming_from/migration.md).
 
 {table(("path of verl", "option here", "values"), [_path(name, path) for name, path in VERL_PATHS.items()])}
 

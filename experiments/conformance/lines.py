@@ -296,7 +296,7 @@ TrainerFactory.TRAINER_MAPPING["grpo"] = "my_plugin.CorrectedTrainer\"""",
         "https://github.com/inclusionAI/AReaL",
         "areal/utils/functional/functional.py",
         "`apply_rejection_sampling`, as the first statements",
-        "`actor.use_decoupled_loss=true` and any `actor.rejection_sampling`, which is then ignored",
+        "`actor.use_decoupled_loss=true`, and `actor.rejection_sampling` to any value (then ignored)",
         f"""\
 from rollcorr import correct
 

@@ -244,6 +244,7 @@ BYPASS_PPO = {"bypass_mode": True, "loss_type": "ppo_clip"}
         ({"rollout_is": "token", "apply_is": False, "normalizer": "weights"}, "normalizer="),
         ({"batch_normalize_over": "kept"}, "batch_normalize_over="),
         ({"rollout_is": "token", "rollout_is_horizon": 0.5}, "rollout_is_horizon="),
+        ({"rollout_is": "token", "rollout_is_horizon": 0.0}, "rollout_is_horizon="),
         ({"rollout_is": "token", "rollout_is_horizon_per_turn": True}, "rollout_is_horizon_per_turn="),
         ({"rollout_is": "token", "rollout_is_threshold": 3.0, "safety_bound": 1.0}, "rollout_is_threshold="),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_inf"}, "rollout_rs_threshold="),

@@ -266,12 +266,20 @@ def test_pasted_prose_prints_overrides_that_run(text, expected, tmp_path):
 
 
 @pytest.mark.parametrize("rest", ["requires bypass_mode = true)", "bypass_mode = true): " + 300 * "x"])
-def test_prose_as_override_prints_overrides_that_run(rest):
-    prose = f'Configuration: loss_type = "reinforce" ({rest}'
+@pytest.mark.parametrize("value", ['"reinforce" (', "reinforce. "])
+def test_prose_as_override_prints_overrides_that_run(rest, value):
+    prose = f"Configuration: loss_type = {value}{rest}"
     with pytest.raises(ValueError, match="Write overrides instead") as refused:
         read_document([prose])
     typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
     assert resolve(read_document(typed)) == RolloutCorrectionConfig(loss_type="reinforce", bypass_mode=True)
+
+
+def test_suggested_overrides_keep_lists_in_order():
+    with pytest.raises(ValueError, match="Write overrides instead") as refused:
+        read_document(["Set rollout_rs = token_k1,seq_max_k2 with rollout_rs_threshold = 0.5_2.0,3.0, say"])
+    typed = shlex.split(str(refused.value).partition("overrides instead: ")[2])
+    assert [text.partition("=")[2] for text in typed] == ["token_k1,seq_max_k2", "0.5_2.0,3.0"]
 
 
 def test_class_names_the_call_that_reads_older_options():

@@ -118,17 +118,18 @@ def test_the_context_of_another_row_is_named(tmp_path, whose, context, side):
 TEMPLATES = {
     "with BOS": "{{ bos_token }}{% for m in messages %}<user> {{ m['content'] }} <end>{% endfor %}",
     "without BOS": "{% for m in messages %}<user> {{ m['content'] }} <end>{% endfor %}",
+    "with a last newline": "{% for m in messages %}<user> {{ m['content'] }} <end>\n{% endfor %}",
 }
 
 
 def make_tokenizer(template):
     """A tokenizer of words w2 … that adds BOS, as Llama's does, and has a chat template."""
-    words = ["<unk>", "<s>", "<user>", "<end>", *(f"w{n}" for n in range(4, VOCABULARY))]
+    words = ["<unk>", "<s>", "<user>", "<end>", "\n", *(f"w{n}" for n in range(5, VOCABULARY))]
     text = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     text.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, bos_token="<s>", unk_token="<unk>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<end>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<end>", "\n"]})
     tokenizer.chat_template = TEMPLATES[template]
     return tokenizer
 
@@ -139,7 +140,7 @@ def make_tokenizer(template):
 def test_a_chat_template_of_one_side_is_named(tmp_path, template, logged, side):
     """One side gets the template, and the other the text with BOS, as `tokenizer(text)` returns it."""
     model, tokenizer = make_model(), make_tokenizer(template)
-    texts = [" ".join(f"w{4 + (7 * row + 3 * n) % 40}" for n in range(PROMPT)) for row in range(ROWS)]
+    texts = [" ".join(f"w{5 + (7 * row + 3 * n) % 40}" for n in range(PROMPT)) for row in range(ROWS)]
     chats = [[{"role": "user", "content": text}] for text in texts]
     prompts = {
         "plain": torch.tensor(tokenizer(texts)["input_ids"]),

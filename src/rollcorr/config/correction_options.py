@@ -312,7 +312,7 @@ class RolloutCorrectionConfig(NamedPresets):
             (not computed and not self.apply_is, "apply_is", without_is),
             *(
                 (
-                    self.rollout_is != "horizon" and value not in (None, False),
+                    self.rollout_is != "horizon" and value is not None and value is not False,
                     option,
                     "has no effect without rollout_is='horizon'; set that, or leave this out",
                 )

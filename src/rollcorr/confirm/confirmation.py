@@ -28,7 +28,7 @@ NOISE_OF, MARK, EVALUATED, LOOK_FOR = (
     "rounding",
     "\x1d",
     "evaluation mode, one row at a time",
-    "; look for dropout, padding, batch size or kernels of the trainer",
+    "; look for dropout, padding, batch size, kernels or other weights of the trainer",
 )
 PREVIOUS, NEXT, FIRST = "previous row's prompt", "next row's prompt", "first row's prompt"
 SIDES = {"sampler": "rollout_log_prob", "trainer": "old_log_prob"}
@@ -176,8 +176,7 @@ def _judge(totals: dict[str, dict[str, list[float]]], mismatch: Sequence[float],
         }
         for side, found in totals.items()
     }
-    total, noise_of = fmean(mismatch), means[NOISE_OF]
-    noise = noise_of[PLAIN]
+    total, noise_of, noise = fmean(mismatch), means[NOISE_OF], means[NOISE_OF][PLAIN]
     sides, causes, faulty = {}, [], []
     for side in SIDES:
         gaps = dict(sorted(means[side].items(), key=lambda item: item[1]))
@@ -300,15 +299,17 @@ def _template_toggle(tokenizer: Any) -> Callable[[tuple[int, ...]], tuple[int, .
     before, _, after = tokenizer.apply_chat_template(
         [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
     ).partition(MARK)
-    prefix, suffix = (tokenizer(part.strip(), add_special_tokens=False)["input_ids"] for part in (before, after))
+    prefix, suffix = (tuple(tokenizer(part.strip(), add_special_tokens=False)["input_ids"]) for part in (before, after))
 
     def toggled(prompt: tuple[int, ...]) -> tuple[int, ...]:
-        ids, end = list(prompt), len(prompt) - len(suffix)
+        # A template may end in a newline, which is no part of the suffix.
+        ids = prompt[: 1 + max((n for n, token in enumerate(prompt) if tokenizer.decode([token]).strip()), default=-1)]
+        end = len(ids) - len(suffix)
         if ids[: len(prefix)] == prefix and ids[end:] == suffix:
             return tuple(tokenizer(tokenizer.decode(ids[len(prefix) : end]).strip())["input_ids"])
 
         # A template contains its own BOS, if the model has one, in place of that of the plain text.
-        text = tokenizer.decode(ids[ids[:1] == [tokenizer.bos_token_id] :])
-        return tuple(tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
+        plain = tokenizer.decode(prompt[1:] if prompt[:1] == (tokenizer.bos_token_id,) else prompt)
+        return tuple(tokenizer(f"{before}{plain}{after}", add_special_tokens=False)["input_ids"])
 
     return toggled

@@ -389,7 +389,7 @@ _ROWS = (
         needs="null",
         score=1,
         refuted_by=(present_from_start, resets_with_sync),
-        title="some rows exceed the null, the rest match it: another context, or one faulty replica of the engine",
+        title="some rows exceed the null, others match it: another context, or one faulty engine replica",
         fix="look at what these rows share: a replica, a worker, a prompt without its system part, padding",
         confirm="score one of these rows alone on both sides; group the rows by engine replica and by worker",
     ),

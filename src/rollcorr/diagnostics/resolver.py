@@ -119,7 +119,7 @@ def resolve_findings(
             _remove(cause, entries, everything=cause.wide or (bool(ordinary) and cause.row.part != "nothing"))
 
     # A declared precision explains a mismatch that is as large as in its null.
-    sizes = [e for e in entries if e.stands and e.row.kind in ("symptom", "no finding")]
+    sizes = [e for e in entries if e.stands and e.row.kind in ("symptom", "no finding") and e.row.needs != "steps"]
     for entry in sizes if any(finding.evidence.get("declared") for finding in ordinary) else []:
         if entry.finding.metric not in entry.row.apart:
             entry.finding = replace(entry.finding, severity="note", follows_from="ordinary_noise")

@@ -62,7 +62,7 @@ def loss_coefficients(rows: SequenceRows, config: RolloutCorrectionConfig | None
     """Run `correct` and `policy_loss` on the rows, and read κ_t A from the gradient.
 
     Args:
-        rows: any rows. Their probabilities are not used.
+        rows: any rows; their sequence probabilities are unused.
         config: a correction; None means plain PPO, which does not use μ.
     """
     log_prob = rows.train_log_prob.clone().requires_grad_()
@@ -91,7 +91,7 @@ def batch_gradient(rows: SequenceRows, config: RolloutCorrectionConfig | None) -
 def _first_loss(
     rows: SequenceRows, config: RolloutCorrectionConfig | None, log_prob: Tensor, denominators: Denominators | None
 ) -> PolicyLossOutput:
-    """Compute the loss of the first update with the call for the configuration's mode."""
+    """Compute the first update's loss in the configuration's mode (bypass, decoupled or none)."""
     bypass_mode = config is not None and config.bypass_mode
     correction = None
     if config is not None and not bypass_mode:

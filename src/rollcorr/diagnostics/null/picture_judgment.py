@@ -238,10 +238,9 @@ def _outlier_findings(course: _Course, *, rest_is_ordinary: bool) -> Iterator[Fi
 
 def _steady_excess_finding(course: _Course) -> Iterator[Finding]:
     """Yield guidance or precision as cause of a steady excess, unless old weights may explain it."""
+    # An age of −1 means that none is recorded.
     fresh = course.steps[0] in FIRST_STEPS or not np.nanmax(course.ages, initial=-1)
     uneven = course.spread > SPREAD
-
-    # An age of −1 means that none is recorded.
     if not (fresh or uneven):
         return
     code = "guidance_differs" if course.depends_on_prompts else "precision_differs"

@@ -133,7 +133,7 @@ def _without_null(profile: MismatchProfile, sample: PairSample | None) -> Weight
         f"{NOT_JUDGED}: there is no null, and there are no earlier steps to compare with; "
         "give `rollcorr check` --null FILE (`rollcorr null` writes one), or --null-steps"
     )
-    if not share.tokens:
+    if not profile.share.tokens:
         sentence += ". Without token ids in the log, less can be told"
     elif profile.ids.repeats:
         sentence += f". The responses repeat {profile.ids.effective:.2g} tokens, so less can be told"
@@ -159,7 +159,7 @@ def unvetted_by_ids(profile: MismatchProfile, share: TokenShare) -> str:
     if profile.ids.repeats:
         return f"its responses repeat {effective:.2g} tokens, {FEW_IDS} are needed to tell other weights from noise"
     if distinct and not 2 * share.error < share_limit(profile):
-        return f"its responses repeat {share.tokens:,} contexts, too few to tell other weights from noise"
+        return "its responses have too few different contexts to tell other weights from noise"
     return ""
 
 
@@ -230,7 +230,7 @@ def _with_null(
     code, reason = found[0].code, f"k3 is {format_number(excess.ratio)} times that of {null.name}: "
     if excess.ratio < FACTOR and not by_id and code in OF_ALL_TOKENS:
         reason += "other weights, or a sharper policy"
-    elif excess.covered < FACTOR and not by_id:
+    elif excess.covered < min(FACTOR, 0.9 * excess.ratio) and not by_id:  # the null covers a clearly smaller excess
         reason += f"but {format_number(excess.covered)} times at probabilities of which the null has tokens"
     else:
         return [replace(finding, confidence=confidence * (finding.confidence or 1.0)) for finding in found], []

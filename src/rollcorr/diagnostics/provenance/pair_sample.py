@@ -97,7 +97,7 @@ class SampleRow(NamedTuple):
         """Return a hash of the last `CONTEXT` ids at each token, (c,) int64; needs recorded ids."""
         recorded = [x.numpy() for x in (self.prompt, self.response_ids) if x is not None]
         ids = np.concatenate([np.full(CONTEXT, -1), *recorded]).astype(np.int64)
-        last = np.lib.stride_tricks.sliding_window_view(ids, CONTEXT)[-len(self.train) :]
+        last = np.lib.stride_tricks.sliding_window_view(ids, CONTEXT)[len(ids) - len(self.train) - CONTEXT + 1 :]
 
         # Equal hashes of other contexts are rare, and lose one token each.
         return np.asarray(last @ np.int64(1_000_003) ** np.arange(CONTEXT))

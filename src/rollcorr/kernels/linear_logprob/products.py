@@ -75,8 +75,8 @@ def _warn_of_slow_products(hidden: torch.dtype, weight: torch.dtype, wide_produc
     states, head = (str(dtype).removeprefix("torch.") for dtype in (hidden, weight))
     warnings.warn(
         f"linear_log_prob multiplies {states} hidden states and a {head} head in float32, because {reason}: about 14 × "
-        f"the time of bfloat16 on an H200. To avoid it, {fix}; or set precision='tf32', which takes about 2 × and "
-        "rounds float32 operands to 11 significant bits",
+        f"the time of bfloat16 by an H200's rates. To avoid it, {fix}; or set precision='tf32', which takes about 2 × "
+        "and rounds float32 operands to 11 significant bits",
         stacklevel=2,
     )
 

@@ -22,7 +22,7 @@ def configured_pictures(
     *,
     pictures: int = 64,
 ) -> Iterator[RolloutBatch]:
-    """Sample and score the pictures of a `flow_grpo` configuration at its start; yield batches of a rollout log.
+    """Sample and score pictures with a `flow_grpo` run's initial weights; yield batches of a rollout log.
 
     Args:
         config: the run's configuration.

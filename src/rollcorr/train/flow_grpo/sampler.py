@@ -144,7 +144,7 @@ def round_to_e4m3(weight: Tensor) -> Tensor:
     """Compute s · e4m3(w / s), s = max |w| / 448: the weight of a weight-only fp8 layer, in the input's dtype.
 
     Args:
-        weight: (out, in); the scale s is one for each output channel.
+        weight: (out, in); each output channel has one scale s.
 
     Source: Micikevicius et al. (2022), "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
@@ -182,7 +182,7 @@ def linear_e4m3(layer: nn.Linear, x: Tensor) -> Tensor:
     """Compute y = s_x (e4m3(x / s_x) · e4m3(W / s_w)ᵀ) s_w + b on the device's fp8 units.
 
     Args:
-        layer: W (out, in), both multiples of 16, and b (out,) or None. s_w is one for each output channel.
+        layer: W (out, in), both multiples of 16, and b (out,) or None. each output channel has one s_w.
         x: (…, in). s_x is one for each row.
 
     Returns:
