@@ -152,9 +152,8 @@ def parse_rejection(names: str | Sequence[str], threshold: Threshold | None) -> 
             f"gives {len(texts)}: give one to share, or one for each"
         )
 
-    # One threshold counts for every criterion.
     criteria: dict[str, Criterion] = {}
-    for name, text in zip(listed, texts * (len(listed) // len(texts)), strict=True):
+    for name, text in zip(listed, texts if len(texts) > 1 else texts * len(listed), strict=True):
         criterion = _parse_criterion(name, text)
         if criteria.setdefault(name, criterion) != criterion:
             raise ValueError(f"rollout_rs names {name} twice with different bounds in {threshold!r}; keep one of them")

@@ -45,8 +45,10 @@ def read_options(path: Path) -> Any:  # noqa: ANN401 (a file may contain any pla
 
 def _overrides_in(text: str) -> str:
     """Return the end of an error: the first value of each option in prose, or in alternatives, as overrides."""
-    typed = {name: value.strip('"').rstrip(".") for name, value in reversed(_IN_PROSE.findall(redact_text(text)))}
-    return f". Write overrides instead: {overrides(dict(reversed(typed.items())))}" if typed else ""
+    found = [(name, value.strip('"').rstrip(".")) for name, value in _IN_PROSE.findall(redact_text(text))]
+
+    # The first value of a name wins, at the place of the name.
+    return f". Write overrides instead: {overrides(dict(found) | dict(reversed(found)))}" if found else ""
 
 
 def parse_override(text: str) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class PresetTotals:
 
     def rows(self) -> tuple[WhatIf, ...]:
         """Return the effect of each preset, in the order of the table of presets; empty without a valid token."""
-        return tuple(self._row(name, sums) for name, sums in self.presets.items() if self.log[1])
+        return tuple(self._row(name, sums) for name, sums in self.presets.items()) if self.log[1] else ()
 
     def _row(self, name: str, sums: Sums) -> WhatIf:
         log = dict(zip(OF_THE_LOG, self.log.tolist(), strict=True))
